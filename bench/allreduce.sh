@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Measures our collectives and those of MPICH, Open MPI, Intel MPI and gloo side by side on this machine.
+# Measures our collectives and those of MPICH, Open MPI, Intel MPI and gloo on this machine.
 #
 #   bench/allreduce.sh [--ranks "2 4 8"] [--rounds 3] [--collectives "all_reduce"] [--max BYTES] [--out FILE.json]
 #
-# Contenders take turns: in every round each runs once, in an order that rotates, so that a noisy minute hits nobody
-# alone; what counts is the median of the rounds. Peers are looked for in the folder $MGPU_PEERS (target/peers), and
-# left out where they are not there; bench/README.md tells how to install them. Writes
-# bench/results/allreduce-<date>-<machine>.json and .svg, and prints a table of ratios.
-# Run it on a quiet machine, after `cargo build --release`.
+# Contenders alternate: in every round each runs once, in rotating order, so that background load does not hit one
+# alone; figures are medians of the rounds. Peers are searched in the folder $MGPU_PEERS (default: target/peers) and
+# skipped if they are not there; bench/README.md says how to install them. Writes
+# bench/results/allreduce-<date>-<machine>.json and .svg, and prints a table of ratios. Run it on a quiet machine,
+# after `cargo build --release`.
 set -euo pipefail
 
 usage() { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"; }
@@ -49,7 +49,7 @@ trap 'rm -rf "$scratch"' EXIT
 lines=$scratch/lines.jsonl
 touch "$lines"
 
-# Who is there: contenders, their versions as name=version, and what was left out and why.
+# The contenders, their versions as name=version, and what was skipped and why.
 contenders=(mgpu) versions=() skipped=()
 skip() { note "skipped: $1" && skipped+=("$1"); }
 add() { # NAME VENV PACKAGE
@@ -89,11 +89,11 @@ fi
 
 at_most() { if [ "$max" -gt "$1" ]; then echo "$1"; else echo "$max"; fi; }
 
-# One run of one contender; its lines go to standard output. More ranks than cores need other settings.
+# One run of one contender; its lines go to standard output. With more ranks than cores, other settings are needed.
 contend() { # NAME COLLECTIVE RANKS
     local crowded=
     [ "$3" -gt "$cores" ] && crowded=yes
-    # torchrun stops its ranks in its own time; whoever does not end at all is killed.
+    # torchrun stops its ranks slowly; processes that do not end at all are killed.
     local limit=(timeout -k 10 120) wait=()
     [ "$crowded" ] && wait=(I_MPI_WAIT_MODE=1)
     case $1 in
@@ -101,7 +101,7 @@ contend() { # NAME COLLECTIVE RANKS
             "$bin/mgpurun" -n "$3" --no-prefix allreduce_perf --check --bound --collective "$2" --max "$max"
             ;;
         mpich)
-            # Waits by spinning alone: with a core for two ranks, an operation takes scheduler slices.
+            # It only spins: with one core for two ranks, an operation takes scheduler time slices.
             "${limit[@]}" "$peers/v-mpich/bin/mpiexec" -n "$3" "$built/mpich" --collective "$2" \
                 --max "$(if [ "$crowded" ]; then at_most 65536; else echo "$max"; fi)"
             ;;
@@ -128,7 +128,7 @@ for ((round = 0; round < rounds; round++)); do
                 note "round $((round + 1)) of $rounds: $collective on $ranks ranks: $name"
                 status=0
                 contend "$name" "$collective" "$ranks" < /dev/null > "$scratch/out" 2> "$scratch/err" || status=$?
-                # A run that was stopped may have left half a line.
+                # A stopped run may have left a partial line.
                 grep '^{.*}$' "$scratch/out" >> "$lines" || true
                 [ "$status" = 0 ] && continue
                 if [ "$name" = mgpu ]; then

@@ -1,24 +1,23 @@
 #!/usr/bin/env python3
-"""Random faults in random phases of a job, one run after the other: is the culprit named, does the exit code tell, is
-it quick, and does nothing survive?
+"""Injects random faults in random phases of a job, run after run. Checks that the culprit is named, the exit code is right,
+the run ends quickly, and nothing survives.
 
     chaos.py --launcher PATH --job PATH [--runs 500] [--seed 1] [--out FILE.json]
 
-Every run is a small job (tests/src/bin/t-job.rs) on 1 to 6 ranks, in a temporary folder full of other programs' files.
-Something goes wrong in it:
+Every run is a small job (tests/src/bin/t-job.rs) on 1 to 6 ranks, in a temporary folder with foreign files. The kinds of runs:
 
-    fault, early, leak    a rank commits one of the faults of `mgpurun --inject`, directly or behind a wrapper (a shell,
+    fault, early, leak    a rank suffers one of the faults of `mgpurun --inject`, directly or behind a wrapper (a shell,
                           timeout, setsid, a process that filters its output …)
-    guardian, launcher,   one of the launcher's two processes, or the run as a whole, is sent a signal at a random moment
+    guardian, launcher,   one of the launcher's two processes, or the run as a whole, receives a signal at a random moment
     interrupt
-    wrapped               nothing goes wrong, but ranks are started by wrappers
+    wrapped               no fault, but ranks are started by wrappers
     limits                few open files, small files
-    flood                 a rank opens connections, or writes far more than its reader reads before that one leaves
+    flood                 a rank opens many connections, or writes output to a reader that closes early
     mixed                 ranks make different numbers of steps, swap ranks, disagree on the world size
 
-A miss is a wrong exit code, a culprit that is not named, output that is lost, a panic, a process or a file that is left, a
-file of another program that is touched, or an end that comes later than a second after a death, or than the deadline and a
-second after a silence. Each miss is printed with the command line to repeat it; the exit code is 1 if there was one.
+A miss is a wrong exit code, a culprit that is not named, lost output, a panic, a leftover process or file, a changed foreign
+file, or a late end: more than a second after a death, or more than a second after the timeout for a hang. Each miss is printed
+with the command line to repeat it; the exit code is 1 if there was one.
 """
 
 import argparse
@@ -36,7 +35,7 @@ import time
 PHASES = ["phase=start", "phase=join", "phase=collective", "step=3", "phase=checkpoint", "phase=finalise"]
 DEADLY = {"abort": 134, "exit:3": 3, "sigkill": 137, "segv": 139, "oom": 134, "panic": 101}
 SILENT = ["hang", "sigstop"]
-# What may take its time: processes are started, memory is filled, and the machine does other things besides.
+# Allowed delays: processes are started, memory is filled, and the machine runs other programs too.
 HEALTHY = 1.0
 DEADLINE = 1.0
 
@@ -55,7 +54,7 @@ def left(mark):
     return found
 
 
-# What starts a rank, as a command line in front of the program. `timeout` and `setsid` leave the rank's process group.
+# Ways to start a rank: a command line before the program. `timeout` and `setsid` leave the rank's process group.
 WRAPPERS = {
     "shell": ["sh", "-c", '"$0" "$@"'],
     "exec": ["sh", "-c", 'exec "$0" "$@"'],
@@ -67,8 +66,8 @@ WRAPPERS = {
     "setsid": ["setsid", "--wait"],
 }
 
-# A rank that opens connections and says nothing on them, then becomes the program.
-KNOCK = """import os, socket, sys
+# A rank that opens silent connections and then becomes the program.
+FLOOD = """import os, socket, sys
 address = os.environ["MGPU_RENDEZVOUS"].removeprefix("unix:")
 sockets = []
 for _ in range(int(sys.argv[1])):
@@ -84,7 +83,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 def plant(folder, chance):
-    """Puts what other programs may have there into `folder`: names like ours, and what we might take for our own."""
+    """Creates foreign files in `folder`, with names similar or equal to ours."""
     names = ["checkpoints", "0123456789abcdef", "socket-0123456789abcdef", "socket-0123456789abcdef-1", "socket-", ""]
     for name in [f"mgpurun-{name}" for name in names]:
         if chance.random() < 0.5:
@@ -100,7 +99,7 @@ def plant(folder, chance):
 
 
 def contents(folder):
-    """Every path below `folder`, with what is in it."""
+    """Every path below `folder` with its contents."""
     found = {}
     for parent, folders, files in os.walk(folder):
         for name in folders + files:
@@ -116,7 +115,7 @@ def contents(folder):
 
 
 class Run:
-    """One job that something happens to."""
+    """One job, with its fault."""
 
     def __init__(self, chance, launcher, job):
         self.kind = chance.choice(
@@ -142,7 +141,7 @@ class Run:
         if self.kind in ("guardian", "launcher", "interrupt"):
             arguments = ["100000000"]
         if self.kind == "wrapped" or self.kind == "fault" and chance.random() < 0.3:
-            # A filter ends by itself when what it reads from does, so a fault is seen through it, too.
+            # A filter ends when its input ends, so faults are also seen through it.
             self.variant = chance.choice(list(WRAPPERS))
             program = WRAPPERS[self.variant]
         elif self.kind == "limits":
@@ -152,7 +151,7 @@ class Run:
         elif self.kind == "flood":
             self.variant = chance.choice(["connections", "output"])
             if self.variant == "connections":
-                flooded = [sys.executable, "-c", KNOCK, str(chance.randint(100, 5000))]
+                flooded = [sys.executable, "-c", FLOOD, str(chance.randint(100, 5000))]
                 program = self.only_culprit(flooded)
             else:
                 self.reader_leaves = True
@@ -169,12 +168,12 @@ class Run:
         self.command += options + ["--"] + program + [job] + arguments
 
     def only_culprit(self, wrapper):
-        """A wrapper that the culprit alone has."""
+        """A wrapper for the culprit only."""
         script = f'if [ "$RANK" = {self.culprit} ]; then program=$0; exec {quoted(wrapper)} "$program" "$@"; fi; exec "$0" "$@"'
         return ["sh", "-c", script]
 
     def expected(self):
-        """Exit codes, what has to be said, and the longest time."""
+        """Allowed exit codes, required messages, and the time limit."""
         name = f"mgpurun: rank {self.culprit} "
         alone = self.ranks == 1
         if self.kind == "guardian":
@@ -186,17 +185,17 @@ class Run:
         if self.kind == "wrapped":
             return [0], "", HEALTHY + 1.0
         if self.kind == "limits":
-            # Either the limit does not matter or somebody says what is too little.
+            # The limit has no effect, or an error names it.
             return None, "", HEALTHY + 2.0
         if self.kind == "flood":
-            # Whoever writes to a reader that has left ends as by SIGPIPE.
+            # A writer whose reader has closed ends as by SIGPIPE.
             return [141 if self.reader_leaves else 0], "", HEALTHY + 3.0
         if self.kind == "mixed":
             wanted = "claims to be rank" if self.variant == "world size" else "mgpurun: rank "
             return {"steps": [9], "rank": None, "world size": [68]}[self.variant], wanted, HEALTHY + 2.0
         if self.fault in DEADLY:
             code = DEADLY[self.fault]
-            # setsid exits with the number of the signal that has ended its program.
+            # setsid exits with the number of the signal that ended its program.
             return [code - 128 if self.variant == "setsid" and code > 128 else code], name, HEALTHY + 1.0
         if self.kind == "leak" or alone and self.fault == "exit0" or self.phase == "phase=finalise" and self.fault == "exit0":
             return [0], "", HEALTHY + 1.0
@@ -207,11 +206,11 @@ class Run:
         return [65], name + "made no progress for", HEALTHY + DEADLINE + 1.0
 
     def is_possible(self):
-        """A single rank that never joins is a program that does not use the runtime: nobody waits for it."""
+        """A single rank that never joins is a program that does not use the runtime: no one waits for it."""
         return not (self.ranks == 1 and self.fault in SILENT and self.phase in ("phase=start", "phase=join"))
 
     def go(self):
-        """Runs it; the seconds it took, and what was wrong."""
+        """Runs the job. Returns its duration in seconds, and what was wrong."""
         with tempfile.TemporaryDirectory() as folder:
             temporary, private = os.path.join(folder, "tmp"), os.path.join(folder, "run")
             chance = random.Random(self.seed)
@@ -245,7 +244,7 @@ class Run:
             return took, wrong, said
 
     def judge(self, code, printed, said, took):
-        """What is wrong with how the run ended."""
+        """What is wrong with the end of the run."""
         codes, wanted, longest = self.expected()
         wrong = []
         if codes is not None and code not in codes:
@@ -269,14 +268,14 @@ class Run:
         return wrong
 
     def disturb(self, process):
-        """Sends the signal, or leaves the output unread, where that is what happens."""
+        """Sends the signal or closes the reader, if that is the fault."""
         if self.reader_leaves:
             process.stdout.read(1000)
             process.stdout.close()
             process.stdout = None
         if self.kind not in ("guardian", "launcher", "interrupt"):
             return
-        # Until it has a child, a signal ends it as it ends any program that has just been started.
+        # Before it has a child, a signal ends it like any program that has just been started.
         while True:
             with open(f"/proc/{process.pid}/task/{process.pid}/children") as file:
                 children = file.read().split()
@@ -292,7 +291,7 @@ class Run:
 
 
 def quoted(words):
-    """`words` as the shell reads them."""
+    """`words` quoted for the shell."""
     return " ".join(shlex.quote(word) for word in words)
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# 500 jobs that something goes wrong in: bench/chaos.sh [--runs N] [--seed N] [--out FILE.json]. Prints the misses and
-# their count.
+# 500 jobs with random faults: bench/chaos.sh [--runs N] [--seed N] [--out FILE.json]. Prints the misses and their
+# number.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo build --release --quiet -p mgpurun

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Measures which share of a training step goes to communication on this machine's processor, by network and size of bucket.
+"""Measures the share of training time spent in communication on this machine's processor, by network and bucket size.
 
     MGPU_DATA=…/mnist bench/communication.py [NET…] [--ranks 2] [--batch 64] [--buckets 0.25,1,1+overlap,4,25] [--rounds 3]
 
-Every rank has one thread, and with `+overlap` another one for reductions. In every round each network runs once with each size
-of bucket (in MiB), so that a noisy minute hits no size alone; figures are the medians of the rounds. `communication` is the share of the steps' time that a rank spends in
-collectives, or waits for its thread that is, synchronised batch normalisation included; `waiting` is the part of it that goes by until the last rank has come.
-Both are means over ranks. Writes bench/results/communication-<date>-<machine>.json after every run and prints a table.
-Run it on a quiet machine, after `cargo build --release`: where ranks share their cores with others, they wait for each other.
+Every rank has one thread and, with `+overlap`, another one for reductions. In every round each network runs once with each
+bucket size (in MiB), so that background load does not hit one size alone; figures are medians of the rounds. `communication` is
+the share of the steps' time in collectives (or waiting for the reduction thread), including synchronised batch normalisation;
+`waiting` is the part of it spent waiting for the last rank. Both are means over ranks.
+Writes bench/results/communication-<date>-<machine>.json after every run and prints a table.
+Run it on a quiet machine after `cargo build --release`: ranks that share cores with other programs wait for each other.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import statistics
 import subprocess
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# Steps of a run: some seconds on two cores.
+# Steps of a run: a few seconds on two cores.
 STEPS = {"lenet5": 600, "deep": 40, "keras": 12, "ensemble2400": 60, "ensemble4800": 45, "layers": 15, "conv6": 8}
 OVERLAP = "+overlap"
 KEYS = ("communication", "waiting", "ms_per_step")
@@ -45,13 +46,13 @@ def medians(rounds):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("nets", nargs="*", metavar="NET", help="all, unless some are named")
+    parser.add_argument("nets", nargs="*", metavar="NET", help="networks to measure [default: all]")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=64, help="images a step on each rank")
-    parser.add_argument("--buckets", default="0.25,1,1+overlap,4,25", help="MiB, each with or without +overlap")
+    parser.add_argument("--batch", type=int, default=64, help="batch size of each rank, in images")
+    parser.add_argument("--buckets", default="0.25,1,1+overlap,4,25", help="bucket sizes in MiB, each with or without +overlap")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="of each run, in place of some seconds' worth")
-    parser.add_argument("--note", help="what else is to be known of these figures")
+    parser.add_argument("--steps", type=int, help="steps of each run [default: a few seconds]")
+    parser.add_argument("--note", help="a note to store with the figures")
     options = parser.parse_args()
     if unknown := set(options.nets) - set(STEPS):
         parser.error(f"there is no network {', '.join(unknown)}; there are {', '.join(STEPS)}")

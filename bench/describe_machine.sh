@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Prints this machine as one JSON object, to stand beside figures that were measured on it.
-# With --slug: processor and number of cores as a short word for names of files, such as `xeon-2c`.
+# Prints this machine as one JSON object, to store with figures measured on it. With --slug: processor and number of
+# cores as a short name for files, such as `xeon-2c`.
 set -euo pipefail
 
 field() { lscpu | sed -n "s/^$1: *//p" | head -n 1; }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Measures the release build on this machine: start-up, all-reduce by size, training throughput of every network in
-# both ways of using two cores. Writes bench/results/cpu-<date>.json.
-# Run it on a quiet machine, from the repository's root, after `cargo build --release`.
+# Measures the release build on this machine: start-up time, all-reduce by size, training throughput of every network
+# on one rank with two threads and on two ranks with one. Writes bench/results/cpu-<date>.json. Run it on a quiet
+# machine, from the repository's root, after `cargo build --release`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -13,7 +13,7 @@ trap 'rm -f "$lines"' EXIT
 
 note() { printf '%s\n' "$*" >&2; }
 
-# Start-up: the median of 21 launches of 8 processes that do nothing, in milliseconds.
+# Start-up: the median time of 21 launches of 8 processes that do nothing, in milliseconds.
 note "start-up"
 python3 - "$bin/mgpurun" >> "$lines" <<'PY'
 import json, statistics, subprocess, sys, time

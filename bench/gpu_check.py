@@ -1,24 +1,24 @@
-"""Checks and measures on a machine with a GPU: parts, each with a limit, of which none stops the others.
+"""Checks and benchmarks on a machine with a GPU. Each part has a time limit; a failing part does not stop the others.
 
     gpu_check.sh [--fake FOLDER] [--limit SECONDS] [--deadline SECONDS] [--out FOLDER] [--nets A,B] [--steps N] [PART...]
 
-A, B and C stand for parts that fit into nine minutes each on an H100: A is everything about correctness on one rank, B
-everything about speed, C the rest. Parts, in the order in which they run unless some are named:
+A, B and C stand for parts that fit into nine minutes each on an H100: A is correctness on one rank, B is speed, C is the
+rest. Parts, in their default order:
   kernels      gpu_check: every CUDA kernel against the CPU
   golden       golden_check of every network, precision and choice of kernels
-  nccl         NCCL with one rank, and with 2 and 4 ranks that share the GPU: sums, training, a killed peer
-  parallel     what a step can do besides averaging: golden runs with each flag, and weights that ranks make no difference to
-  bandwidth    memory bandwidth, the optimizer's share of it, large products
+  nccl         NCCL with one rank, and with 2 and 4 ranks that share the GPU: collectives, training, a killed peer
+  parallel     options of a step: golden runs with each flag, and weights of world-size-invariant runs
+  bandwidth    memory bandwidth, the optimizer's share of it, large matrix products
   throughput   training of every network beside PyTorch (eager, compiled, graphed)
-  profile      every kernel of a training step, by ncu: its time, and what it moves
+  profile      every kernel of a training step with ncu: time and memory traffic
   accuracy     conv6, deep and keras trained to the end, in bf16
-  sanitizer    compute-sanitizer, where the toolkit has it
+  sanitizer    compute-sanitizer, if the toolkit has it
 
-Folders, each looked for beside this script too: MGPU_DATA (the four MNIST files), MGPU_GOLDEN (golden runs), BIN (the
-programs). NVIDIA's libraries may lie in a Python environment: activate it.
+Folders, each also searched beside this script: MGPU_DATA (the four MNIST files), MGPU_GOLDEN (golden runs), BIN (the
+programs). NVIDIA's libraries may be in a Python environment: activate it.
 
-Prints a line for every run and a table at the end, and writes gpu-<date>-<device>.json and what programs printed. On the fakes of the tests
-(--fake FOLDER, or found as the device) all is small, nothing is timed, and everything is labelled.
+Prints a line for every run and a table at the end. Writes gpu-<date>-<device>.json and the programs' output. On the tests'
+fake GPU (--fake FOLDER, or detected by its name) runs are small and labelled, and nothing is timed.
 Exit code: 1 if something failed.
 """
 import argparse
@@ -45,13 +45,13 @@ PROGRAMS = ["mgpurun", "train_mnist", "golden_check", "gpu_check", "allreduce_pe
 
 
 def folder(variable, *candidates):
-    """The folder in a variable, or the first candidate that is there."""
+    """The folder in a variable, or the first candidate that exists."""
     named = [os.environ[variable]] if variable in os.environ else []
     return next((path for path in named + list(candidates) if os.path.isdir(path)), None)
 
 
 class Session:
-    """Runs programs, keeps what came of them."""
+    """Runs programs and keeps their results."""
 
     def __init__(self, options):
         self.options = options
@@ -83,7 +83,7 @@ class Session:
 
     def find_machine(self):
         path = os.path.join(self.scratch, "machine.json")
-        # No check has such a name, so that only the machine is told.
+        # No check has this name, so only the machine is printed.
         done = subprocess.run([self.program("gpu_check"), "--only", "no check", "--json", path], env=self.env,
                               capture_output=True, text=True, timeout=120)
         if not os.path.exists(path):
@@ -107,11 +107,11 @@ class Session:
         print(f"skipped {what}: {why}", flush=True)
 
     def run(self, name, command, limit=180, expect=0, contains=None, env=None, judge=None, keep=None, feed=None):
-        """One program, with `feed` as its input. Its last line of JSON, if any, is the result; `judge` may find a problem in
-        it. Lines that match `keep` are kept."""
+        """Runs one program, with `feed` as its input. Its last line of JSON, if any, is the result; `judge` may find a problem
+        in it. Lines that match `keep` are kept."""
         left = self.deadline - time.monotonic()
         if left < 5:
-            self.skip(name, "its time is over")
+            self.skip(name, "no time left")
             return None
         limit = min(limit, left)
         start = time.monotonic()
@@ -124,7 +124,7 @@ class Session:
             try:
                 code = child.wait(limit)
             except subprocess.TimeoutExpired:
-                # mgpurun cleans up after itself when it is asked to end.
+                # mgpurun cleans up when it receives SIGTERM.
                 child.terminate()
                 try:
                     child.wait(10)
@@ -139,11 +139,11 @@ class Session:
             output.seek(0)
             text = output.read()
         if self.data:
-            # On a machine of somebody's own, paths are nobody's business.
+            # Paths of a user's machine are private.
             text = text.replace(self.data, "DATA")
         result = None
         for line in text.splitlines():
-            # A launcher may have put the rank in front.
+            # mgpurun may have put the rank prefix before it.
             at = line.find("{")
             if at >= 0 and line.rstrip().endswith("}"):
                 try:
@@ -154,7 +154,7 @@ class Session:
         if code is None:
             problem = f"stopped after {limit:.0f} s"
         elif code != expect:
-            problem = f"exit code {code} in place of {expect}"
+            problem = f"exit code {code} instead of {expect}"
         elif contains and not re.search(contains, text):
             problem = f"it does not say {contains!r}"
         elif judge:
@@ -175,7 +175,7 @@ class Session:
         return run
 
     def figure(self, run):
-        """What is worth telling of a run. On a fake, no time is."""
+        """The figures to print for a run; no times on a fake GPU."""
         result = run["result"] or {}
         words = []
         if "images_per_s" in result and not self.fake:
@@ -189,10 +189,10 @@ class Session:
         return os.path.join(self.options.out, f"gpu-{datetime.date.today()}-{slug}.json")
 
     def write(self):
-        """After every run, so that a session that is cut off leaves what it had."""
+        """Writes the file after every run, so that an interrupted session keeps its results."""
         runs = self.runs
         if self.fake:
-            # Times of a fake are not to be mistaken for figures.
+            # Times of a fake GPU must not be mistaken for figures.
             timed = ("seconds", "images_per_s", "ms_per_step", "train_s", "test_s", "us_p50", "us_min", "busbw_gbps",
                      "algbw_gbps", "images_per_second")
             runs = [{**run, "seconds": None, "result": {key: value for key, value in (run["result"] or {}).items()
@@ -206,7 +206,7 @@ class Session:
 
 
 def kernels(s):
-    """Every kernel; on a fake the quick ones."""
+    """Every kernel; on a fake GPU the quick checks."""
     path = os.path.join(s.scratch, "kernels.json")
     quick = ["--quick"] if s.fake else []
     run = s.run("gpu_check", [s.program("gpu_check"), *quick, "--json", path], limit=900)
@@ -216,7 +216,7 @@ def kernels(s):
         checks = found.pop("checks")
         found["checks"] = len(checks)
         found["failures"] = [check for check in checks if not check["ok"]]
-        # By operation and precision, how close the largest error came to its bound.
+        # The error closest to its bound, by operation and precision.
         nearest = {}
         for check in checks:
             if check["error"] is not None and check["bound"] > 0:
@@ -248,7 +248,7 @@ def launcher(s, ranks):
 
 
 def on_gpu(result):
-    """What is wrong with the summary of a training."""
+    """Finds problems in the summary of a training."""
     return None if (result or {}).get("device") == "cuda" else "it did not run on the GPU"
 
 
@@ -257,8 +257,8 @@ def digits(s):
 
 
 def nccl(s):
-    """Correctness alone: ranks that share a GPU say nothing about speed."""
-    # Ranks on one GPU take turns of milliseconds, so that large sums take minutes.
+    """Correctness only: ranks that share a GPU say nothing about speed."""
+    # Ranks on one GPU alternate in time slices of milliseconds, so large collectives take minutes.
     most = 1 << 14 if s.fake else 1 << 22
     weights = {}
     for ranks in [1, 2, 4]:
@@ -282,7 +282,7 @@ def nccl(s):
 
 
 def parallel(s):
-    """Correctness alone, as above."""
+    """Correctness only, as above."""
     files = [os.path.join(s.golden or "", net + ".json") for net in (["lenet5"] if s.fake else ["lenet5", "deep"])]
     if s.data and all(map(os.path.exists, files)):
         for ranks in [1, 2]:
@@ -299,14 +299,14 @@ def parallel(s):
             "--clip-norm", "1", "--skip-test", "--json",
         ], judge=lambda now: on_gpu(now) or (None if now["weights"] == weights.setdefault(1, now["weights"])
                                              else "the weights are not those of one rank"))
-    s.run("2 ranks, a loss that is no number", [
+    s.run("2 ranks, a non-finite loss", [
         *launcher(s, 2), s.program("train_mnist"), *digits(s), "--batch", "8", "--steps", "40", "--lr", "1e30", "--skip-test",
     ], limit=60, expect=1, contains="gradients that are not finite numbers, in tensor")
 
 
 def bandwidth(s):
     if s.fake:
-        return s.skip("bandwidth", "a fake is not measured")
+        return s.skip("bandwidth", "a fake GPU is not measured")
     path = os.path.join(s.scratch, "bandwidth.json")
     run = s.run("gpu_check --bandwidth", [s.program("gpu_check"), "--bandwidth", "--json", path])
     if run and os.path.exists(path):
@@ -322,7 +322,7 @@ def throughput(s):
     torch = s.data and not s.fake and subprocess.run(
         [sys.executable, "-c", "import torch; assert torch.cuda.is_available()"], capture_output=True).returncode == 0
     if not torch:
-        s.skip("PyTorch", "a fake is not measured" if s.fake else "no folder of MNIST, or no torch that sees the GPU")
+        s.skip("PyTorch", "a fake GPU is not measured" if s.fake else "no folder of MNIST, or no torch that sees the GPU")
 
     def steps(batch):
         return s.options.steps or (3 if s.fake else 1500 if batch < 1024 else 400)
@@ -338,7 +338,7 @@ def throughput(s):
                      str(steps(batch)), "--precision", precision, "--kernels", choice, *([] if graph else ["--no-graph"]),
                      "--skip-test", "--show-kernels", "--json"], limit=240, judge=on_gpu, keep="^(conv|dense) ")
 
-    # What matters most comes first, in case time runs out: bf16 and graphs, then everything else.
+    # The most important first, in case time runs out: bf16 and graphs, then everything else.
     for batch in reversed(batches):
         for net in nets:
             ours(net, batch, "bf16", "auto", True)
@@ -348,7 +348,7 @@ def throughput(s):
     modes += [(net, batches[-1], "bf16", "compiled") for net in nets[:2]]
     modes = [mode for mode in modes if mode[0] != "ensemble4800"]
     if torch:
-        # One process for all, since its start takes seconds.
+        # One process for all configurations, because its start takes seconds.
         run = s.run("torch", [sys.executable, os.path.join(HERE, "torch_throughput.py"), s.data],
                     limit=240, feed="".join(" ".join(map(str, mode)) + "\n" for mode in modes), keep=r'^\{"net"')
         s.torch = [json.loads(line) for line in (run or {}).get("lines", [])]
@@ -362,7 +362,7 @@ def throughput(s):
             ours(net, batches[-1], precision, "auto", True)
     for net in nets:
         ours(net, batches[0], "bf16", "auto", False)
-    # The rest, as far as there is time.
+    # The rest, while there is time.
     for graph in [True, False]:
         for precision in PRECISIONS:
             for batch in batches:
@@ -372,16 +372,16 @@ def throughput(s):
 
 
 def profile(s):
-    """Times of the kernels of a training step, each by itself: the sum is more than a graph's step."""
+    """Times of the separate kernels of a training step; their sum is more than the step of a graph."""
     homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
     tools = [shutil.which("ncu")] + [os.path.join(home, "bin/ncu") for home in homes if home]
     tool = next((path for path in tools if path and os.path.exists(path)), None)
     if s.fake or not tool:
-        return s.skip("profile", "a fake is not measured" if s.fake else "ncu is not installed")
+        return s.skip("profile", "a fake GPU is not measured" if s.fake else "ncu is not installed")
     metrics = ["gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum"]
     units = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "byte": 1e-6, "Kbyte": 1e-3, "Mbyte": 1.0, "Gbyte": 1e3}
     for net in s.options.nets:
-        # The program by itself: its own environment tells it to use the GPU.
+        # Without a launcher: the environment selects the GPU backend.
         run = s.run(net, [tool, "--clock-control", "none", "--cache-control", "none", "--csv", "--metrics", ",".join(metrics),
                           s.program("train_mnist"), *digits(s), "--net", net, "--batch", "1024", "--steps", "3", "--precision",
                           "bf16", "--skip-test", "--no-graph"], env={"MGPU_BACKEND": "nccl"}, keep='^"')
@@ -405,7 +405,7 @@ def profile(s):
 
 def accuracy(s):
     if s.fake:
-        return s.skip("accuracy", "a fake would need days")
+        return s.skip("accuracy", "a fake GPU would need days")
     if not s.data:
         return s.skip("accuracy", "MGPU_DATA is needed")
     for net, reach, flags in [
@@ -425,7 +425,7 @@ def sanitizer(s):
     tools = [shutil.which("compute-sanitizer")] + [os.path.join(home, "bin/compute-sanitizer") for home in homes if home]
     tool = next((path for path in tools if path and os.path.exists(path)), None)
     if s.fake or not tool:
-        return s.skip("compute-sanitizer", "a fake has none" if s.fake else "not installed")
+        return s.skip("compute-sanitizer", "not on a fake GPU" if s.fake else "not installed")
     for kind in ["memcheck", "racecheck", "synccheck", "initcheck"]:
         s.run(kind, [tool, "--tool", kind, "--error-exitcode", "9", s.program("gpu_check"), "--quick", "--seed", "1"],
               limit=600)
@@ -435,10 +435,10 @@ PARTS = [kernels, golden, nccl, parallel, bandwidth, throughput, profile, accura
 
 
 def table(s):
-    """Training throughput in one line for each network, batch and precision; then what failed and what was left out."""
+    """Prints training throughput for each network, batch and precision; then failures and skipped runs."""
     print(f"\n=== {s.machine['device']}, driver for CUDA {s.machine['driver']}")
     if s.fake:
-        print(f"{FAKE}: nothing here says anything about a GPU; times are left out")
+        print(f"{FAKE}: no figures of a real GPU; times are omitted")
     columns = ["ours auto graph", "ours builtin graph", "ours auto eager", "ours builtin eager", "torch graphed",
                "torch compiled", "torch eager"]
     rows = {}
@@ -474,13 +474,13 @@ def table(s):
 def main():
     names = [*LETTERS, *(part.__name__ for part in PARTS)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="of " + ", ".join(names))
-    parser.add_argument("--fake", metavar="FOLDER", help="the folder with the fakes of the tests")
-    parser.add_argument("--limit", type=float, default=1500, metavar="SECONDS", help="for each part [default: 1500]")
-    parser.add_argument("--deadline", type=float, metavar="SECONDS", help="for all parts [default: 520 if a letter is named]")
-    parser.add_argument("--out", default=os.environ.get("OUT", "."), metavar="FOLDER", help="where the JSON goes [default: OUT, or here]")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="one of " + ", ".join(names) + " [default: all]")
+    parser.add_argument("--fake", metavar="FOLDER", help="folder of the tests' fake libraries")
+    parser.add_argument("--limit", type=float, default=1500, metavar="SECONDS", help="time limit of each part [default: 1500]")
+    parser.add_argument("--deadline", type=float, metavar="SECONDS", help="time limit of all parts [default: 520 with A, B or C]")
+    parser.add_argument("--out", default=os.environ.get("OUT", "."), metavar="FOLDER", help="output folder [default: $OUT, or the current folder]")
     parser.add_argument("--nets", type=lambda text: text.split(","), default=NETS, help="networks, separated by commas")
-    parser.add_argument("--steps", type=int, help="steps of a throughput run")
+    parser.add_argument("--steps", type=int, help="steps of each throughput run")
     options = parser.parse_args()
     unknown = [part for part in options.parts if part not in names]
     if unknown:

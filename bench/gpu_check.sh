@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Everything there is to check and to measure on a machine with a GPU. Rust is not needed there, nor the sources:
+# All checks and benchmarks on a machine with a GPU. Needs neither Rust nor the sources there:
 #
 #   bench/gpu_check.sh pack FOLDER        on a machine with a release build: makes FOLDER (under 50 MB)
 #   FOLDER/gpu_check.sh [PART…]           on the machine with the GPU
 #   bench/gpu_check.sh [PART…]            the same, from a checkout with a release build
 #
-# What it takes and where from: see --help and bench/README.md.
+# Requirements: see --help and bench/README.md.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 programs="mgpurun train_mnist golden_check gpu_check allreduce_perf"
 
 if [ "${1-}" != pack ]; then
-    # A virtual environment's own interpreter: NVIDIA's libraries are looked for beside it.
+    # The virtual environment's own interpreter: NVIDIA's libraries are searched beside it.
     python=python3
     if [ -n "${VIRTUAL_ENV-}" ] && [ -x "$VIRTUAL_ENV/bin/python" ]; then
         python=$VIRTUAL_ENV/bin/python
@@ -26,7 +26,7 @@ for program in $programs; do
 done
 cp "$here/gpu_check.sh" "$here/gpu_check.py" "$here/torch_throughput.py" "$folder"
 mkdir -p "$folder/peers" && cp "$here"/peers/*_torch.py "$folder/peers"
-# Golden runs and MNIST, if they are at hand.
+# Golden runs and MNIST, if available.
 if [ -d "${MGPU_GOLDEN-}" ]; then
     mkdir -p "$folder/golden" && cp "$MGPU_GOLDEN"/*.json "$folder/golden"
 fi
@@ -36,6 +36,6 @@ fi
 megabytes=$(du -sm "$folder" | cut -f 1)
 echo "$folder: $megabytes MB"
 if [ "$megabytes" -ge 50 ]; then
-    echo "too large: it should stay under 50 MB" >&2
+    echo "too large: the limit is 50 MB" >&2
     exit 1
 fi

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""How long does it take to start `true` on n ranks and see it end, beside other launchers?
+"""Measures how long it takes to start `true` on n ranks and wait for its end, compared with other launchers.
 
     launch.py [--ranks 8] [--rounds 30] [--out FILE.json]
 
-The contenders take turns; medians count. Peers are looked for in target/peers or the folder named by MGPU_PEERS, as in
-allreduce.sh. A contender that takes more than a second has a tenth of the rounds.
+Launchers run in turn; figures are medians. Peers are searched in target/peers or in the folder MGPU_PEERS, as in
+allreduce.sh. A launcher that takes more than a second runs a tenth of the rounds.
 """
 
 import argparse
@@ -19,7 +19,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def contenders(ranks):
-    """Name to command line, of those that are there."""
+    """The command lines of the installed launchers, by name."""
     peers = os.environ.get("MGPU_PEERS", os.path.join(ROOT, "target/peers"))
     program = shutil.which("true")
     number = str(ranks)

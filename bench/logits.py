@@ -4,8 +4,8 @@
     MGPU_DATA=…/mnist bench/logits.py [NET…] [--steps 20] [--batch 16] [--python target/peers/v/bin/python]
 
 The comparison is examples/python/load_in_torch.py, run by a Python that has torch, safetensors and numpy. Writes
-bench/results/logits-<date>-<machine>.json and prints a table. Needs `cargo build --release`; it measures no time, so the machine may
-be busy.
+bench/results/logits-<date>-<machine>.json and prints a table. Needs `cargo build --release`. It measures no times, so the
+machine may be busy.
 """
 
 import argparse
@@ -38,10 +38,10 @@ def compare(options, net, folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("nets", nargs="*", metavar="NET", help="all, unless some are named")
+    parser.add_argument("nets", nargs="*", metavar="NET", help="networks to compare [default: all]")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--python", default=sys.executable, help="one that has torch, safetensors and numpy")
+    parser.add_argument("--python", default=sys.executable, help="a Python with torch, safetensors and numpy")
     options = parser.parse_args()
     versions = "import torch, safetensors; print(torch.__version__, safetensors.__version__)"
     torch, safetensors = output(options.python, "-c", versions).split()

@@ -1,8 +1,8 @@
-"""Draws a result of bench/allreduce.sh: size against time, a panel for each number of ranks. Standard library only.
+"""Plots a result of bench/allreduce.sh: time against size, a panel for each number of ranks. Standard library only.
 
     plot_allreduce.py RESULT.json OUT.svg
 
-Both axes are logarithmic. A row of panels belongs to one collective. The dashed line is what memory alone needs.
+Both axes are logarithmic. Each collective has a row of panels. The dashed line is the time of the memory traffic alone.
 """
 
 import json
@@ -47,7 +47,7 @@ class Drawing:
         self.columns = sorted({figure["ranks"] for figure in figures})
         entries = [entry for figure in figures for entry in figure["sizes"]]
         sizes = [entry["bytes"] for entry in entries]
-        # The bound of sizes that fit a cache is far below: it must not stretch the axis.
+        # The bound of sizes that fit a cache is far below the others and must not stretch the axis.
         micros = [time for entry in entries for time in entry["us"].values() if time > 0]
         self.sizes = math.log2(min(sizes)), math.log2(max(max(sizes), 2 * min(sizes)))
         self.decades = math.floor(math.log10(min(micros))), math.ceil(math.log10(max(micros)))
@@ -92,7 +92,7 @@ class Drawing:
         title = f"{figure['collective']}, {figure['ranks']} rank{'s' if figure['ranks'] > 1 else ''}"
         self.text(WIDTH / 2, -12, title, size=13, extra='font-weight="bold"')
         self.text(WIDTH / 2, HEIGHT + 33, "size of a rank's buffer")
-        # Ours is drawn last, above the others.
+        # Our line is drawn last, above the others.
         for name, points in sorted(series(figure), key=lambda line: (line[0] == "mgpu", line[0] != BOUND)):
             inside = [(self.x(size), self.y(time)) for size, time in points if time >= 10 ** self.decades[0]]
             if not inside:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What does `mgpurun` itself cost while a job runs quietly? Processor time and memory of its two processes.
+"""Measures the processor time and memory of mgpurun's two processes while a job prints little.
 
     quiet.py [--seconds 30] [--out FILE.json] [OPTIONS OF MGPURUN…]
 
@@ -35,7 +35,7 @@ def main():
     command = [f"{release}/mgpurun", "-n", "2", "--backend", "cpu", *options]
     command += [f"{release}/train_mnist", "--synthetic", "--steps", "100000000", "--skip-test"]
     guardian = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    # Digits are generated first.
+    # Wait until the digits are generated.
     time.sleep(5)
     with open(f"/proc/{guardian.pid}/task/{guardian.pid}/children") as file:
         processes = {"guardian": guardian.pid, "launcher": int(file.read().split()[0])}

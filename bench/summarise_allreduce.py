@@ -1,4 +1,4 @@
-"""From the lines of many runs to one result: medians, ratios and a table. Standard library only.
+"""Summarises the lines of many runs: medians, ratios and a table. Standard library only.
 
     summarise_allreduce.py LINES.jsonl OUT.json --machine JSON --commit C --date D --rounds N
         [--version NAME=V]... [--skipped TEXT]...
@@ -13,7 +13,7 @@ OURS = "mgpu"
 
 
 def summarise(lines):
-    """One figure for each collective and number of ranks; sizes ascend, ours is the first contender."""
+    """One entry for each collective and number of ranks, with ascending sizes; our implementation comes first."""
     times = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     bounds = defaultdict(lambda: defaultdict(list))
     for line in lines:

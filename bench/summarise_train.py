@@ -1,4 +1,4 @@
-"""From the runs of train.py to figures, and from a result to the README's table and the targets. Standard library only.
+"""Summarises the runs of train.py, and prints the README's table and missed targets of a result. Standard library only.
 
     summarise_train.py RESULT.json
 """
@@ -10,12 +10,12 @@ from collections import defaultdict
 
 from train_work import work
 
-# Ours by PyTorch's, in f32, in each mode.
+# Our throughput divided by PyTorch's, in f32, in each mode.
 RATIOS = {"lenet5": 2.0, "conv6": 2.0, "keras": 1.6, "deep": 1.5, "layers": 1.5, "ensemble2400": 1.4}
 BF16_RATIO = 1.3
-# The networks that are measured in bf16, too.
+# Networks that are also measured in bf16.
 BF16 = ("deep", "keras", "conv6")
-# Two ranks with half of the cores each, by one rank with all of them.
+# Two ranks with half of the cores each, divided by one rank with all of them.
 RANKS_RATIO = 0.97
 
 
@@ -39,7 +39,7 @@ def of_side(runs, flop, peak):
 
 
 def summarise(lines, profiles):
-    """One figure for each network, kind of number and mode, in the order in which they were measured first.
+    """One figure for each network, dtype and mode, in the order of the measurements.
 
     The peak is what `train_mnist --profile` reports for one rank with all cores, in f32: there is no share of it in bf16.
     """
@@ -56,14 +56,14 @@ def summarise(lines, profiles):
             theirs = {run["round"]: run["images_per_s"] for run in sides["pytorch"]}
             ratios = [run["images_per_s"] / theirs[run["round"]] for run in sides["ours"] if run["round"] in theirs]
             figure["ratio"] = round(figure["ours"]["images_per_s"] / figure["pytorch"]["images_per_s"], 3)
-            # Both sides may have failed in different rounds.
+            # Each side may have failed in different rounds.
             figure["ratio_range"] = [round(min(ratios), 3), round(max(ratios), 3)] if ratios else None
         figures.append(figure)
     return figures
 
 
 def table(result):
-    """The README's table; what is measured in several modes stands in a cell with dots between."""
+    """The README's table; figures of several modes share a cell, separated by dots."""
     figures = {(f["net"], f["dtype"], f["ranks"], f["threads"]): f for f in result["figures"]}
     modes = list(dict.fromkeys((f["ranks"], f["threads"]) for f in result["figures"]))
 
@@ -100,14 +100,14 @@ def table(result):
 
 
 def unmeasured(result):
-    """Comparisons that were asked for and are not there."""
+    """Requested comparisons without figures."""
     there = {(f["net"], f["dtype"], f"{f['ranks']}x{f['threads']}") for f in result["figures"] if "ratio" in f}
     return [f"{net} {dtype} {mode}" for net in result["nets"] for dtype in result["dtypes"] for mode in result["modes"]
             if (dtype == "f32" or net in BF16) and (net, dtype, mode) not in there]
 
 
 def misses(result):
-    """What is below its target, a line each, of what was measured."""
+    """Measured figures below their targets, one line each."""
     found = []
     by_net = defaultdict(dict)
     for figure in result["figures"]:

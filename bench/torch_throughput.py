@@ -2,7 +2,7 @@
 
 Run: python torch_throughput.py DATA < CONFIGURATIONS
 
-A line NET BATCH PRECISION MODE for each configuration on standard input, one of JSON for each on standard output. DATA is the
+Reads one configuration per line, NET BATCH PRECISION MODE, from standard input; prints one line of JSON for each. DATA is the
 folder of MNIST. peers/train_torch.py does the same for a single configuration: channels-last, fused Adam, cudnn.benchmark,
 images on the GPU, random batches. PRECISION is bf16 (autocast), tf32 or f32; MODE is eager, compiled
 (max-autotune, no CUDA graphs) or graphed (the step is captured and replayed).
@@ -47,7 +47,7 @@ def measure(name, size, precision, mode):
         return images[pick].contiguous(memory_format=LAYOUT), labels[pick]
 
     if graphed:
-        # Nothing of the default stream's may be left alive when the step is captured.
+        # No tensor of the default stream may be alive when the step is captured.
         x, y = batch()
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
@@ -85,12 +85,12 @@ def measure(name, size, precision, mode):
 configurations = [line.split() for line in sys.stdin if line.strip()]
 while configurations:
     name, size, precision, mode = configurations.pop(0)
-    told = {"net": name, "batch": int(size), "precision": precision, "mode": mode}
+    configuration = {"net": name, "batch": int(size), "precision": precision, "mode": mode}
     try:
-        print(json.dumps({**told, **measure(name, int(size), precision, mode)}), flush=True)
+        print(json.dumps({**configuration, **measure(name, int(size), precision, mode)}), flush=True)
     except Exception as error:
-        print(json.dumps({**told, "error": str(error).splitlines()[0][:200]}), flush=True)
-        # The GPU's context may be of no more use: a new process goes on.
+        print(json.dumps({**configuration, "error": str(error).splitlines()[0][:200]}), flush=True)
+        # The CUDA context may be unusable now: a new process continues.
         if configurations:
             read, write = os.pipe()
             os.write(write, "".join(" ".join(words) + "\n" for words in configurations).encode())

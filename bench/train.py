@@ -1,8 +1,8 @@
-"""Measures training on the processor, ours and PyTorch's, taking turns. bench/train.sh starts it; standard library only.
+"""Measures training on the processor, ours and PyTorch's, alternating. Started by bench/train.sh; standard library only.
 
-Every run is a process, or a launcher and its ranks, that trains one network for some steps on real MNIST and prints its speed;
-128 images a step in all, by one rank with all cores and by two ranks with half of them each. Meanwhile this program looks at
-the ranks' memory. Figures are put together in summarise_train.py.
+Every run is a process, or a launcher with its ranks, that trains one network for some steps on real MNIST and prints its
+throughput: 128 images per step in all, on one rank with all cores or on two ranks with half of them each. Meanwhile this program
+polls the ranks' memory. summarise_train.py computes the figures.
 """
 
 import argparse
@@ -20,19 +20,19 @@ from summarise_train import BF16
 from train_work import NETS, work
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-# Steps that are timed in a run, on two cores: PyTorch takes 5 to 10 s for them. More cores make more steps.
+# Timed steps of a run on two cores: 5 to 10 s for PyTorch. More cores make more steps.
 STEPS = {"lenet5": 600, "deep": 40, "keras": 12, "ensemble2400": 60, "ensemble4800": 45, "layers": 15, "conv6": 8}
 IMAGES = 128
-# Steps before the clock starts: train_mnist's own number, and what train_torch.py is told.
+# Warm-up steps: train_mnist's own number, also passed to train_torch.py.
 WARM_UP = 3
-# A run that takes longer is stopped.
+# Time limit of a run.
 LIMIT_S = 300
 # Exit code of a program that does not know a flag, or refuses a precision.
 WRONG_USAGE = 2
 
 
 def status(pid):
-    """Peak of a process's resident memory, what it holds now, and how much of that is mapped from files, in KiB."""
+    """Peak and current resident memory of a process, and the part mapped from files, in KiB."""
     found = {}
     with open(f"/proc/{pid}/status") as lines:
         for line in lines:
@@ -43,7 +43,7 @@ def status(pid):
 
 
 def is_rank(pid):
-    """Whether a launcher has told this process its rank. Launchers themselves and their guardians have none."""
+    """Whether this process has a RANK variable. Launchers and their guardians have none."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as variables:
             return any(variable.startswith(b"RANK=") for variable in variables.read().split(b"\0"))
@@ -52,7 +52,7 @@ def is_rank(pid):
 
 
 def ranks_below(pid):
-    """The ranks among the descendants of a launcher, without what they have started themselves."""
+    """The ranks among the descendants of a launcher, without the ranks' own children."""
     found, parents = [], [pid]
     while parents:
         parent = parents.pop()
@@ -67,24 +67,23 @@ def ranks_below(pid):
 
 
 class Memory:
-    """Resident memory of the ranks of a run, by looking from time to time; launchers are left out.
+    """Resident memory of the ranks of a run, polled; launchers are not counted.
 
-    Both sides are measured alike. `memory_mib` is the peak: VmHWM of each rank's process, the sum over ranks. The kernel
-    keeps it, so that nothing between two looks is missed but what a process takes in its last moments. It may be that of
-    the start: train_torch.py holds the data set three times for a moment while it makes floats of it. So `training_mib` is
-    the most that all ranks held in one look during the second half of the run. Pages that ranks share, or that are mapped
-    from files, count once in every rank; `file_mib` says how much is the latter (programs and libraries).
+    Both sides are measured alike. `memory_mib` is the peak: the sum over ranks of VmHWM. The kernel maintains it, so polling
+    misses only a process's last moments. The peak may be at the start: train_torch.py briefly holds the data set three times while
+    it converts it to floats. So `training_mib` is the maximum over all ranks in one poll during the second half of the run. Pages
+    that are shared by ranks or mapped from files count in every rank; `file_mib` is the latter part (programs and libraries).
     """
 
     def __init__(self, process, ranks):
         self.process, self.ranks = process, ranks
-        self.peaks, self.looks = {}, []
+        self.peaks, self.samples = {}, []
 
-    def look(self):
+    def poll(self):
         if self.ranks == 1:
             pids = [self.process.pid]
         else:
-            # Looking for ranks costs more than looking at them, and takes time from them.
+            # Searching for ranks costs more than polling them, and takes time from them.
             pids = list(self.peaks) if len(self.peaks) == self.ranks else ranks_below(self.process.pid)
         held = 0
         for pid in pids:
@@ -95,19 +94,19 @@ class Memory:
             before = self.peaks.get(pid, (0, 0))
             self.peaks[pid] = max(peak, before[0]), max(files, before[1])
             held += resident
-        self.looks.append(held)
+        self.samples.append(held)
 
     def mib(self):
-        """The figures of a line; none if not every rank was seen."""
+        """The figures of a line; none if a rank was never polled."""
         if len(self.peaks) != self.ranks:
             return {"memory_mib": None, "training_mib": None, "file_mib": None}
         peaks, files = (sum(kib) for kib in zip(*self.peaks.values()))
-        kib = {"memory_mib": peaks, "training_mib": max(self.looks[len(self.looks) // 2:]), "file_mib": files}
+        kib = {"memory_mib": peaks, "training_mib": max(self.samples[len(self.samples) // 2:]), "file_mib": files}
         return {name: round(amount / 1024, 1) for name, amount in kib.items()}
 
 
 def stop(process, ranks):
-    """Asks, so that a launcher ends its ranks; then kills what this run has started."""
+    """Sends SIGTERM, so that a launcher ends its ranks; then kills what is left of this run."""
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(10)
@@ -120,7 +119,7 @@ def stop(process, ranks):
 
 
 def run(command, ranks):
-    """Runs to the end. The exit code (None if it was stopped), the last line of JSON, everything said, and the memory."""
+    """Runs to the end. Returns the exit code (None after the time limit), the last line of JSON, all output, and the memory."""
     env = {name: value for name, value in os.environ.items()
            if name not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "MGPU_THREADS")}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
@@ -130,7 +129,7 @@ def run(command, ranks):
         code = None
         try:
             while process.poll() is None and time.monotonic() < end:
-                memory.look()
+                memory.poll()
                 time.sleep(0.05)
             code = process.poll()
         finally:
@@ -174,7 +173,7 @@ class Session:
                     "--json", *flags], ranks)
 
     def pytorch(self, net, ranks, threads, dtype):
-        # A rendezvous of its own, so that runs side by side do not meet.
+        # A separate rendezvous, so that concurrent runs do not conflict.
         launcher = [f"{self.torch}/torchrun", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else \
             [f"{self.torch}/python"]
         return run([*launcher, os.path.join(HERE, "peers/train_torch.py"), "--data", self.options.data, "--net", net,
@@ -182,7 +181,7 @@ class Session:
                     str(WARM_UP), "--dtype", dtype], ranks)
 
     def measure(self, who, round_, net, mode, dtype):
-        """One run of one side; its line is kept. False if there is nothing to compare with."""
+        """One run of one side; keeps its line. False if there is no peer to compare with."""
         ranks, threads = mode
         name = f"{net} {dtype} {ranks}x{threads}"
         code, result, said, memory = getattr(self, who)(net, ranks, threads, dtype)
@@ -211,7 +210,7 @@ class Session:
         return True
 
     def profile(self, net):
-        """Where the time of a step goes, by layer and kernel, and the peak it is held against."""
+        """The profile of a step by layer and kernel, and the peak for comparison."""
         code, result, said, _ = self.ours(net, 1, self.options.cores, "f32", "--profile")
         if result and "profile" in result:
             self.profiles[net] = {key: result.get(key) for key in ("peak_gflops", "profile")}
@@ -246,12 +245,12 @@ class Session:
 def parse():
     cores = len(os.sched_getaffinity(0))
     parser = argparse.ArgumentParser(prog="bench/train.sh", description=__doc__)
-    parser.add_argument("nets", nargs="*", metavar="NET", help=f"of {', '.join(NETS)} [default: all]")
+    parser.add_argument("nets", nargs="*", metavar="NET", help=f"one of {', '.join(NETS)} [default: all]")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--modes", help="ranks and threads of each [default: 1xCORES and 2xHALF OF THEM]")
-    parser.add_argument("--dtypes", default="f32,bf16", help=f"bf16 is for {', '.join(BF16)} [default: f32,bf16]")
+    parser.add_argument("--modes", help="ranks x threads of each rank, a comma-separated list [default: 1xCORES and 2xHALF OF THEM]")
+    parser.add_argument("--dtypes", default="f32,bf16", help=f"bf16 only for {', '.join(BF16)} [default: f32,bf16]")
     parser.add_argument("--steps", type=int, help="timed steps of a run [default: 5 to 10 s of PyTorch's]")
-    parser.add_argument("--no-profile", action="store_true", help="leave train_mnist --profile out")
+    parser.add_argument("--no-profile", action="store_true", help="skip train_mnist --profile")
     for name in ("--out", "--bin", "--commit", "--date"):
         parser.add_argument(name, required=True)
     parser.add_argument("--machine", type=json.loads, required=True)

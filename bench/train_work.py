@@ -1,7 +1,7 @@
-"""How much arithmetic an image takes in training, from the shapes of the networks. Standard library only.
+"""FLOP per image in training, from the shapes of the networks. Standard library only.
 
-The layers are those of `examples/src/nets/catalogue.rs`. `parameters` is counted from the same shapes, and train.py compares
-it with what both programs say, so a network that changes there and not here is noticed.
+The layers are those of `examples/src/nets/catalogue.rs`. train.py compares the number of parameters, computed from the same
+shapes, with that of both programs, so a network that changes only there is noticed.
 """
 
 INPUT = (1, 28, 28)
@@ -36,13 +36,13 @@ NETS = {
 
 
 def work(net):
-    """FLOP an image and number of parameters.
+    """FLOP per image and number of parameters.
 
-    A layer's forward pass is a product of `outputs · terms` multiplications and as many additions, where `terms` are the
-    weights that one output sums over: C·K·K or the inputs of a dense layer. Its weight gradients are as many again, and
-    its input gradients too; nobody needs those of the first layer. So 2 · outputs · terms · 3, or · 2 for the first. This
-    counts convolutions as sums over their taps: an algorithm that needs fewer (Winograd's) is credited with all of them.
-    Activations, pooling, normalisation and the optimizer are left out.
+    A layer's forward pass has `outputs · terms` multiplications and as many additions, where `terms` is the number of weights
+    in the sum of one output: C·K·K, or the inputs of a dense layer. Its weight gradients take the same number, and so do its input
+    gradients, which the first layer does not need. So 2 · outputs · terms · 3, or · 2 for the first layer. Convolutions count as
+    sums over their taps: an algorithm with fewer multiplications (Winograd) is credited with all of them. Activations, pooling,
+    normalisation and the optimizer are not counted.
     """
     channels, height, width = INPUT
     flop = parameters = 0
@@ -71,4 +71,4 @@ def work(net):
 if __name__ == "__main__":
     for name in NETS:
         of_image, count = work(name)
-        print(f"{name:<14} {of_image / 1e6:9.1f} MFLOP an image {count:12,} parameters")
+        print(f"{name:<14} {of_image / 1e6:9.1f} MFLOP per image {count:12,} parameters")

@@ -1,9 +1,9 @@
-"""How long gloo's collectives take, through torch.distributed: float32, sum, in place, one JSON object a line.
+"""Benchmarks gloo's collectives through torch.distributed: float32, sum, in place. Prints one JSON object per line.
 
     torchrun --nproc-per-node 2 -- collectives_gloo.py [--collective NAME] [--min BYTES] [--max BYTES]
 
-The counterpart of `allreduce_perf`, by the rules of `collectives_mpi.c`. The bare `--` keeps torchrun from taking the
-options for its own.
+The counterpart of `allreduce_perf`, with the rules of `collectives_mpi.c`. The bare `--` keeps torchrun from parsing the
+options as its own.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def bus_factor(collective, ranks):
 
 
 def operation(collective, data, rank, ranks):
-    """The operation on `data`, ready to be called."""
+    """A closure that runs the operation on `data`."""
     own = data.chunk(ranks)[rank] if is_sharded(collective) else None
     return {
         "all_reduce": lambda: dist.all_reduce(data),
@@ -39,7 +39,7 @@ def operation(collective, data, rank, ranks):
 
 
 def pattern(rank, count):
-    """Small whole numbers, whose sums are exact."""
+    """Small whole numbers with exact sums."""
     return ((torch.arange(count) + 3 * rank) % 61).to(torch.float32)
 
 
@@ -60,7 +60,7 @@ def verify(collective, data, rank, ranks):
     else:  # What a reduction leaves on the other ranks is not defined.
         return
     if not torch.equal(found, right):
-        raise SystemExit(f"collectives_gloo: rank {rank}: a wrong result of {collective} of {count} elements")
+        raise SystemExit(f"collectives_gloo: rank {rank}: wrong result of {collective} of {count} elements")
 
 
 def largest_of_ranks(values):
@@ -70,7 +70,7 @@ def largest_of_ranks(values):
 
 
 def measure(run, size):
-    """The slowest rank's seconds for each run that counts, ascending."""
+    """The time of the slowest rank in seconds for each run after the warm-up, ascending."""
     runs = 2000 if size <= 65536 else 200 if size <= 4 << 20 else 20
     warm_up = runs // 10 + 2
     seconds = []

@@ -1,10 +1,10 @@
-// How long MPI's collectives take: float32, sum, in place, one JSON object a line from rank 0.
+// Benchmarks MPI's collectives: float32, sum, in place. Rank 0 prints one JSON object per line.
 //
 //   collectives_mpi [--collective all_reduce|reduce_scatter|all_gather|broadcast|reduce] [--min BYTES] [--max BYTES]
 //
-// The counterpart of `allreduce_perf`, by the same rules: sizes by factors of 4, each that of a rank's whole buffer,
-// rounded up to equal shards; a barrier, then the operation between two readings of the clock; the slowest rank's
-// time is the operation's; 2000, 200 or 20 runs after a tenth of warm-up, and no more once 3 seconds have passed.
+// The counterpart of `allreduce_perf`, with the same rules: sizes by factors of 4, each that of a rank's whole
+// buffer, rounded up to equal shards; a barrier, then the operation between two clock reads; the time of the
+// operation is that of the slowest rank; 2000, 200 or 20 runs after a tenth of warm-up, and none after 3 seconds.
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -46,7 +46,7 @@ static void run(int collective, float *data, size_t count) {
     }
 }
 
-// What rank `of` holds at `index` before the operation: small whole numbers, whose sums are exact.
+// The input of rank `of` at `index`: small whole numbers with exact sums.
 static float input(int of, size_t index) { return (float)((index + 3 * (size_t)of) % 61); }
 
 static float sum_of_inputs(size_t index) {
@@ -55,7 +55,7 @@ static float sum_of_inputs(size_t index) {
     return sum;
 }
 
-// Runs the operation once and compares every element that it defines.
+// Runs the operation once and verifies every defined element.
 static void verify(int collective, float *data, size_t count) {
     for (size_t i = 0; i < count; i++) data[i] = input(rank, i);
     run(collective, data, count);
@@ -78,11 +78,11 @@ static int by_value(const void *left, const void *right) {
     return a < b ? -1 : a > b;
 }
 
-// The slowest rank's time of each operation that counts, in seconds, ascending; returns how many there are.
+// The times of the slowest rank for each run after the warm-up, in seconds, ascending; returns their number.
 static int measure(int collective, float *data, size_t count, double *seconds) {
     size_t bytes = count * sizeof *data;
     int runs = bytes <= 65536 ? 2000 : bytes <= 4194304 ? 200 : 20, warm_up = runs / 10 + 2, done = 0;
-    // Zeros stay zeros, however often they are added up.
+    // Zeros stay zeros under every reduction.
     memset(data, 0, bytes);
     double begin = MPI_Wtime();
     while (done < warm_up + runs) {

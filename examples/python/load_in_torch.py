@@ -5,11 +5,11 @@
     train_mnist --net deep --steps 100 --checkpoint-dir ckpt --logits logits.json
     load_in_torch.py ckpt logits.json
 
-A folder of checkpoints stands for the newest one in it; ckpt/step-00000100 is that one.
+The first argument is a checkpoint (ckpt/step-00000100) or a folder of checkpoints, whose newest one is used.
 
-The weights are those of a torch.nn.Sequential, by the names and in the shapes that PyTorch gives them, so loading is
-load_state_dict. logits.json has some test images and what train_mnist says to them; this prints how far PyTorch's own answer
-is from that, and exits with 1 if it is farther than rounding goes (--bound).
+The tensors have the names and shapes of a torch.nn.Sequential, so they are loaded with load_state_dict. logits.json contains
+test images and train_mnist's logits for them. Prints how far PyTorch's logits deviate, and exits with code 1 if that is more
+than rounding errors allow (--bound).
 """
 import argparse
 import json
@@ -22,7 +22,7 @@ try:
     from safetensors.torch import load_file
     from torch import nn
 except ImportError as error:
-    # Said once it is known that there is a checkpoint: --help and a wrong path need no PyTorch.
+    # Checked after the checkpoint: --help and a wrong path need no PyTorch.
     missing_package = error.name
 else:
     missing_package = None
@@ -54,7 +54,7 @@ def read_json(path, keys):
         sys.exit(f"{path}: not JSON: {error}")
     missing = [key for key in keys if not isinstance(value, dict) or key not in value]
     if missing:
-        sys.exit(f"{path}: not a file of train_mnist: it has no {', '.join(missing)}")
+        sys.exit(f"{path}: not a file of train_mnist: missing keys: {', '.join(missing)}")
     return value
 
 
@@ -70,7 +70,7 @@ def conv(before, filters, kernel, padding="same"):
 
 
 def network(name):
-    """The network `name` as examples/src/nets/catalogue.rs has it: one module for each entry there, so names agree."""
+    """The network `name` as in examples/src/nets/catalogue.rs: one module for each entry there, so tensor names match."""
     relu, flatten, linear, dropout = nn.ReLU, nn.Flatten, nn.Linear, nn.Dropout
     if name == "lenet5":
         layers = [conv(1, 6, 5), relu(), nn.MaxPool2d(2), conv(6, 16, 5, "valid"), relu(), nn.MaxPool2d(2), flatten(),
@@ -105,20 +105,20 @@ def network(name):
 
 
 def load(checkpoint, arena="weights"):
-    """The network of the checkpoint in folder `checkpoint`, ready to evaluate. `arena` may be "average" where one is kept."""
+    """The network of the checkpoint in folder `checkpoint`, ready to evaluate. `arena` may be "average" if there is one."""
     manifest = checkpoint / "manifest.json"
     state = read_json(manifest, ["state"])["state"]
     if not isinstance(state, dict) or "net" not in state:
-        sys.exit(f"{manifest}: not a checkpoint of train_mnist: its state names no network")
+        sys.exit(f"{manifest}: not a checkpoint of train_mnist: its state has no network name")
     net = network(state["net"])
     tensors = load_arena(checkpoint / f"{arena}.safetensors")
-    # Running statistics of batch normalisation are not trained, and lie apart.
+    # Running statistics of batch normalisation are a separate arena.
     tensors |= load_arena(checkpoint / "buffers.safetensors")
     try:
         missing, unexpected = net.load_state_dict(tensors, strict=False)
     except RuntimeError as error:
         sys.exit(f"{checkpoint}: {error}")
-    # How many batches a normalisation has seen: PyTorch counts them, evaluation does not ask.
+    # The batch counter of batch normalisation: PyTorch has one, evaluation does not use it.
     missing = [name for name in missing if not name.endswith("num_batches_tracked")]
     if missing or unexpected:
         sys.exit(f"{checkpoint}: missing {missing}, unexpected {unexpected}")
@@ -127,18 +127,18 @@ def load(checkpoint, arena="weights"):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoint", type=pathlib.Path, help="folder step-…, or the folder that it lies in, for the newest one")
-    parser.add_argument("logits", type=pathlib.Path, help="file that train_mnist --logits has written")
+    parser.add_argument("checkpoint", type=pathlib.Path, help="a folder step-…, or its parent folder for the newest checkpoint")
+    parser.add_argument("logits", type=pathlib.Path, help="file written by train_mnist --logits")
     parser.add_argument("--bound", type=float, default=1e-5, help="largest deviation, relative to the largest logit")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     arguments = parser.parse_args()
     checkpoint = find_checkpoint(arguments.checkpoint)
     theirs = read_json(arguments.logits, ["net", "images", "logits"])
     if missing_package:
-        sys.exit(f"{checkpoint} is to be loaded, but Python has no {missing_package}: pip install torch safetensors numpy")
+        sys.exit(f"cannot load {checkpoint}: Python has no {missing_package}: pip install torch safetensors numpy")
     name, net = load(checkpoint)
     if theirs["net"] != name:
-        sys.exit(f"{arguments.logits} is of {theirs['net']}, the checkpoint of {name}")
+        sys.exit(f"{arguments.logits} is of network {theirs['net']}, the checkpoint of {name}")
     images = torch.tensor(theirs["images"], dtype=torch.float32).reshape(-1, 1, 28, 28) / 255
     expected = torch.tensor(theirs["logits"], dtype=torch.float32)
     with torch.no_grad():

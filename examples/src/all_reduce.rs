@@ -1,6 +1,5 @@
-//! `mgpurun -n 4 all_reduce`: every rank throws darts at a square, and an all-reduce adds up how many hit the circle in it.
-//!
-//! All that ranks do together here is one sum, after which each of them has it.
+//! `mgpurun -n 4 all_reduce`: estimates π. Every rank counts random points that fall into a circle, and one
+//! all-reduce adds the counts of all ranks.
 
 use std::process::ExitCode;
 
@@ -10,7 +9,7 @@ use mgpu_kernels::rng::Stream;
 
 use crate::print::{outln, parse_arguments};
 
-/// Estimates π by darts that all ranks throw at a square.
+/// Estimates π: each rank throws random darts at a square and counts hits in a circle; an all-reduce adds the counts.
 #[derive(Debug, Parser)]
 #[command(name = "all_reduce", version)]
 struct Args {
@@ -29,7 +28,7 @@ fn run(args: &Args) -> mgpu::Result<()> {
     let (rank, size) = (world.rank(), world.size());
     let mut comm = world.communicator()?;
 
-    // A stream of random numbers of its own for each rank.
+    // Each rank has its own stream of random numbers.
     let random = Stream::new(1, u64::from(rank));
     let in_circle = |dart: &u32| {
         let (x, y) = (random.uniform(2 * u64::from(*dart)), random.uniform(2 * u64::from(*dart) + 1));

@@ -1,10 +1,10 @@
-//! A program that contains the runtime instead of being started by it, in both ways there are.
+//! A program that embeds the runtime and the launcher.
 //!
-//! `embed 4` has no launcher: it uses the launcher's library to start four copies of itself as ranks, and waits
-//! for them. Each copy finds itself launched ([`World::is_launched`]) and is handed its world. Under
-//! `mgpurun -n 4 embed` the first part falls away, and a plain `embed` is a world of one.
+//! `embed 4` needs no mgpurun: it uses the launcher's library to start four copies of itself as ranks and waits for
+//! them. Each copy detects that it was launched ([`World::is_launched`]) and joins the world. Under `mgpurun -n 4
+//! embed` the program is started as ranks directly, and a plain `embed` is a world of one rank.
 //!
-//! Signals belong to the program: here Ctrl-C and SIGTERM are turned into an orderly end of the ranks.
+//! Signals belong to the program: here Ctrl-C and SIGTERM shut the ranks down.
 
 use std::process::ExitCode;
 
@@ -14,11 +14,11 @@ use mgpu::{DataParallel, Layout, World};
 
 use crate::print::{errln, outln, parse_arguments};
 
-/// Fits a line on ranks that the program starts itself, on those of a launcher, or alone.
+/// Fits a line to points that are distributed over ranks. Starts its own ranks, runs under a launcher, or alone.
 #[derive(Debug, Parser)]
 #[command(name = "embed", version)]
 struct Args {
-    /// Ranks to start, unless this process is one already.
+    /// Number of ranks to start. Ignored if this process is a rank already.
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     ranks: Option<u32>,
 }
@@ -48,7 +48,7 @@ fn start_ranks(ranks: u32) -> ExitCode {
     }
 }
 
-/// Fits `y = a·x + b` to points of which each rank holds its own share.
+/// Fits `y = a·x + b` to points; each rank has its own part of the points.
 fn train() -> mgpu::Result<()> {
     let mut world = World::from_env()?;
     let (rank, size) = (world.rank(), world.size());

@@ -1,4 +1,4 @@
-//! From an error to an exit code.
+//! Exit codes.
 
 use std::fmt::Display;
 use std::process::ExitCode;
@@ -8,7 +8,7 @@ use mgpu_kernels::Precision;
 
 use crate::print::{self, errln};
 
-/// The exit code of a usage error, and its line, if a precision is asked for that only a GPU has and there is none.
+/// The exit code of a usage error, after printing it, if the precision needs a GPU and the backend is the CPU.
 pub(crate) fn refuse(program: &str, precision: Precision) -> Option<ExitCode> {
     let on_gpu = std::env::var_os(MGPU_BACKEND).is_some_and(|backend| backend == "nccl");
     if on_gpu || precision != Precision::Tf32 {
@@ -20,7 +20,8 @@ pub(crate) fn refuse(program: &str, precision: Precision) -> Option<ExitCode> {
     Some(ExitCode::from(2))
 }
 
-/// Success, if all that was to be printed is, or the error as one line on standard error and exit code 1.
+/// Success if all output was printed; otherwise prints the error as one line to standard error and returns exit code
+/// 1.
 pub(crate) fn report<E: Display>(program: &str, result: Result<(), E>) -> ExitCode {
     match result {
         Ok(()) => print::exit_code(ExitCode::SUCCESS),

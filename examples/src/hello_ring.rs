@@ -1,6 +1,6 @@
-//! `mgpurun -n 4 hello_ring`: a token goes around the ranks, and each adds itself.
+//! `mgpurun -n 4 hello_ring`: sends a token around the ranks; each rank adds its number to it.
 //!
-//! The smallest program there is: join the world, make a communicator, talk to the neighbours.
+//! The smallest program: join the world, create a communicator, exchange messages with the neighbours.
 
 use std::process::ExitCode;
 
@@ -9,7 +9,7 @@ use mgpu::{Buffer, ReduceOp, World};
 
 use crate::print::{outln, parse_arguments};
 
-/// Sends a token around the ranks, to which each adds its number.
+/// Sends a token around the ring of ranks; each rank adds its number to it.
 #[derive(Debug, Parser)]
 #[command(name = "hello_ring", version)]
 struct Args {}
@@ -28,7 +28,7 @@ fn run() -> mgpu::Result<()> {
     let mut token = Buffer::from_slice(&[0i64]);
     if size > 1 {
         let (left, right) = ((rank + size - 1) % size, (rank + 1) % size);
-        // Rank 0 starts the token and gets it back last.
+        // Rank 0 sends the token first and receives it last.
         if rank > 0 {
             token = comm.recv(token, left)?.wait()?;
         }

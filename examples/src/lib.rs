@@ -1,28 +1,29 @@
-//! What a user of the runtime copies from.
+//! Example programs for users of the runtime.
 //!
-//! Each program is a module here with a `main` of its own, and a binary that calls it. Those of one file, with fewer
+//! Each program is a module with its own `main`, and a binary that calls it. Programs in a single file, with fewer
 //! than 150 lines, are for reading, in this order:
 //!
 //! | program | shows |
 //! |---|---|
 //! | [`hello_ring`] | world, communicator, send and receive |
-//! | [`all_reduce`] | one sum over all ranks |
+//! | [`all_reduce`] | an all-reduce over all ranks |
 //! | [`train_mlp`] | data-parallel training of a small network |
-//! | [`own_optimizer`] | the same with an optimizer that the runtime does not have |
-//! | [`embed`] | a program that starts its own ranks, and one that is handed a world |
+//! | [`own_optimizer`] | the same with a custom optimizer |
+//! | [`embed`] | a program that starts its own ranks, or is started by a launcher |
 //!
-//! (`examples/candle`, a package of its own, trains a model of the candle framework.) Those with a folder are for use:
+//! (`examples/candle`, a separate package, trains a model of the candle framework.) Programs with a folder are for
+//! use:
 //!
 //! | program | shows |
 //! |---|---|
-//! | [`train_mnist`] | data-parallel training with everything that belongs to it |
+//! | [`train_mnist`] | complete data-parallel training |
 //! | [`golden_check`] | the same networks against recorded reference runs |
 //! | [`gpu_check`] | every CUDA kernel against the CPU |
-//! | [`collective_perf`] | how long an all-reduce takes, or another collective |
+//! | [`collective_perf`] | benchmark of all-reduce and other collectives |
 //!
 //! They share [`nets`], the networks, and [`data`], the digits.
 #![forbid(unsafe_code)]
-// They panic when a write fails: `print` has what does not.
+// The standard macros panic if a write fails; `print` has macros that do not.
 #![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
 
 pub mod all_reduce;

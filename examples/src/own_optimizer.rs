@@ -1,7 +1,9 @@
-//! `mgpurun -n 2 own_optimizer`: as [`train_mlp`](crate::train_mlp), with an optimizer that the runtime does not have.
+//! `mgpurun -n 2 own_optimizer`: like [`train_mlp`](crate::train_mlp), with an optimizer that the runtime does not
+//! provide.
 //!
-//! [`mgpu::Reducer`] averages gradients and knows no optimizer. The rest of data-parallel training is the program's: begin
-//! with the same parameters, and apply the same update on every rank. Parameters then stay equal by themselves.
+//! [`mgpu::Reducer`] averages gradients and contains no optimizer. The program does the rest of data-parallel
+//! training: it starts with the same parameters on every rank and applies the same update on every rank, so
+//! parameters stay equal.
 
 use std::ops::Range;
 use std::process::ExitCode;
@@ -14,12 +16,12 @@ use crate::data::{Dataset, Split, digits};
 use crate::nets::{Mode, Net, Spec};
 use crate::print::{outln, parse_arguments};
 
-/// Images of a batch, all ranks together.
+/// Global batch size in images.
 const BATCH: usize = 120;
 const TRAINING_IMAGES: usize = 3000;
 const SEED: u64 = 1;
 
-/// Trains a small network on generated digits, with an optimizer of the program's own.
+/// Trains a small network on generated digits with a custom optimizer.
 #[derive(Debug, Parser)]
 #[command(name = "own_optimizer", version)]
 struct Args {
@@ -71,14 +73,15 @@ fn train(args: &Args) -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023): every parameter moves by the same amount.
+/// Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023): every parameter changes by the same
+/// amount.
 struct Lion {
     lr: f32,
     momentum: Vec<f32>,
 }
 
 impl Lion {
-    /// Updates one tensor, which lies in this `range` of the parameters.
+    /// Updates one tensor, at `range` of the parameters.
     fn update(&mut self, parameters: &mut [f32], range: Range<usize>, gradient: &[f32]) {
         let (parameters, momentum) = (&mut parameters[range.clone()], &mut self.momentum[range]);
         for ((parameter, momentum), gradient) in parameters.iter_mut().zip(momentum).zip(gradient) {

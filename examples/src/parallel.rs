@@ -1,4 +1,4 @@
-//! The flags for how ranks train together, the same in all programs that train.
+//! The flags for data-parallel training, shared by all training programs.
 
 use std::fmt::Display;
 
@@ -7,38 +7,39 @@ use mgpu::Compression;
 use mgpu::optimizer::OptimizerConfig;
 use mgpu::{DataParallelConfig, ShardFrom};
 
-/// How ranks train together.
+/// Data-parallel options.
 #[derive(Debug, Args)]
 pub(crate) struct Parallel {
-    /// Mebibytes of gradients in one all-reduce, such as 0.25 [default: 1; on GPUs 16].
+    /// Bucket size in MiB: gradients reduced in one all-reduce, for example 0.25 [default: 1; on GPUs 16].
     #[arg(long, value_name = "MIB", value_parser = mebibytes)]
     bucket: Option<usize>,
-    /// Keep on each rank the optimizer's state of its own shard of the parameters only: auto (of buckets that are large
-    /// enough to gain by it; on GPUs of none), on (of all) or off.
+    /// Shard the optimizer state over ranks (ZeRO stage 1): auto (for buckets large enough to benefit; never on
+    /// GPUs), on (all buckets) or off.
     #[arg(long, value_enum, value_name = "WHEN", default_value_t = Sharding::Auto, hide_possible_values = true)]
     shard_optimizer: Sharding,
-    /// Reduce gradients on a thread of its own, under the rest of the backward pass: for where a core is to spare beside
-    /// all ranks' threads. On GPUs this is always so.
+    /// Overlap the reduction of gradients with the rest of the backward pass, on an extra thread. Useful if each rank
+    /// has a core to spare. On GPUs reductions always overlap.
     #[arg(long)]
     overlap: bool,
-    /// Cut each rank's batch into this many micro-batches, of which gradients are computed one after the other and
-    /// exchanged once: less memory for the same step.
+    /// Gradient accumulation: split each rank's batch into K micro-batches and reduce their gradients once a step.
+    /// Takes less memory for the same step.
     #[arg(long, value_name = "K", default_value_t = 1, value_parser = positive)]
     accumulate: usize,
-    /// Cut the batch of all ranks into this many micro-batches, a power of two, and sum their gradients in an order that
-    /// does not depend on the number of ranks: 1, 2, 4, … up to M of them then train the same weights to the last bit,
-    /// with as many images a step and --threads (here 1 by default). Batch normalisation is of micro-batches.
+    /// World-size-invariant reduction: split the global batch into M micro-batches (M is a power of two) and sum
+    /// their gradients in an order that does not depend on the number of ranks. With the same global batch size and
+    /// the same --threads (default here: 1), training on 1, 2, 4, … up to M ranks gives bit-equal weights. Batch
+    /// normalisation uses the statistics of each micro-batch.
     #[arg(long, value_name = "M", value_parser = positive, conflicts_with = "accumulate")]
     world_size_invariant: Option<usize>,
-    /// Scale gradients down to this norm, all tensors' together, where they exceed it.
+    /// Clip the global norm of all gradients to X.
     #[arg(long, value_name = "X", value_parser = above_0)]
     clip_norm: Option<f64>,
-    /// What gradients travel as between ranks: f32, or bf16, which rounds them.
-    #[arg(long, value_enum, value_name = "TYPE", default_value_t = Travel::F32, hide_possible_values = true)]
-    gradients: Travel,
+    /// Communication dtype of gradients: f32, or bf16, which rounds them.
+    #[arg(long, value_enum, value_name = "TYPE", default_value_t = CommDtype::F32, hide_possible_values = true)]
+    gradients: CommDtype,
 }
 
-/// What of the optimizer is sharded.
+/// Which optimizer state is sharded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Sharding {
     Auto,
@@ -46,20 +47,20 @@ enum Sharding {
     Off,
 }
 
-/// How gradients travel.
+/// Communication dtype: the element type of gradients in collectives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Travel {
+enum CommDtype {
     F32,
     Bf16,
 }
 
 impl Parallel {
-    /// Bytes of gradients in one all-reduce, where the user says.
+    /// Bucket size in bytes, if the user gave one.
     pub(crate) fn bucket_bytes(&self) -> Option<usize> {
         self.bucket
     }
 
-    /// What of the optimizer is sharded, where the user says.
+    /// Whether the optimizer state is sharded, if the user said so.
     pub(crate) fn sharding(&self) -> Option<&'static str> {
         match self.shard_optimizer {
             Sharding::Auto => None,
@@ -68,29 +69,29 @@ impl Parallel {
         }
     }
 
-    /// Threads of a rank: as many as asked for, else its share of the cores. That depends on the number of ranks, and sums on
-    /// the number of threads.
+    /// Threads of a rank: `asked` if given, else its share of the cores. World-size-invariant runs default to 1,
+    /// because the share depends on the number of ranks, and the order of sums on the number of threads.
     pub(crate) fn threads(&self, asked: Option<u16>, share: usize) -> usize {
         let share = if self.is_world_size_invariant() { 1 } else { share };
         asked.map_or(share, usize::from)
     }
 
-    /// The most that gradients may be together, if there is one.
+    /// The global norm that gradients are clipped to, if any.
     pub(crate) fn clip_norm(&self) -> Option<f64> {
         self.clip_norm
     }
 
-    /// Whether gradients are rounded on their way.
+    /// Whether gradients are communicated in bf16.
     pub(crate) fn compresses(&self) -> bool {
-        self.gradients == Travel::Bf16
+        self.gradients == CommDtype::Bf16
     }
 
-    /// Whether the number of ranks is to make no difference.
+    /// Whether the reduction is world-size-invariant.
     pub(crate) fn is_world_size_invariant(&self) -> bool {
         self.world_size_invariant.is_some()
     }
 
-    /// How many micro-batches there are, in words.
+    /// The number of micro-batches, in words.
     pub(crate) fn describe_micro_batches(&self) -> String {
         match self.world_size_invariant {
             Some(all) => format!("{all} of all ranks"),
@@ -98,25 +99,27 @@ impl Parallel {
         }
     }
 
-    /// The parts that the `batch` images of each of `ranks` ranks are cut into.
+    /// Number of micro-batches on each of `ranks` ranks, for `batch` images a rank.
     pub(crate) fn micro_batches(&self, batch: usize, ranks: u32) -> Result<usize, String> {
         let count = match self.world_size_invariant {
             None => self.accumulate,
             Some(all) if all.is_power_of_two() && all.is_multiple_of(ranks as usize) => all / ranks as usize,
             Some(all) => {
                 return Err(format!(
-                    "--world-size-invariant {all}: it should be a power of two, and a multiple of the {ranks} ranks"
+                    "--world-size-invariant {all} must be a power of two and a multiple of the number of ranks, {ranks}"
                 ));
             }
         };
         if batch.is_multiple_of(count) {
             Ok(count)
         } else {
-            Err(format!("{batch} images a step on each rank cannot be cut into {count} micro-batches"))
+            Err(format!(
+                "the batch of {batch} images on each rank cannot be split into {count} equal micro-batches"
+            ))
         }
     }
 
-    /// The flags by name, with what was asked for: all ranks need the same.
+    /// All flags by name with their values. They must be equal on all ranks.
     pub(crate) fn settings(&self) -> Vec<(&'static str, String)> {
         vec![
             ("--bucket", given(self.bucket.map(|bytes| bytes as f64 / f64::from(1 << 20)))),
@@ -129,7 +132,7 @@ impl Parallel {
         ]
     }
 
-    /// What was asked for, in steps of `micro_batches` micro-batches.
+    /// The configuration, with `micro_batches` micro-batches a step.
     pub(crate) fn config(
         &self,
         optimizer: OptimizerConfig,
@@ -154,27 +157,27 @@ impl Parallel {
     }
 }
 
-/// The value of a flag, in words.
+/// The value of an optional flag, in words.
 pub(crate) fn given(value: Option<impl Display>) -> String {
     value.map_or_else(|| "none".to_owned(), |value| value.to_string())
 }
 
-/// The bytes of a bucket.
+/// Parses a bucket size in MiB, into bytes.
 fn mebibytes(text: &str) -> Result<usize, String> {
     let bytes = text.parse().map(|mebibytes: f64| (mebibytes * f64::from(1 << 20)) as usize);
     let sensible = bytes.ok().filter(|bytes| (1 << 10..=1 << 30).contains(bytes));
     sensible.ok_or_else(|| "it should be a number from 0.001 to 1024".into())
 }
 
-/// A number above 0.
+/// Parses a number above 0.
 pub(crate) fn above_0(text: &str) -> Result<f64, String> {
-    // The arithmetic is in f32, where larger ones are infinite and smaller ones 0.
+    // Arithmetic is in f32: larger numbers would become infinite, smaller ones 0.
     let number =
         text.parse().ok().filter(|number: &f64| *number as f32 > 0.0 && (*number as f32).is_finite());
     number.ok_or_else(|| "it should be a number above 0 that f32 can represent (1e-45 to 3.4e38)".into())
 }
 
-/// A whole number from 1.
+/// Parses a whole number from 1.
 pub(crate) fn positive(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|number| *number > 0).ok_or_else(|| "it should be a number from 1".into())
 }

@@ -1,11 +1,11 @@
-//! What the programs print: `outln!` and `errln!` in place of `println!` and `eprintln!`, which panic when a write fails.
+//! Output of the programs: `outln!` and `errln!` replace `println!` and `eprintln!`, which panic if a write fails.
 //!
-//! - The reader of standard output has left, as `head` does: the program ends at once and says nothing, as `cat` does,
-//!   with the exit code that a shell shows for `cat`, 141 (128 + SIGPIPE). A code of 0 would claim that everything was
-//!   done. (The signal itself is ignored by Rust's runtime, and only unsafe code could change that.)
-//! - Standard output takes no more for another reason, such as a full disk: that is told once, the program does its work
-//!   to the end, and its exit code is 1.
-//! - Standard error takes no more: there is nobody left to be told.
+//! - If the reader of standard output has closed it, as `head` does, the program exits at once and silently, like
+//!   `cat`, with the exit code that a shell shows for `cat`, 141 (128 + SIGPIPE). Exit code 0 would claim that
+//!   everything was done. (Rust's runtime ignores the signal itself, and only unsafe code could change that.)
+//! - If standard output fails for another reason, such as a full disk, that is reported once, the program finishes
+//!   its work, and its exit code is 1.
+//! - If standard error fails, there is nowhere to report it.
 
 use std::ffi::OsStr;
 use std::fmt;
@@ -16,20 +16,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::Parser;
 
-/// Exit code of a program whose reader has left: 128 + SIGPIPE.
+/// Exit code after the reader has closed standard output: 128 + SIGPIPE.
 const READER_LEFT: i32 = 141;
 
-/// Something that was printed is lost.
+/// Set if some output was lost.
 static LOST: AtomicBool = AtomicBool::new(false);
 
-/// Prints a line on standard output.
+/// Prints a line to standard output.
 macro_rules! outln {
     ($($argument:tt)*) => {
         $crate::print::print(format_args!("{}\n", format_args!($($argument)*)))
     };
 }
 
-/// Prints a line on standard error.
+/// Prints a line to standard error.
 macro_rules! errln {
     ($($argument:tt)*) => {
         $crate::print::print_error(format_args!("{}\n", format_args!($($argument)*)))
@@ -38,24 +38,24 @@ macro_rules! errln {
 
 pub(crate) use {errln, outln};
 
-/// Prints text on standard output.
+/// Prints text to standard output.
 pub(crate) fn print(text: fmt::Arguments<'_>) {
     let mut stdout = io::stdout().lock();
     take_result(stdout.write_fmt(text).and_then(|()| stdout.flush()));
 }
 
-/// Prints text on standard error.
+/// Prints text to standard error.
 pub(crate) fn print_error(text: fmt::Arguments<'_>) {
-    // There is nobody left to be told.
+    // There is nowhere to report a failure.
     let _ = io::stderr().write_fmt(text);
 }
 
-/// The arguments of the program, whose help goes the same way.
+/// Parses the program's arguments. Help is printed in the same way.
 pub(crate) fn parse_arguments<P: Parser>() -> P {
     P::try_parse().unwrap_or_else(|error| end(&error))
 }
 
-/// Prints a usage error, or help, and ends the program.
+/// Prints a usage error or help, and exits.
 pub(crate) fn end(error: &clap::Error) -> ! {
     let printed = error.print();
     if !error.use_stderr() {
@@ -64,14 +64,14 @@ pub(crate) fn end(error: &clap::Error) -> ! {
     process::exit(if LOST.load(Ordering::Relaxed) { 1 } else { error.exit_code() })
 }
 
-/// The exit code of a program that would have `code` if everything was printed.
+/// `code`, unless output was lost.
 pub(crate) fn exit_code(code: ExitCode) -> ExitCode {
     if LOST.load(Ordering::Relaxed) { ExitCode::FAILURE } else { code }
 }
 
-/// True if a person sees standard output at once.
+/// True if standard output is a terminal that a person watches.
 pub(crate) fn is_watched() -> bool {
-    // Open MPI gives its ranks a terminal too: it reads there what it then writes elsewhere.
+    // Open MPI also gives its ranks a terminal, reads from it, and writes the output elsewhere.
     io::stdout().is_terminal() && std::env::var_os("OMPI_COMM_WORLD_RANK").is_none()
 }
 

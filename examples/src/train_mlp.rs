@@ -1,8 +1,8 @@
-//! `mgpurun -n 2 train_mlp`: a small network learns generated digits, on all ranks together.
+//! `mgpurun -n 2 train_mlp`: trains a small network on generated digits, data-parallel.
 //!
-//! What data-parallel training adds to a training loop: parameters live in a [`DataParallel`], which makes them equal on
-//! all ranks once; a [`Sampler`] gives each rank its part of every batch; and [`DataParallel::step`] averages gradients over
-//! ranks before it updates. `train_mnist` is the same with everything that a long training needs.
+//! Data-parallel training adds three things to a training loop: [`DataParallel`] holds the parameters and makes them
+//! equal on all ranks once; [`Sampler`] gives each rank its part of every batch; [`DataParallel::step`] averages
+//! gradients over ranks before the update. `train_mnist` is a complete training program.
 
 use std::process::ExitCode;
 
@@ -15,13 +15,13 @@ use crate::data::{Dataset, Split, digits};
 use crate::nets::{Mode, Net, Spec};
 use crate::print::{outln, parse_arguments};
 
-/// Images of a batch, all ranks together.
+/// Global batch size in images.
 const BATCH: usize = 120;
 const TRAINING_IMAGES: usize = 3000;
 const TEST_IMAGES: usize = 500;
 const SEED: u64 = 1;
 
-/// Trains a small network on generated digits, with the runtime's own optimizer.
+/// Trains a small network on generated digits with an optimizer of the runtime.
 #[derive(Debug, Parser)]
 #[command(name = "train_mlp", version)]
 struct Args {
@@ -40,7 +40,7 @@ fn train(args: &Args) -> Result<(), Box<dyn std::error::Error>> {
     let (rank, ranks, threads) = (world.rank(), world.size(), world.thread_share());
     let batch = (BATCH / ranks as usize).max(1);
 
-    // The network computes. Its parameters are one slice that belongs to us.
+    // The network computes; the program owns the parameters, one slice.
     let mut net = Net::new(&Spec::named("mlp-gelu")?, batch, threads);
     let mut statistics = net.initial_buffers();
     let adam = OptimizerConfig::new(Rule::Adam(Adam { lr: 1e-3, ..Adam::default() }));
@@ -62,7 +62,7 @@ fn train(args: &Args) -> Result<(), Box<dyn std::error::Error>> {
         }
     }
 
-    // Each rank tests its part; the counts are added up.
+    // Each rank tests its part; the counts are summed.
     let test = generated(Split::Test, TEST_IMAGES);
     let part: Vec<u32> = evaluation_shard(test.len(), rank, ranks)?.map(|sample| sample as u32).collect();
     let mut right = [0i64];
@@ -76,7 +76,7 @@ fn train(args: &Args) -> Result<(), Box<dyn std::error::Error>> {
     let weights = model.verify()?;
     if rank == 0 {
         outln!(
-            "{ranks} ranks: {} of {TEST_IMAGES} test images right; weights {weights:016x} on all",
+            "{ranks} ranks: {} of {TEST_IMAGES} test images correct; weights {weights:016x} on all",
             right[0]
         );
     }

@@ -1,4 +1,4 @@
-//! A training step takes no memory: what it needs, it has since the first one. Nor does the record of when it did what.
+//! A training step does not allocate after the first one, not even to record a timeline.
 
 use std::alloc::System;
 
@@ -31,11 +31,11 @@ impl GradientSink for Sink {
     }
 }
 
-/// The allocations and their bytes of a step after the first, on one thread or more.
+/// Number and bytes of allocations in a step after the first, on one or more threads.
 fn of_a_step(name: &str, threads: usize) -> (usize, usize) {
     const BATCH: usize = 3;
     let mut net = Net::new(&Spec::named(name).unwrap(), BATCH, threads);
-    net.show_on(&Timeline::new(1000).unwrap());
+    net.record_on(&Timeline::new(1000).unwrap());
     let images = vec![0.5; BATCH * net.image_len()];
     let (params, mut buffers) = (net.initial_parameters(1), net.initial_buffers());
     let mut sink = Sink { layout: net.layout().clone(), gradients: vec![0.0; params.len()] };
@@ -51,13 +51,13 @@ fn of_a_step(name: &str, threads: usize) -> (usize, usize) {
     (change.allocations + change.reallocations, change.bytes_allocated)
 }
 
-// One test: nothing else may allocate meanwhile.
+// One test only: nothing else may allocate at the same time.
 #[test]
 fn a_step_allocates_nothing_after_the_first() {
-    // Between them, every kind of layer and both kinds of convolutions.
+    // Together they have every kind of layer and both kinds of convolutions.
     for name in ["lenet5", "deep", "keras", "ensemble2400"] {
         assert_eq!(of_a_step(name, 1), (0, 0), "{name}");
-        // What is handed to another thread lies in a box for so long.
+        // Work handed to another thread is boxed until it is done.
         let (_, bytes) = of_a_step(name, 2);
         assert!(bytes < 64 << 10, "{name}: {bytes} bytes");
     }

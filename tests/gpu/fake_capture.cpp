@@ -1,4 +1,4 @@
-// Streams, events, capture and graphs as the driver API has them.
+// Streams, events, capture and graphs of the driver API.
 #include "fake_cuda.h"
 
 #include <algorithm>
@@ -6,8 +6,8 @@
 
 namespace fake {
 
-World& world() {
-    static World* all = new World;
+DriverState& driver_state() {
+    static DriverState* all = new DriverState;
     return *all;
 }
 
@@ -15,17 +15,17 @@ bool is_default(CUstream stream) { return (uintptr_t)stream <= 2; }
 
 namespace {
 
-thread_local char this_thread;   // its address is the thread's name
+thread_local char this_thread;   // its address identifies the thread
 
-bool exists(CUstream stream) { return world().streams.count(stream) != 0; }
-bool exists(CUevent event) { return world().events.count(event) != 0; }
+bool exists(CUstream stream) { return driver_state().streams.count(stream) != 0; }
+bool exists(CUevent event) { return driver_state().events.count(event) != 0; }
 
 CUresult invalidate(Capture& capture, CUresult result) {
     capture.invalid = true;
     return result;
 }
 
-// What a stream must be for a call that says something about the work it holds.
+// Fails if the stream is unknown or being captured, for calls that query or wait for its work.
 CUresult check_uncaptured(CUstream stream) {
     if (!exists(stream)) return CUDA_ERROR_INVALID_HANDLE;
     if (stream->capture != nullptr) return invalidate(*stream->capture, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
@@ -34,7 +34,7 @@ CUresult check_uncaptured(CUstream stream) {
 
 bool forbidden_locked() {
     bool any = false;
-    for (const auto& capture : world().captures) {
+    for (const auto& capture : driver_state().captures) {
         const bool ours = capture->thread == &this_thread && capture->mode != CU_STREAM_CAPTURE_MODE_RELAXED;
         if (!ours && capture->mode != CU_STREAM_CAPTURE_MODE_GLOBAL) continue;
         capture->invalid = true;
@@ -61,7 +61,7 @@ CUresult wait_in_capture(CUstream stream, CUevent event) {
     return CUDA_SUCCESS;
 }
 
-// Whether every node that a joined stream ended with comes before what the origin ended with.
+// Whether the last nodes of every joined stream precede the last nodes of the origin.
 bool all_joined(const Capture& capture) {
     std::vector<bool> before(capture.nodes.size());
     Dependencies open = capture.origin->tail;
@@ -84,24 +84,24 @@ CUresult make_stream(CUstream* stream, unsigned flags, int priority) {
     const int ordinal = current_device();
     if (ordinal < 0) return CUDA_ERROR_INVALID_CONTEXT;
     if (stream == nullptr || flags > CU_STREAM_NON_BLOCKING) return CUDA_ERROR_INVALID_VALUE;
-    std::lock_guard lock(world().mutex);
+    std::lock_guard lock(driver_state().mutex);
     *stream = new CUstream_st{ordinal, flags, priority, new_queue(), nullptr, {}};
-    world().streams.insert(*stream);
+    driver_state().streams.insert(*stream);
     return CUDA_SUCCESS;
 }
 
 }   // namespace
 
 bool forbidden_in_capture() {
-    std::lock_guard lock(world().mutex);
+    std::lock_guard lock(driver_state().mutex);
     return forbidden_locked();
 }
 
 void wait_for_device(int ordinal, bool blocking_only) {
     std::vector<QueuePtr> queues;
     {
-        std::lock_guard lock(world().mutex);
-        for (CUstream stream : world().streams) {
+        std::lock_guard lock(driver_state().mutex);
+        for (CUstream stream : driver_state().streams) {
             const bool spared = blocking_only && (stream->flags & CU_STREAM_NON_BLOCKING) != 0;
             if (stream->ordinal == ordinal && !spared) queues.push_back(stream->queue);
         }
@@ -130,7 +130,7 @@ CUresult enqueue(CUstream stream, Work work) {
         work();
         return CUDA_SUCCESS;
     }
-    std::lock_guard lock(world().mutex);
+    std::lock_guard lock(driver_state().mutex);
     return exists(stream) ? enqueue_locked(stream, std::move(work)) : CUDA_ERROR_INVALID_HANDLE;
 }
 
@@ -144,14 +144,14 @@ API CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned flags, int pr
 }
 
 API CUresult cuStreamGetPriority(CUstream stream, int* priority) {
-    std::lock_guard lock(world().mutex);
+    std::lock_guard lock(driver_state().mutex);
     if (!exists(stream)) return CUDA_ERROR_INVALID_HANDLE;
     *priority = stream->priority;
     return CUDA_SUCCESS;
 }
 
 API CUresult cuStreamGetFlags(CUstream stream, unsigned* flags) {
-    std::lock_guard lock(world().mutex);
+    std::lock_guard lock(driver_state().mutex);
     if (!exists(stream)) return CUDA_ERROR_INVALID_HANDLE;
     *flags = stream->flags;
     return CUDA_SUCCESS;
@@ -162,9 +162,9 @@ API CUresult cuStreamGetId(CUstream stream, unsigned long long* id) {
     return CUDA_SUCCESS;
 }
 
-// Returns at once: the work the stream holds is still done.
+// Returns at once: the stream's remaining work still runs.
 API CUresult cuStreamDestroy_v2(CUstream stream) {
-    std::lock_guard lock(world().mutex);
+    std::lock_guard lock(driver_state().mutex);
     if (!exists(stream)) return CUDA_ERROR_INVALID_HANDLE;
     if (stream->capture != nullptr) {
         auto& members = stream->capture->members;
@@ -172,20 +172,20 @@ API CUresult cuStreamDestroy_v2(CUstream stream) {
         if (stream->capture->origin == stream) {
             stream->capture->ended = true;
             for (CUstream member : members) member->capture = nullptr;
-            auto& all = world().captures;
+            auto& all = driver_state().captures;
             all.erase(std::remove(all.begin(), all.end(), stream->capture), all.end());
         }
         stream->capture->invalid = true;
     }
     close(*stream->queue);
-    world().streams.erase(stream);
+    driver_state().streams.erase(stream);
     delete stream;
     return CUDA_SUCCESS;
 }
 
 API CUresult cuStreamQuery(CUstream stream) {
     if (is_default(stream)) return CUDA_SUCCESS;
-    std::lock_guard lock(world().mutex);
+    std::lock_guard lock(driver_state().mutex);
     if (const CUresult result = check_uncaptured(stream)) return result;
     if (forbidden_locked()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     return is_drained(*stream->queue) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
@@ -195,7 +195,7 @@ API CUresult cuStreamSynchronize(CUstream stream) {
     QueuePtr queue;
     if (is_default(stream)) return enqueue(stream, [] {});
     {
-        std::lock_guard lock(world().mutex);
+        std::lock_guard lock(driver_state().mutex);
         if (const CUresult result = check_uncaptured(stream)) return result;
         if (forbidden_locked()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
         queue = stream->queue;
@@ -205,13 +205,13 @@ API CUresult cuStreamSynchronize(CUstream stream) {
 }
 
 API CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
-    std::unique_lock lock(world().mutex);
+    std::unique_lock lock(driver_state().mutex);
     if (!exists(event) || (!is_default(stream) && !exists(stream))) return CUDA_ERROR_INVALID_HANDLE;
     if (!is_default(stream) && stream->capture != nullptr) return wait_in_capture(stream, event);
     if (event->capture != nullptr) {
         if (event->capture->ended) return CUDA_ERROR_CAPTURED_EVENT;
         if (is_default(stream)) return invalidate(*event->capture, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
-        // The stream joins the capture, its work so far left outside.
+        // The stream joins the capture; its earlier work stays outside.
         stream->capture = event->capture;
         stream->tail = event->nodes;
         event->capture->members.push_back(stream);
@@ -235,7 +235,7 @@ API CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void* data) {
 API CUresult cuStreamBeginCapture_v2(CUstream stream, CUstreamCaptureMode mode) {
     if (is_default(stream)) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     static std::atomic<unsigned long long> ids{1};
-    std::lock_guard lock(world().mutex);
+    std::lock_guard lock(driver_state().mutex);
     if (!exists(stream)) return CUDA_ERROR_INVALID_HANDLE;
     if (stream->capture != nullptr) return CUDA_ERROR_ILLEGAL_STATE;
     auto capture = std::make_shared<Capture>();
@@ -246,13 +246,13 @@ API CUresult cuStreamBeginCapture_v2(CUstream stream, CUstreamCaptureMode mode) 
     capture->members = {stream};
     stream->capture = capture;
     stream->tail.clear();
-    world().captures.push_back(capture);
+    driver_state().captures.push_back(capture);
     return CUDA_SUCCESS;
 }
 
 API CUresult cuStreamEndCapture(CUstream stream, CUgraph* graph) {
     if (graph != nullptr) *graph = nullptr;
-    std::lock_guard lock(world().mutex);
+    std::lock_guard lock(driver_state().mutex);
     if (is_default(stream) || !exists(stream) || graph == nullptr) return CUDA_ERROR_INVALID_VALUE;
     const CapturePtr capture = stream->capture;
     if (capture == nullptr) return CUDA_ERROR_ILLEGAL_STATE;
@@ -266,12 +266,12 @@ API CUresult cuStreamEndCapture(CUstream stream, CUgraph* graph) {
         member->capture = nullptr;
         member->tail.clear();
     }
-    auto& all = world().captures;
+    auto& all = driver_state().captures;
     all.erase(std::remove(all.begin(), all.end(), capture), all.end());
     if (capture->invalid) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
     if (!joined) return CUDA_ERROR_STREAM_CAPTURE_UNJOINED;
     *graph = new CUgraph_st{std::make_shared<const std::vector<Node>>(std::move(capture->nodes))};
-    world().graphs.insert(*graph);
+    driver_state().graphs.insert(*graph);
     return CUDA_SUCCESS;
 }
 
@@ -282,7 +282,7 @@ API CUresult cuStreamGetCaptureInfo_v2(CUstream stream, CUstreamCaptureStatus* s
     if (count != nullptr) *count = 0;
     *status = CU_STREAM_CAPTURE_STATUS_NONE;
     if (is_default(stream)) return CUDA_SUCCESS;
-    std::lock_guard lock(world().mutex);
+    std::lock_guard lock(driver_state().mutex);
     if (!exists(stream)) return CUDA_ERROR_INVALID_HANDLE;
     if (stream->capture == nullptr) return CUDA_SUCCESS;
     const bool invalid = stream->capture->invalid;
@@ -304,22 +304,22 @@ API CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status)
 API CUresult cuEventCreate(CUevent* event, unsigned flags) {
     const int ordinal = current_device();
     if (ordinal < 0) return CUDA_ERROR_INVALID_CONTEXT;
-    std::lock_guard lock(world().mutex);
+    std::lock_guard lock(driver_state().mutex);
     *event = new CUevent_st{ordinal, flags, nullptr, nullptr, {}};
-    world().events.insert(*event);
+    driver_state().events.insert(*event);
     return CUDA_SUCCESS;
 }
 
 API CUresult cuEventDestroy_v2(CUevent event) {
-    std::lock_guard lock(world().mutex);
-    if (world().events.erase(event) == 0) return CUDA_ERROR_INVALID_HANDLE;
+    std::lock_guard lock(driver_state().mutex);
+    if (driver_state().events.erase(event) == 0) return CUDA_ERROR_INVALID_HANDLE;
     delete event;
     return CUDA_SUCCESS;
 }
 
 API CUresult cuEventRecord(CUevent event, CUstream stream) {
     {
-        std::lock_guard lock(world().mutex);
+        std::lock_guard lock(driver_state().mutex);
         if (!exists(event)) return CUDA_ERROR_INVALID_HANDLE;
         if (!is_default(stream)) {
             if (!exists(stream) || stream->ordinal != event->ordinal) return CUDA_ERROR_INVALID_HANDLE;
@@ -327,21 +327,21 @@ API CUresult cuEventRecord(CUevent event, CUstream stream) {
             event->capture = stream->capture;
             event->nodes = stream->tail;
             if (stream->capture != nullptr) return CUDA_SUCCESS;
-            auto moment = event->moment = std::make_shared<Moment>();
+            auto moment = event->moment = std::make_shared<EventRecord>();
             submit(stream->queue, [moment] { moment->pass(); });
             return CUDA_SUCCESS;
         }
     }
     if (const CUresult result = enqueue(stream, [] {})) return result;
-    std::lock_guard lock(world().mutex);
+    std::lock_guard lock(driver_state().mutex);
     event->capture = nullptr;
-    event->moment = std::make_shared<Moment>();
+    event->moment = std::make_shared<EventRecord>();
     event->moment->pass();
     return CUDA_SUCCESS;
 }
 
 API CUresult cuEventQuery(CUevent event) {
-    std::lock_guard lock(world().mutex);
+    std::lock_guard lock(driver_state().mutex);
     if (!exists(event)) return CUDA_ERROR_INVALID_HANDLE;
     if (event->capture != nullptr) return invalidate(*event->capture, CUDA_ERROR_CAPTURED_EVENT);
     if (forbidden_locked()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
@@ -349,9 +349,9 @@ API CUresult cuEventQuery(CUevent event) {
 }
 
 API CUresult cuEventSynchronize(CUevent event) {
-    std::shared_ptr<Moment> moment;
+    std::shared_ptr<EventRecord> moment;
     {
-        std::lock_guard lock(world().mutex);
+        std::lock_guard lock(driver_state().mutex);
         if (!exists(event)) return CUDA_ERROR_INVALID_HANDLE;
         if (event->capture != nullptr) return invalidate(*event->capture, CUDA_ERROR_CAPTURED_EVENT);
         if (forbidden_locked()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
@@ -362,7 +362,7 @@ API CUresult cuEventSynchronize(CUevent event) {
 }
 
 API CUresult cuEventElapsedTime_v2(float* milliseconds, CUevent start, CUevent end) {
-    std::lock_guard lock(world().mutex);
+    std::lock_guard lock(driver_state().mutex);
     for (CUevent event : {start, end}) {
         if (!exists(event) || event->moment == nullptr) return CUDA_ERROR_INVALID_HANDLE;
         if ((event->flags & CU_EVENT_DISABLE_TIMING) != 0) return CUDA_ERROR_INVALID_HANDLE;
@@ -378,10 +378,10 @@ API CUresult cuEventElapsedTime(float* milliseconds, CUevent start, CUevent end)
 }
 
 API CUresult cuGraphInstantiateWithFlags(CUgraphExec* program, CUgraph graph, unsigned long long) {
-    std::lock_guard lock(world().mutex);
-    if (world().graphs.count(graph) == 0) return CUDA_ERROR_INVALID_VALUE;
-    *program = new CUgraphExec_st{std::make_shared<Program>(graph->nodes)};
-    world().programs.insert(*program);
+    std::lock_guard lock(driver_state().mutex);
+    if (driver_state().graphs.count(graph) == 0) return CUDA_ERROR_INVALID_VALUE;
+    *program = new CUgraphExec_st{std::make_shared<ExecutableGraph>(graph->nodes)};
+    driver_state().programs.insert(*program);
     return CUDA_SUCCESS;
 }
 
@@ -390,38 +390,38 @@ API CUresult cuGraphInstantiate_v2(CUgraphExec* program, CUgraph graph, CUgraphN
 }
 
 API CUresult cuGraphUpload(CUgraphExec program, CUstream) {
-    std::lock_guard lock(world().mutex);
-    return world().programs.count(program) == 0 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+    std::lock_guard lock(driver_state().mutex);
+    return driver_state().programs.count(program) == 0 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 
 API CUresult cuGraphLaunch(CUgraphExec program, CUstream stream) {
-    std::shared_ptr<Program> running;
+    std::shared_ptr<ExecutableGraph> running;
     {
-        std::lock_guard lock(world().mutex);
-        if (world().programs.count(program) == 0) return CUDA_ERROR_INVALID_VALUE;
+        std::lock_guard lock(driver_state().mutex);
+        if (driver_state().programs.count(program) == 0) return CUDA_ERROR_INVALID_VALUE;
         running = program->program;
     }
     return enqueue(stream, [running] { running->run(); });
 }
 
 API CUresult cuGraphExecDestroy(CUgraphExec program) {
-    std::lock_guard lock(world().mutex);
-    if (world().programs.erase(program) == 0) return CUDA_ERROR_INVALID_VALUE;
+    std::lock_guard lock(driver_state().mutex);
+    if (driver_state().programs.erase(program) == 0) return CUDA_ERROR_INVALID_VALUE;
     delete program;
     return CUDA_SUCCESS;
 }
 
 API CUresult cuGraphDestroy(CUgraph graph) {
-    std::lock_guard lock(world().mutex);
-    if (world().graphs.erase(graph) == 0) return CUDA_ERROR_INVALID_VALUE;
+    std::lock_guard lock(driver_state().mutex);
+    if (driver_state().graphs.erase(graph) == 0) return CUDA_ERROR_INVALID_VALUE;
     delete graph;
     return CUDA_SUCCESS;
 }
 
-// Only how many there are: a node itself is nothing a caller could use.
+// Only the number of nodes: the nodes themselves are of no use to a caller.
 API CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode* nodes, size_t* count) {
-    std::lock_guard lock(world().mutex);
-    if (world().graphs.count(graph) == 0 || nodes != nullptr) return CUDA_ERROR_INVALID_VALUE;
+    std::lock_guard lock(driver_state().mutex);
+    if (driver_state().graphs.count(graph) == 0 || nodes != nullptr) return CUDA_ERROR_INVALID_VALUE;
     *count = graph->nodes->size();
     return CUDA_SUCCESS;
 }

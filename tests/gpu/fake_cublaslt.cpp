@@ -1,11 +1,11 @@
-// cuBLASLt as far as the project calls it, and as strict as the documentation: matrices in columns, one type for both
-// operands, a bias of the type of the result, an algorithm only for the product that it was proposed for. Algorithms are
-// the same loops. One of them adds up in place; it says so on standard error when it is run, and is proposed first where
-// the scheme is not masked out.
+// The functions of cuBLASLt that the project uses, as strict as its documentation: column-major matrices, one dtype
+// for both operands, a bias of the dtype of the result, and an algorithm only for the problem it was proposed for.
+// All algorithms are the same loops. One of them is an in-place reduction scheme; it reports itself on standard error
+// when it runs, and is proposed first unless the scheme is masked out.
 //
 //   FAKE_CUBLASLT_FUSED=0    no epilogues
 //   FAKE_CUBLASLT_WRONG=1    results are wrong by a factor
-//   FAKE_CUBLASLT_CREATE=0   the device is refused
+//   FAKE_CUBLASLT_CREATE=0   cublasLtCreate fails
 
 #include <cstdio>
 
@@ -14,7 +14,7 @@
 
 namespace {
 
-using fake::Numbers;
+using fake::TensorView;
 
 enum Status : unsigned {
     SUCCESS = 0,
@@ -38,7 +38,7 @@ struct Object {
 
 struct Product : Object {
     int compute;
-    int turn_a = OP_N, turn_b = OP_N, epilogue = EPILOGUE_DEFAULT, bias_type = -1;
+    int transpose_a = OP_N, transpose_b = OP_N, epilogue = EPILOGUE_DEFAULT, bias_type = -1;
     const void* bias = nullptr;
 };
 
@@ -60,14 +60,14 @@ struct Handle : Object {
     int ordinal;
 };
 
-// The 64 bytes, as the caller sees them.
+// The 64 bytes of an opaque algorithm.
 struct Algorithm {
     uint64_t magic, number, problem, alignment[4], rest;
 };
 constexpr uint64_t MAGIC = 0x6d677075416c676f;
 static_assert(sizeof(Algorithm) == 64);
 
-struct Verdict {
+struct HeuristicResult {
     Algorithm algorithm;
     size_t workspace;
     unsigned status;
@@ -104,17 +104,17 @@ struct Problem {
 
     uint64_t rows() const { return d.rows; }
     uint64_t columns() const { return d.columns; }
-    uint64_t depth() const { return product.turn_a == OP_T ? a.rows : a.columns; }
+    uint64_t depth() const { return product.transpose_a == OP_T ? a.rows : a.columns; }
 
     Status check() const {
-        const uint64_t m = product.turn_a == OP_T ? a.columns : a.rows;
-        const uint64_t k = product.turn_b == OP_T ? b.columns : b.rows, n = product.turn_b == OP_T ? b.rows : b.columns;
+        const uint64_t m = product.transpose_a == OP_T ? a.columns : a.rows;
+        const uint64_t k = product.transpose_b == OP_T ? b.columns : b.rows, n = product.transpose_b == OP_T ? b.rows : b.columns;
         if (m != d.rows || n != d.columns || k != depth()) return INVALID_VALUE;
         if (a.type != b.type) return NOT_SUPPORTED;
         if (d.type != a.type && d.type != R_32F) return NOT_SUPPORTED;
         if (product.compute == COMPUTE_32F_FAST_TF32 && a.type != R_32F) return NOT_SUPPORTED;
         if (product.epilogue != EPILOGUE_DEFAULT) {
-            if (!fake::number_asked_for("FAKE_CUBLASLT_FUSED", 1)) return NOT_SUPPORTED;
+            if (!fake::env_number("FAKE_CUBLASLT_FUSED", 1)) return NOT_SUPPORTED;
             const int bias_type = product.bias_type < 0 ? d.type : product.bias_type;
             if (bias_type != d.type || bias_type != R_32F) return NOT_SUPPORTED;
         }
@@ -123,7 +123,7 @@ struct Problem {
 
     uint64_t digest() const {
         uint64_t digest = 1469598103934665603u;
-        for (const uint64_t number : {uint64_t(product.compute), uint64_t(product.turn_a), uint64_t(product.turn_b),
+        for (const uint64_t number : {uint64_t(product.compute), uint64_t(product.transpose_a), uint64_t(product.transpose_b),
                                       uint64_t(product.epilogue), uint64_t(a.type), a.rows, a.columns, uint64_t(d.type),
                                       d.rows, d.columns})
             digest = (digest ^ number) * 1099511628211u;
@@ -143,14 +143,14 @@ Status problem_of(void* product, void* a, void* b, void* c, void* d, Problem& pr
 
 size_t workspace_of(const Problem& problem, uint64_t number) { return number ? problem.rows() * 4 * number : 0; }
 
-Status judge(const Problem& problem, const Algorithm& algorithm) {
+Status check_algorithm(const Problem& problem, const Algorithm& algorithm) {
     if (algorithm.magic != MAGIC || algorithm.number > 2) return INVALID_VALUE;
     return algorithm.problem == problem.digest() ? SUCCESS : NOT_SUPPORTED;
 }
 
-struct Run {
+struct MatmulWork {
     Problem problem;
-    Numbers a, b, d;
+    TensorView a, b, d;
     float alpha;
     void* workspace;
     size_t workspace_size;
@@ -159,24 +159,24 @@ struct Run {
         if (workspace_size) std::memset(workspace, 0xff, workspace_size);
         const Product& product = problem.product;
         const bool tf32 = product.compute == COMPUTE_32F_FAST_TF32;
-        const float wrong = fake::number_asked_for("FAKE_CUBLASLT_WRONG", 0) ? 1.5f : 1.0f;
+        const float wrong = fake::env_number("FAKE_CUBLASLT_WRONG", 0) ? 1.5f : 1.0f;
         const uint64_t rows = problem.rows(), depth = problem.depth();
         const std::vector<float> as = operands(a, problem.a.len(), tf32), bs = operands(b, problem.b.len(), tf32);
-        // Rows fastest.
-        std::vector<float> turned(rows * depth);
+        // Rows are the fastest index.
+        std::vector<float> transposed(rows * depth);
         for (uint64_t k = 0; k < depth; ++k)
             for (uint64_t row = 0; row < rows; ++row)
-                turned[k * rows + row] = as[product.turn_a == OP_T ? problem.a.at(k, row) : problem.a.at(row, k)];
+                transposed[k * rows + row] = as[product.transpose_a == OP_T ? problem.a.at(k, row) : problem.a.at(row, k)];
         for (uint64_t column = 0; column < problem.columns(); ++column) {
             std::vector<float> sums(rows, 0.0f);
             for (uint64_t k = 0; k < depth; ++k) {
-                const size_t at = product.turn_b == OP_T ? problem.b.at(column, k) : problem.b.at(k, column);
-                fake::add(sums.data(), &turned[k * rows], bs[at], rows);
+                const size_t at = product.transpose_b == OP_T ? problem.b.at(column, k) : problem.b.at(k, column);
+                fake::add(sums.data(), &transposed[k * rows], bs[at], rows);
             }
             for (uint64_t row = 0; row < rows; ++row) {
                 float value = alpha * wrong * sums[row];
                 if (product.epilogue != EPILOGUE_DEFAULT) value += static_cast<const float*>(product.bias)[row];
-                // What is not a number becomes zero, as in the real one.
+                // NaN becomes zero, as in the real library.
                 if (product.epilogue == EPILOGUE_RELU_BIAS && !(value > 0.0f)) value = 0.0f;
                 d.write(problem.d.at(row, column), value);
             }
@@ -200,7 +200,7 @@ API const char* cublasLtGetStatusString(unsigned status) {
 
 API unsigned cublasLtCreate(void** place) {
     if (!place) return INVALID_VALUE;
-    if (fake::current_device() < 0 || !fake::number_asked_for("FAKE_CUBLASLT_CREATE", 1)) return NOT_INITIALIZED;
+    if (fake::current_device() < 0 || !fake::env_number("FAKE_CUBLASLT_CREATE", 1)) return NOT_INITIALIZED;
     make<Handle>(place, Kind::Handle)->ordinal = fake::current_device();
     return SUCCESS;
 }
@@ -221,8 +221,8 @@ API unsigned cublasLtMatmulDescSetAttribute(void* raw, int attribute, const void
     int number;
     std::memcpy(&number, value, sizeof number);
     switch (attribute) {
-    case 3: product->turn_a = number; break;
-    case 4: product->turn_b = number; break;
+    case 3: product->transpose_a = number; break;
+    case 4: product->transpose_b = number; break;
     case 7:
         if (number != EPILOGUE_DEFAULT && number != EPILOGUE_BIAS && number != EPILOGUE_RELU_BIAS) return NOT_SUPPORTED;
         product->epilogue = number;
@@ -266,7 +266,7 @@ API unsigned cublasLtMatmulPreferenceSetAttribute(void* raw, int attribute, cons
 }
 
 API unsigned cublasLtMatmulAlgoGetHeuristic(
-    void* handle, void* product, void* a, void* b, void* c, void* d, void* raw, int wanted, Verdict* verdicts, int* count
+    void* handle, void* product, void* a, void* b, void* c, void* d, void* raw, int wanted, HeuristicResult* verdicts, int* count
 ) {
     const Preference* preference = of<Preference>(raw, Kind::Preference);
     if (!of<Handle>(handle, Kind::Handle)) return NOT_INITIALIZED;
@@ -280,20 +280,20 @@ API unsigned cublasLtMatmulAlgoGetHeuristic(
         if (workspace > preference->workspace || *count == wanted) continue;
         Algorithm algorithm{MAGIC, number, problem.digest(), {}, 0};
         for (int i = 0; i < 4; ++i) algorithm.alignment[i] = preference->alignment[i];
-        verdicts[(*count)++] = Verdict{algorithm, workspace, SUCCESS, 1.0f, {}};
+        verdicts[(*count)++] = HeuristicResult{algorithm, workspace, SUCCESS, 1.0f, {}};
     }
     return *count ? SUCCESS : NOT_SUPPORTED;
 }
 
 API unsigned cublasLtMatmulAlgoCheck(
-    void* handle, void* product, void* a, void* b, void* c, void* d, const Algorithm* algorithm, Verdict* verdict
+    void* handle, void* product, void* a, void* b, void* c, void* d, const Algorithm* algorithm, HeuristicResult* verdict
 ) {
     if (!of<Handle>(handle, Kind::Handle)) return NOT_INITIALIZED;
     if (!algorithm || !verdict) return INVALID_VALUE;
     Problem problem;
     if (const Status status = problem_of(product, a, b, c, d, problem)) return status;
-    if (const Status status = judge(problem, *algorithm)) return status;
-    *verdict = Verdict{*algorithm, workspace_of(problem, algorithm->number), SUCCESS, 1.0f, {}};
+    if (const Status status = check_algorithm(problem, *algorithm)) return status;
+    *verdict = HeuristicResult{*algorithm, workspace_of(problem, algorithm->number), SUCCESS, 1.0f, {}};
     return SUCCESS;
 }
 
@@ -308,7 +308,7 @@ API unsigned cublasLtMatmul(
     if (*beta != 0.0f) return NOT_SUPPORTED;
     Problem problem;
     if (const Status status = problem_of(product, a_layout, b_layout, c_layout, d_layout, problem)) return status;
-    if (const Status status = judge(problem, *algorithm)) return status;
+    if (const Status status = check_algorithm(problem, *algorithm)) return status;
     const void* addresses[4] = {a, b, c, d};
     for (int i = 0; i < 4; ++i)
         if (reinterpret_cast<uintptr_t>(addresses[i]) % algorithm->alignment[i]) return INVALID_VALUE;
@@ -316,10 +316,10 @@ API unsigned cublasLtMatmul(
     const size_t needed = workspace_of(problem, algorithm->number);
     if (size < needed || (needed && reinterpret_cast<uintptr_t>(workspace) % 256)) return INVALID_VALUE;
     if (handle->ordinal != fake::current_device()) return EXECUTION_FAILED;
-    if (algorithm->number == 2) std::fprintf(stderr, "fake cuBLASLt: an algorithm that adds up in place\n");
+    if (algorithm->number == 2) std::fprintf(stderr, "fake cuBLASLt: in-place reduction scheme\n");
     auto numbers = [](const void* address, const Layout& layout) {
-        return Numbers{const_cast<void*>(address), layout.type == R_16BF};
+        return TensorView{const_cast<void*>(address), layout.type == R_16BF};
     };
-    const Run run{problem, numbers(a, problem.a), numbers(b, problem.b), numbers(d, problem.d), *alpha, workspace, needed};
+    const MatmulWork run{problem, numbers(a, problem.a), numbers(b, problem.b), numbers(d, problem.d), *alpha, workspace, needed};
     return fake::enqueue(stream, run) == CUDA_SUCCESS ? SUCCESS : EXECUTION_FAILED;
 }

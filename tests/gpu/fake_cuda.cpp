@@ -1,7 +1,7 @@
-// The driver API: devices, contexts, modules and launches. The device is none and says so in its name.
+// The driver API: devices, contexts, modules and launches. The device is fake, as its name says.
 //
-// FAKE_GPU_COUNT devices (2) of FAKE_GPU_MEMORY_MIB (4096) each; CUDA_VISIBLE_DEVICES chooses among them as it does
-// among real ones.
+// FAKE_GPU_COUNT devices (2) of FAKE_GPU_MEMORY_MIB (4096) each. CUDA_VISIBLE_DEVICES selects among them as among
+// real ones.
 #include "fake_cuda.h"
 #include "shim.h"
 
@@ -19,17 +19,17 @@ constexpr unsigned SHARED_BY_DEFAULT = 48 * 1024;
 thread_local CUcontext current = nullptr;
 std::atomic<bool> initialized{false};
 
-// The devices this process may see, by their numbers on the machine.
+// The devices visible to this process, by their index on the machine.
 const std::vector<int>& devices() {
     static const auto* all = [] {
         auto* visible = new std::vector<int>;
-        const long count = number_asked_for("FAKE_GPU_COUNT", 2);
+        const long count = env_number("FAKE_GPU_COUNT", 2);
         const char* chosen = getenv("CUDA_VISIBLE_DEVICES");
         if (chosen == nullptr) {
             for (int i = 0; i < count; ++i) visible->push_back(i);
             return visible;
         }
-        // As with the real driver, the first entry that names no device ends the list.
+        // As with the real driver, the first invalid entry ends the list.
         for (const char* at = chosen; *at != 0;) {
             const size_t length = strcspn(at, ",");
             int number = -1;
@@ -85,7 +85,7 @@ API CUresult cuInit(unsigned flags) {
 }
 
 API CUresult cuDriverGetVersion(int* version) {
-    *version = (int)number_asked_for("FAKE_CUDA_VERSION", 13000);
+    *version = (int)env_number("FAKE_CUDA_VERSION", 13000);
     return CUDA_SUCCESS;
 }
 
@@ -123,7 +123,7 @@ API CUresult cuDeviceGetPCIBusId(char* text, int length, CUdevice device) {
 
 API CUresult cuDeviceTotalMem_v2(size_t* bytes, CUdevice device) {
     if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
-    *bytes = (size_t)number_asked_for("FAKE_GPU_MEMORY_MIB", 4096) << 20;
+    *bytes = (size_t)env_number("FAKE_GPU_MEMORY_MIB", 4096) << 20;
     return CUDA_SUCCESS;
 }
 
@@ -157,7 +157,7 @@ API CUresult cuDeviceCanAccessPeer(int* can, CUdevice, CUdevice) {
     return CUDA_SUCCESS;
 }
 
-// ---- Contexts: each device has its primary one, and no other ----
+// ---- Contexts: only the primary context of each device ----
 
 API CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
     if (!initialized) return CUDA_ERROR_NOT_INITIALIZED;
@@ -210,13 +210,13 @@ API CUresult cuCtxSynchronize() {
     return CUDA_SUCCESS;
 }
 
-// ---- Modules: names of kernels, out of an image that the fake NVRTC made ----
+// ---- Modules: the kernels named in an image of the fake NVRTC ----
 
 struct CUfunc_st {
     const shim::Kernel* kernel;
     int ordinal;
     CUmodule module;
-    unsigned shared = SHARED_BY_DEFAULT;   // the most dynamic shared memory of a launch
+    unsigned shared = SHARED_BY_DEFAULT;   // maximum dynamic shared memory of a launch
 };
 
 struct CUmod_st {
@@ -246,7 +246,7 @@ API CUresult cuModuleLoadDataEx(CUmodule* module, const void* image, unsigned, C
 
 API CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
     if (module == nullptr || name == nullptr) return CUDA_ERROR_INVALID_VALUE;
-    std::lock_guard lock(world().mutex);
+    std::lock_guard lock(driver_state().mutex);
     auto& known = module->functions[name];
     if (known == nullptr) {
         bool compiled = false;
@@ -296,7 +296,7 @@ API CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction
 
 namespace {
 
-// A kernel's arguments as they were at the launch.
+// A copy of a kernel's arguments at the time of the launch.
 struct Arguments {
     std::vector<void*> pointers;
     std::unique_ptr<uint64_t[]> bytes;
@@ -335,8 +335,8 @@ API CUresult cuLaunchKernel(CUfunction function, unsigned blocks_x, unsigned blo
     if (extra != nullptr) return CUDA_ERROR_NOT_SUPPORTED;
     if (given == nullptr && function->kernel->arguments > 0) return CUDA_ERROR_INVALID_VALUE;
     if (!is_default(stream)) {
-        std::lock_guard lock(world().mutex);
-        const bool known = world().streams.count(stream) != 0;
+        std::lock_guard lock(driver_state().mutex);
+        const bool known = driver_state().streams.count(stream) != 0;
         if (!known || stream->ordinal != function->ordinal) return CUDA_ERROR_INVALID_HANDLE;
     }
     auto arguments = std::make_shared<Arguments>(*function->kernel, given);

@@ -1,6 +1,6 @@
-// The driver API's types as far as the fakes know them, and what the fakes offer each other.
+// The types of the driver API that the fakes use, and the interfaces between the fakes.
 //
-// The types are those of cuda.h; compiled with MGPU_REAL_CUDA_H after the real header, the fakes are checked against
+// The types are those of cuda.h. With MGPU_REAL_CUDA_H defined, after the real header, the fakes are checked against
 // it.
 #pragma once
 
@@ -88,11 +88,11 @@ typedef void (*CUhostFn)(void*);
 
 namespace fake {
 
-// What a stream does: a kernel, a copy, a collective.
+// A work item of a stream: a kernel, a copy, a collective.
 using Work = std::function<void()>;
 
-// A point that work passes once. Waiting for one that nothing will ever pass waits for good, as on a GPU.
-class Moment {
+// The state of a recorded event. Waiting for one that is never completed blocks forever, as on a GPU.
+class EventRecord {
   public:
     void pass();
     void wait();
@@ -105,16 +105,16 @@ class Moment {
     std::condition_variable changed;
 };
 
-// How an image begins that the fake NVRTC made for the fake driver.
+// The beginning of an image made by the fake NVRTC for the fake driver.
 constexpr const char* IMAGE_MAGIC = "FAKE GPU IMAGE";
 
-using Dependencies = std::vector<unsigned>;   // nodes, by number
+using Dependencies = std::vector<unsigned>;   // indices of nodes
 
-// What a capture collects and a graph repeats.
+// A node of a capture or a graph.
 struct Node {
     Work work;
     Dependencies after;
-    const void* lane;   // the stream it was captured from: nodes of several may run at a time
+    const void* lane;   // the stream it was captured from; lanes run concurrently
 };
 
 struct Capture {
@@ -130,35 +130,35 @@ struct Capture {
 
 using CapturePtr = std::shared_ptr<Capture>;
 
-// ---- For the other fakes ----
+// ---- Interface for the other fakes ----
 
-// Puts work into a stream, or into the graph that is captured from it. It runs on a thread of the stream's own, which
-// holds no lock of the fakes. The stream 0 waits for all of its device's streams and for the work itself.
+// Enqueues work on a stream, or adds it to the graph captured from the stream. It runs on the stream's own thread,
+// which holds no lock of the fakes. Stream 0 waits for all streams of its device and for the work itself.
 CUresult enqueue(CUstream stream, Work work);
 
-// The ordinal of the device that is current in this thread, -1 if none is.
+// The ordinal of this thread's current device, -1 if there is none.
 int current_device();
 
-// Makes a device current in a thread of the fakes' own.
+// Sets the current device of a thread of the fakes.
 void use_device(int ordinal);
 
-// The 16 bytes that tell devices apart, in all processes alike.
+// The 16 bytes that identify a device, equal in all processes.
 CUuuid device_uuid(int ordinal);
 
-// Allocates and frees as cuMemAlloc and cuMemFree do.
+// Like cuMemAlloc and cuMemFree.
 CUresult allocate(CUdeviceptr* address, size_t bytes);
 CUresult release(CUdeviceptr address);
 
-// Whether the calling thread may not do what a capture forbids; the captures concerned are invalid then.
+// Whether the calling thread does something that a capture forbids; then those captures are invalidated.
 bool forbidden_in_capture();
 
-// Waits at random for up to FAKE_GPU_DELAY_US, as every piece of stream work does before it runs.
+// Waits at random for up to FAKE_GPU_DELAY_US, before each work item of a stream.
 void delay();
 
-// The value of a whole-number variable.
-long number_asked_for(const char* variable, long otherwise);
+// The value of an integer environment variable.
+long env_number(const char* variable, long otherwise);
 
-// ---- Between the files of the driver ----
+// ---- Internal to the driver ----
 
 struct Queue;
 using QueuePtr = std::shared_ptr<Queue>;
@@ -166,21 +166,21 @@ using QueuePtr = std::shared_ptr<Queue>;
 QueuePtr new_queue();
 void submit(const QueuePtr& queue, Work work);
 bool is_drained(Queue& queue);
-void drain(Queue& queue);   // waits for what it holds now
-void close(Queue& queue);   // its thread ends after what it holds
+void drain(Queue& queue);   // waits for the current work items
+void close(Queue& queue);   // its thread ends after the current work items
 
-// A captured graph, ready to run: the nodes of each lane in their order on a thread of their own.
-class Program {
+// An instantiated graph: the nodes of each lane run in order on a separate thread.
+class ExecutableGraph {
   public:
-    explicit Program(std::shared_ptr<const std::vector<Node>> nodes);
-    ~Program();
+    explicit ExecutableGraph(std::shared_ptr<const std::vector<Node>> nodes);
+    ~ExecutableGraph();
     void run();
 
   private:
     std::shared_ptr<const std::vector<Node>> nodes;
     std::vector<std::vector<unsigned>> lanes;
     std::vector<QueuePtr> helpers;
-    std::mutex running;   // launches of one graph come one after another
+    std::mutex running;   // launches of one graph are serialised
 };
 
 struct Allocation {
@@ -188,26 +188,26 @@ struct Allocation {
     int ordinal;
 };
 
-// What the host's side knows. The lock is never held while waiting for a stream.
-struct World {
+// The state of the driver. Its lock is never held while waiting for a stream.
+struct DriverState {
     std::mutex mutex;
     std::set<CUstream> streams;
     std::set<CUevent> events;
     std::set<CUgraph> graphs;
     std::set<CUgraphExec> programs;
     std::map<CUdeviceptr, Allocation> memory;
-    std::map<uintptr_t, size_t> pinned;      // host memory that copies may use later than the call
-    std::vector<CapturePtr> captures;        // those under way
+    std::map<uintptr_t, size_t> pinned;      // host memory that copies may access after the call
+    std::vector<CapturePtr> captures;        // active ones
 };
-World& world();
+DriverState& driver_state();
 
-// Waits for what the streams of a device hold now; `blocking_only` leaves out those that do not mind stream 0.
+// Waits for the current work of a device's streams; `blocking_only` leaves out non-blocking streams.
 void wait_for_device(int ordinal, bool blocking_only);
 
-// Puts work into a stream with the lock held; the stream must exist.
+// Enqueues work on an existing stream; the caller holds the lock.
 CUresult enqueue_locked(CUstream stream, Work work);
 
-// Whether a stream is one of those that stand for "the default".
+// Whether a stream is one of the default stream handles.
 bool is_default(CUstream stream);
 
 }   // namespace fake
@@ -222,14 +222,14 @@ struct CUstream_st {
     int priority;
     fake::QueuePtr queue;
     fake::CapturePtr capture;
-    fake::Dependencies tail;   // what the next captured node comes after
+    fake::Dependencies tail;   // dependencies of the next captured node
 };
 
 struct CUevent_st {
     int ordinal;
     unsigned flags;
-    std::shared_ptr<fake::Moment> moment;   // null until recorded
-    fake::CapturePtr capture;               // if last recorded in one
+    std::shared_ptr<fake::EventRecord> moment;   // null until recorded
+    fake::CapturePtr capture;               // if it was last recorded in a capture
     fake::Dependencies nodes;
 };
 
@@ -238,5 +238,5 @@ struct CUgraph_st {
 };
 
 struct CUgraphExec_st {
-    std::shared_ptr<fake::Program> program;
+    std::shared_ptr<fake::ExecutableGraph> program;
 };

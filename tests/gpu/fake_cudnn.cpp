@@ -1,12 +1,12 @@
-// cuDNN as far as the project calls it, and as strict as the documentation: descriptors of the wrong kind, extents that do
-// not fit, combinations of types that are not listed, and workspaces that are too small are refused; a workspace is
-// overwritten, as an algorithm would. All algorithms are the same loops. The fastest claims not to be deterministic, and
-// says so on standard error when it is run.
+// The functions of cuDNN that the project uses, as strict as its documentation: descriptors of the wrong kind,
+// extents that do not fit, unsupported combinations of dtypes, and workspaces that are too small are errors;
+// workspaces are overwritten, as by a real algorithm. All algorithms are the same loops. The fastest claims to be
+// nondeterministic, and reports itself on standard error when it runs.
 //
-//   FAKE_CUDNN_WIDE_GRADIENT=1   the gradient of weights may be f32 where operands are bfloat16
-//   FAKE_CUDNN_FUSED=0           bias and activation never come with a convolution
+//   FAKE_CUDNN_WIDE_GRADIENT=1   the gradient of weights may be f32 with bfloat16 operands
+//   FAKE_CUDNN_FUSED=0           no fused bias and activation
 //   FAKE_CUDNN_WRONG=1           forward results are wrong by a factor
-//   FAKE_CUDNN_CREATE=0          the device is refused
+//   FAKE_CUDNN_CREATE=0          cudnnCreate fails
 
 #include <algorithm>
 #include <cstdio>
@@ -16,7 +16,7 @@
 
 namespace {
 
-using fake::Numbers;
+using fake::TensorView;
 
 enum Status : unsigned {
     SUCCESS = 0,
@@ -48,7 +48,7 @@ struct Object {
 };
 
 struct Tensor : Object {
-    int type, n, c, h, w;   // a filter's n are the output channels
+    int type, n, c, h, w;   // n of a filter is its number of output channels
     size_t len() const { return size_t(n) * c * h * w; }
 };
 
@@ -90,25 +90,25 @@ Status destroy(void* raw, Kind kind) {
     return SUCCESS;
 }
 
-// One convolution: the tensors of a forward pass, whatever is computed of them.
+// One convolution: the tensors of its forward pass, for any pass.
 struct Layer {
     Tensor x, w, y;
     Convolution convolution;
 
-    // The type of the gradient of weights may differ.
+    // The gradient of weights may have another dtype.
     Status check() const {
         if (w.c != x.c || w.n != y.c || w.h != w.w || y.n != x.n) return SHAPE_MISMATCH;
         const int grown = 2 * convolution.pad + 1 - w.h;
         if (y.h != x.h + grown || y.w != x.w + grown || y.h < 1 || y.w < 1) return SHAPE_MISMATCH;
         if (x.type != y.type) return NOT_SUPPORTED_DATA_TYPE;
-        const bool wide = w.type == FLOAT && fake::number_asked_for("FAKE_CUDNN_WIDE_GRADIENT", 0);
+        const bool wide = w.type == FLOAT && fake::env_number("FAKE_CUDNN_WIDE_GRADIENT", 0);
         if (w.type != x.type && !wide) return NOT_SUPPORTED_DATA_TYPE;
         if (x.type == BFLOAT16 && convolution.math == FMA_MATH) return NOT_SUPPORTED;
         return SUCCESS;
     }
 
-    // `visit(y, w, x)` for every pixel of the output and every tap: where the channels of all three begin, of `w` those of
-    // the first filter.
+    // Calls `visit(y, w, x)` for every output pixel and every tap, with the offsets of the first channel of each; for
+    // `w`, in the first filter.
     template <class Visit>
     void taps(Visit visit) const {
         for (int n = 0; n < y.n; ++n)
@@ -131,10 +131,10 @@ enum class Pass { Forward, BackwardData, BackwardFilter };
 struct Algorithm {
     int number;
     bool deterministic;
-    float milliseconds;   // as it claims
+    float milliseconds;   // as reported
 };
 
-// Fastest first. Number 4 is supported for nothing.
+// Fastest first. Number 4 is never supported.
 const Algorithm ALGORITHMS[] = {{3, false, 0.01f}, {1, true, 0.02f}, {0, true, 0.03f}, {5, true, 0.04f}};
 
 const Algorithm* known(int number) {
@@ -143,22 +143,22 @@ const Algorithm* known(int number) {
     return nullptr;
 }
 
-// Some algorithms want more than others.
+// Workspace sizes differ between algorithms.
 size_t workspace_of(const Layer& layer, int number) { return number == 0 ? 0 : layer.w.len() * number + 100; }
 
-struct Run {
+struct ConvolutionWork {
     Pass pass;
     Layer layer;
-    Numbers from, by, to;
+    TensorView from, by, to;
     float alpha, beta;
     void* workspace = nullptr;
     size_t workspace_size = 0;
     const void* bias = nullptr;
     bool relu = false, keeps_nan = false;
 
-    Numbers x() const { return pass == Pass::BackwardData ? to : from; }
-    Numbers w() const { return pass == Pass::Forward ? by : pass == Pass::BackwardData ? from : to; }
-    Numbers y() const { return pass == Pass::Forward ? to : by; }
+    TensorView x() const { return pass == Pass::BackwardData ? to : from; }
+    TensorView w() const { return pass == Pass::Forward ? by : pass == Pass::BackwardData ? from : to; }
+    TensorView y() const { return pass == Pass::Forward ? to : by; }
 
     void operator()() const {
         if (workspace_size) std::memset(workspace, 0xff, workspace_size);
@@ -171,10 +171,10 @@ struct Run {
         if (pass != Pass::BackwardFilter) w = operands(this->w(), layer.w.len(), tf32);
         if (pass != Pass::Forward) y = operands(this->y(), layer.y.len(), tf32);
         if (pass == Pass::Forward) {
-            // Filters fastest.
-            std::vector<float> turned(w.size());
-            for (size_t at = 0; at < w.size(); ++at) turned[at % filter * filters + at / filter] = w[at];
-            w = turned;
+            // Filters are the fastest index.
+            std::vector<float> transposed(w.size());
+            for (size_t at = 0; at < w.size(); ++at) transposed[at % filter * filters + at / filter] = w[at];
+            w = transposed;
         }
         layer.taps([&](size_t to, size_t tap, size_t from) {
             if (pass == Pass::Forward) {
@@ -185,17 +185,17 @@ struct Run {
                 for (size_t f = 0; f < filters; ++f) fake::add(&sums[f * filter + tap], &x[from], y[to + f], channels);
             }
         });
-        const float wrong = pass == Pass::Forward && fake::number_asked_for("FAKE_CUDNN_WRONG", 0) ? 1.5f : 1.0f;
+        const float wrong = pass == Pass::Forward && fake::env_number("FAKE_CUDNN_WRONG", 0) ? 1.5f : 1.0f;
         for (size_t at = 0; at < sums.size(); ++at) {
             float value = alpha * wrong * sums[at] + (beta == 0.0f ? 0.0f : beta * to.read(at));
-            if (bias) value += Numbers{const_cast<void*>(bias), result.type == BFLOAT16}.read(at % (layer.y.c));
+            if (bias) value += TensorView{const_cast<void*>(bias), result.type == BFLOAT16}.read(at % (layer.y.c));
             if (relu && !(value > 0.0f) && !(keeps_nan && std::isnan(value))) value = 0.0f;
             to.write(at, value);
         }
     }
 };
 
-Status check_addresses(const Run& run, size_t needed) {
+Status check_addresses(const ConvolutionWork& run, size_t needed) {
     for (const void* address : {run.from.address, run.by.address, run.to.address}) {
         if (!address) return NULL_POINTER;
         if (reinterpret_cast<uintptr_t>(address) % 16) return MISALIGNED_POINTER;
@@ -205,10 +205,10 @@ Status check_addresses(const Run& run, size_t needed) {
     return SUCCESS;
 }
 
-Status start(Handle* handle, const Run& run, int number) {
+Status start(Handle* handle, const ConvolutionWork& run, int number) {
     const Algorithm* algorithm = known(number);
     if (!algorithm) return NOT_SUPPORTED;
-    Run exact = run;
+    ConvolutionWork exact = run;
     exact.workspace_size = workspace_of(run.layer, number);
     if (const Status status = check_addresses(run, exact.workspace_size)) return status;
     if (handle->ordinal != fake::current_device()) return EXECUTION_FAILED;
@@ -216,7 +216,7 @@ Status start(Handle* handle, const Run& run, int number) {
     return fake::enqueue(handle->stream, exact) == CUDA_SUCCESS ? SUCCESS : EXECUTION_FAILED;
 }
 
-// The layer that descriptors describe; `from`, `by` and `to` are in the pass's order.
+// The layer of these descriptors; `from`, `by` and `to` are in the order of the pass.
 Status layer_of(Pass pass, void* from, void* by, void* convolution, void* to, Layer& layer) {
     void* x = pass == Pass::BackwardData ? to : from;
     void* w = pass == Pass::Forward ? by : pass == Pass::BackwardData ? from : to;
@@ -229,10 +229,10 @@ Status layer_of(Pass pass, void* from, void* by, void* convolution, void* to, La
     return layer.check();
 }
 
-Run prepare(Pass pass, const Layer& layer, const void* from, const void* by, void* to) {
+ConvolutionWork prepare(Pass pass, const Layer& layer, const void* from, const void* by, void* to) {
     const bool narrow = layer.x.type == BFLOAT16, narrow_w = layer.w.type == BFLOAT16;
-    auto numbers = [&](const void* address, bool is_w) { return Numbers{const_cast<void*>(address), is_w ? narrow_w : narrow}; };
-    Run run{pass, layer, numbers(from, pass == Pass::BackwardData), numbers(by, pass == Pass::Forward),
+    auto numbers = [&](const void* address, bool is_w) { return TensorView{const_cast<void*>(address), is_w ? narrow_w : narrow}; };
+    ConvolutionWork run{pass, layer, numbers(from, pass == Pass::BackwardData), numbers(by, pass == Pass::Forward),
             numbers(to, pass == Pass::BackwardFilter), 1.0f, 0.0f};
     return run;
 }
@@ -288,7 +288,7 @@ Status convolve(
     if (!alpha || !beta) return NULL_POINTER;
     Layer layer;
     if (const Status status = layer_of(pass, from_descriptor, by_descriptor, convolution, to_descriptor, layer)) return status;
-    Run run = prepare(pass, layer, from, by, to);
+    ConvolutionWork run = prepare(pass, layer, from, by, to);
     run.alpha = *alpha;
     run.beta = *beta;
     run.workspace = workspace;
@@ -327,7 +327,7 @@ API const char* cudnnGetErrorString(unsigned status) {
 }
 
 API unsigned cudnnCreate(void** place) {
-    if (fake::current_device() < 0 || !fake::number_asked_for("FAKE_CUDNN_CREATE", 1)) return NOT_INITIALIZED;
+    if (fake::current_device() < 0 || !fake::env_number("FAKE_CUDNN_CREATE", 1)) return NOT_INITIALIZED;
     const Status status = create<Handle>(place, Kind::Handle);
     if (status == SUCCESS) {
         Handle* handle = static_cast<Handle*>(*place);
@@ -375,7 +375,7 @@ API unsigned cudnnSetConvolution2dDescriptor(void* raw, int pad_h, int pad_w, in
 API unsigned cudnnSetConvolutionMathType(void* raw, int math) {
     Convolution* convolution = of<Convolution>(raw, Kind::Convolution);
     if (!convolution) return DESCRIPTOR_TYPE;
-    // To round f32 to half precision is not what anybody here wants.
+    // The mode that rounds f32 to half precision is refused.
     if (math != DEFAULT_MATH && math != TENSOR_OP_MATH && math != FMA_MATH) return NOT_SUPPORTED;
     convolution->math = math;
     return SUCCESS;
@@ -428,7 +428,7 @@ API unsigned cudnnConvolutionBiasActivationForward(
     void* convolution, int number, void* workspace, size_t size, const float* alpha2, void* z_descriptor, const void* z,
     void* bias_descriptor, const void* bias, void* activation_descriptor, void* y_descriptor, void* y
 ) {
-    if (!fake::number_asked_for("FAKE_CUDNN_FUSED", 1)) return NOT_SUPPORTED;
+    if (!fake::env_number("FAKE_CUDNN_FUSED", 1)) return NOT_SUPPORTED;
     const Tensor *zs = of<Tensor>(z_descriptor, Kind::Tensor), *bs = of<Tensor>(bias_descriptor, Kind::Tensor);
     const Tensor* ys = of<Tensor>(y_descriptor, Kind::Tensor);
     const Activation* activation = of<Activation>(activation_descriptor, Kind::Activation);

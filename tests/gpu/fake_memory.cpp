@@ -1,7 +1,7 @@
-// The driver API's memory: the host's, with patterns where nobody wrote.
+// The memory of the driver API: host memory, filled with a pattern.
 //
-// What is new, and what was given back, is full of 0xa5, so that reading either shows. Behind each allocation lies a
-// strip that nobody may touch; it is looked at when the memory is freed.
+// New and freed memory is filled with 0xa5, so that reading it is detected. Each allocation is followed by a guard
+// area, which is checked when the memory is freed.
 #include "fake_cuda.h"
 
 #include <cstdio>
@@ -18,13 +18,13 @@ constexpr size_t ALIGNMENT = 512;
 
 size_t used(int ordinal) {
     size_t bytes = 0;
-    for (const auto& [address, allocation] : world().memory) {
+    for (const auto& [address, allocation] : driver_state().memory) {
         if (allocation.ordinal == ordinal) bytes += allocation.bytes;
     }
     return bytes;
 }
 
-size_t total() { return (size_t)number_asked_for("FAKE_GPU_MEMORY_MIB", 4096) << 20; }
+size_t total() { return (size_t)env_number("FAKE_GPU_MEMORY_MIB", 4096) << 20; }
 
 void check_strip(const unsigned char* memory, size_t bytes) {
     for (size_t i = 0; i < STRIP_BYTES; ++i) {
@@ -36,19 +36,19 @@ void check_strip(const unsigned char* memory, size_t bytes) {
 }
 
 bool is_pinned(const void* address) {
-    std::lock_guard lock(world().mutex);
-    auto after = world().pinned.upper_bound((uintptr_t)address);
-    if (after == world().pinned.begin()) return false;
+    std::lock_guard lock(driver_state().mutex);
+    auto after = driver_state().pinned.upper_bound((uintptr_t)address);
+    if (after == driver_state().pinned.begin()) return false;
     const auto [start, bytes] = *std::prev(after);
     return (uintptr_t)address < start + bytes;
 }
 
-// A copy or fill that the caller waits for: after what the default stream waits for.
+// A copy or fill that the caller waits for, after everything that the default stream waits for.
 CUresult now(Work work) { return enqueue(nullptr, std::move(work)); }
 
 bool is_capturing(CUstream stream) {
-    std::lock_guard lock(world().mutex);
-    return !is_default(stream) && world().streams.count(stream) != 0 && stream->capture != nullptr;
+    std::lock_guard lock(driver_state().mutex);
+    return !is_default(stream) && driver_state().streams.count(stream) != 0 && stream->capture != nullptr;
 }
 
 }   // namespace
@@ -58,7 +58,7 @@ CUresult allocate(CUdeviceptr* address, size_t bytes) {
     if (ordinal < 0) return CUDA_ERROR_INVALID_CONTEXT;
     if (forbidden_in_capture()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     if (address == nullptr || bytes == 0) return CUDA_ERROR_INVALID_VALUE;
-    std::lock_guard lock(world().mutex);
+    std::lock_guard lock(driver_state().mutex);
     if (bytes > total() || used(ordinal) + bytes > total()) return CUDA_ERROR_OUT_OF_MEMORY;
     const size_t rounded = (bytes + STRIP_BYTES + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
     auto* memory = (unsigned char*)aligned_alloc(ALIGNMENT, rounded);
@@ -66,7 +66,7 @@ CUresult allocate(CUdeviceptr* address, size_t bytes) {
     memset(memory, POISON, bytes);
     memset(memory + bytes, STRIP, STRIP_BYTES);
     *address = (CUdeviceptr)memory;
-    world().memory[*address] = {bytes, ordinal};
+    driver_state().memory[*address] = {bytes, ordinal};
     return CUDA_SUCCESS;
 }
 
@@ -75,11 +75,11 @@ CUresult release(CUdeviceptr address) {
     if (forbidden_in_capture()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     Allocation allocation;
     {
-        std::lock_guard lock(world().mutex);
-        const auto found = world().memory.find(address);
-        if (found == world().memory.end()) return CUDA_ERROR_INVALID_VALUE;
+        std::lock_guard lock(driver_state().mutex);
+        const auto found = driver_state().memory.find(address);
+        if (found == driver_state().memory.end()) return CUDA_ERROR_INVALID_VALUE;
         allocation = found->second;
-        world().memory.erase(found);
+        driver_state().memory.erase(found);
     }
     wait_for_device(allocation.ordinal, false);
     auto* memory = (unsigned char*)address;
@@ -96,22 +96,22 @@ using namespace fake;
 API CUresult cuMemAlloc_v2(CUdeviceptr* address, size_t bytes) { return allocate(address, bytes); }
 API CUresult cuMemFree_v2(CUdeviceptr address) { return release(address); }
 
-// Ordered by a stream; being earlier (the memory) or later (its return) than that is allowed.
+// Stream-ordered; allocating earlier and freeing later than required is allowed.
 API CUresult cuMemAllocAsync(CUdeviceptr* address, size_t bytes, CUstream) { return allocate(address, bytes); }
 API CUresult cuMemFreeAsync(CUdeviceptr address, CUstream) { return release(address); }
 
 API CUresult cuMemGetInfo_v2(size_t* unused, size_t* all) {
     if (current_device() < 0) return CUDA_ERROR_INVALID_CONTEXT;
-    std::lock_guard lock(world().mutex);
+    std::lock_guard lock(driver_state().mutex);
     *all = total();
     *unused = total() - used(current_device());
     return CUDA_SUCCESS;
 }
 
 API CUresult cuMemGetAddressRange_v2(CUdeviceptr* base, size_t* bytes, CUdeviceptr address) {
-    std::lock_guard lock(world().mutex);
-    auto after = world().memory.upper_bound(address);
-    if (after == world().memory.begin()) return CUDA_ERROR_NOT_FOUND;
+    std::lock_guard lock(driver_state().mutex);
+    auto after = driver_state().memory.upper_bound(address);
+    if (after == driver_state().memory.begin()) return CUDA_ERROR_NOT_FOUND;
     --after;
     if (address >= after->first + after->second.bytes) return CUDA_ERROR_NOT_FOUND;
     if (base != nullptr) *base = after->first;
@@ -126,8 +126,8 @@ API CUresult cuMemHostAlloc(void** address, size_t bytes, unsigned) {
     *address = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
     if (*address == nullptr) return CUDA_ERROR_OUT_OF_MEMORY;
     memset(*address, POISON, bytes);
-    std::lock_guard lock(world().mutex);
-    world().pinned[(uintptr_t)*address] = bytes;
+    std::lock_guard lock(driver_state().mutex);
+    driver_state().pinned[(uintptr_t)*address] = bytes;
     return CUDA_SUCCESS;
 }
 API CUresult cuMemAllocHost_v2(void** address, size_t bytes) { return cuMemHostAlloc(address, bytes, 0); }
@@ -135,14 +135,14 @@ API CUresult cuMemAllocHost_v2(void** address, size_t bytes) { return cuMemHostA
 API CUresult cuMemFreeHost(void* address) {
     if (forbidden_in_capture()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     {
-        std::lock_guard lock(world().mutex);
-        if (world().pinned.erase((uintptr_t)address) == 0) return CUDA_ERROR_INVALID_VALUE;
+        std::lock_guard lock(driver_state().mutex);
+        if (driver_state().pinned.erase((uintptr_t)address) == 0) return CUDA_ERROR_INVALID_VALUE;
     }
     // Any device may be copying from it.
     int count = 0;
     {
-        std::lock_guard lock(world().mutex);
-        for (CUstream stream : world().streams) count = count > stream->ordinal ? count : stream->ordinal + 1;
+        std::lock_guard lock(driver_state().mutex);
+        for (CUstream stream : driver_state().streams) count = count > stream->ordinal ? count : stream->ordinal + 1;
     }
     for (int ordinal = 0; ordinal < count; ++ordinal) wait_for_device(ordinal, false);
     free(address);
@@ -150,14 +150,14 @@ API CUresult cuMemFreeHost(void* address) {
 }
 
 API CUresult cuMemHostRegister_v2(void* address, size_t bytes, unsigned) {
-    std::lock_guard lock(world().mutex);
-    world().pinned[(uintptr_t)address] = bytes;
+    std::lock_guard lock(driver_state().mutex);
+    driver_state().pinned[(uintptr_t)address] = bytes;
     return CUDA_SUCCESS;
 }
 
 API CUresult cuMemHostUnregister(void* address) {
-    std::lock_guard lock(world().mutex);
-    return world().pinned.erase((uintptr_t)address) == 0 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+    std::lock_guard lock(driver_state().mutex);
+    return driver_state().pinned.erase((uintptr_t)address) == 0 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 
 API CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr* address, void* host, unsigned) {
@@ -178,7 +178,7 @@ API CUresult cuMemcpyDtoD_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes) {
 }
 API CUresult cuMemcpy(CUdeviceptr to, CUdeviceptr from, size_t bytes) { return cuMemcpyDtoD_v2(to, from, bytes); }
 
-// Pageable memory is staged before the call returns; pinned memory is read when the copy's turn comes.
+// Pageable memory is staged before the call returns; pinned memory is read when the copy runs.
 API CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
     if (is_pinned(from) || is_capturing(stream)) return enqueue(stream, [=] { memcpy((void*)to, from, bytes); });
     const auto* start = (const unsigned char*)from;
@@ -186,11 +186,11 @@ API CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes
     return enqueue(stream, [=] { memcpy((void*)to, staged->data(), bytes); });
 }
 
-// Into pageable memory the call returns once the copy is made.
+// A copy to pageable memory returns after the copy.
 API CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, CUstream stream) {
     Work copy = [=] { memcpy(to, (const void*)from, bytes); };
     if (is_pinned(to) || is_capturing(stream)) return enqueue(stream, copy);
-    auto made = std::make_shared<Moment>();
+    auto made = std::make_shared<EventRecord>();
     const CUresult result = enqueue(stream, [=] {
         copy();
         made->pass();

@@ -1,12 +1,12 @@
-// NCCL for the ranks of one machine: the functions, and a communicator's life.
+// NCCL for the ranks of one machine: the functions, and the life cycle of communicators.
 //
-// Faithful where a runtime can go wrong: a non-blocking communicator says "in progress" and goes on in a thread of its
-// own (initialisation, finalisation, and every launch), refuses calls meanwhile, writes its handle a second time at the
-// end of initialisation; a dead peer is never reported; what waits for one ends by abort only; neither abort nor
-// destruction returns before the graphs are gone that have operations of the communicator.
+// Faithful where a runtime can go wrong: a non-blocking communicator reports "in progress" and continues on its own
+// thread (initialisation, finalisation and every launch), refuses calls meanwhile, and writes its handle a second
+// time at the end of initialisation. A dead peer is never reported; waiting for one ends only by abort. Neither abort
+// nor destruction returns before all graphs with operations of the communicator are destroyed.
 //
-// Faults on demand, FAKE_NCCL_FAULT=fault[@rank][:after=N],…  (N: how many operations still go well; each replay of a
-// graph counts, except for faults of calls):
+// Injected faults, FAKE_NCCL_FAULT=fault[@rank][:after=N],…  (N: number of operations that still succeed; each replay
+// of a graph counts, except for faults of calls):
 //   hang_call_init    the call of initialisation never returns
 //   hang_init         initialisation never completes
 //   init_error        initialisation fails
@@ -42,7 +42,7 @@ ncclResult_t fail(ncclResult_t result, const std::string& why) {
     for (;;) pause();
 }
 
-// Whether the environment asks for a fault on this rank, after so many collectives.
+// Whether the environment requests a fault on this rank, after this number of collectives.
 bool is_faulty(const char* fault, int rank, long collectives = LONG_MAX) {
     const char* text = getenv("FAKE_NCCL_FAULT");
     for (const char* at = text; at != nullptr && *at != 0;) {
@@ -61,23 +61,23 @@ bool is_faulty(const char* fault, int rank, long collectives = LONG_MAX) {
 struct Comm {
     int rank, world, device;
     bool blocking;
-    Meeting meeting;
+    Transport transport;
     std::atomic<unsigned> state{ncclInProgress};
     std::atomic<bool> aborted{false};
-    std::atomic<int> background{0};         // threads that are at work for it
+    std::atomic<int> background{0};         // threads working for it
     std::mutex running;                     // one operation at a time
-    std::shared_ptr<fake::Moment> last;     // of the operations issued outside of captures
+    std::shared_ptr<fake::EventRecord> last;     // the last operation issued outside of captures
     std::atomic<long> issued{0}, executed{0};
     std::atomic<int> captured{0};           // operations in graphs
     bool finalized = false;
 
-    // Ends "in progress"; an error that came up meanwhile stays.
+    // Ends "in progress"; an error that occurred meanwhile is kept.
     void settle(ncclResult_t result) {
         unsigned expected = ncclInProgress;
         state.compare_exchange_strong(expected, result);
     }
 
-    // What graphs refer to is not freed, whatever way the communicator ends.
+    // Memory that graphs refer to is not freed, however the communicator ends.
     void wait_for_graphs() {
         while (captured > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
@@ -93,7 +93,7 @@ using CommPtr = std::shared_ptr<Comm>;
 
 using namespace fake_nccl;
 
-// What a handle points to. It is known here until it is destroyed or aborted.
+// The object behind a handle, known until it is destroyed or aborted.
 struct ncclComm {
     CommPtr comm;
 };
@@ -121,7 +121,7 @@ CommPtr take(ncclComm_t handle) {
     return comm;
 }
 
-// What a call finds that needs the communicator ready.
+// Checks that the communicator is ready for a call.
 ncclResult_t ready(const CommPtr& comm) {
     if (comm == nullptr) return fail(ncclInvalidArgument, "no such communicator");
     const auto state = (ncclResult_t)comm->state.load();
@@ -132,7 +132,7 @@ ncclResult_t ready(const CommPtr& comm) {
     return state;
 }
 
-// Does something in the caller, or for a non-blocking communicator in a thread whose end its state tells.
+// Runs `work` in the caller or, for a non-blocking communicator, on a thread that sets its state at the end.
 ncclResult_t perform(const CommPtr& comm, std::function<ncclResult_t()> work) {
     if (comm->blocking) {
         const ncclResult_t result = work();
@@ -170,13 +170,13 @@ void run(Comm& comm, const std::vector<Op>& ops) {
     if (broken) comm.state = ncclRemoteError;
     if (broken || is_faulty("stuck_collective", comm.rank, before)) return comm.wait_for_abort();
     if (ops[0].is_pair()) {
-        comm.meeting.exchange(ops, comm.aborted);
+        comm.transport.exchange(ops, comm.aborted);
     } else {
-        comm.meeting.collective(ops[0], comm.aborted);
+        comm.transport.collective(ops[0], comm.aborted);
     }
 }
 
-// Counts an operation that a graph has, as long as it has it.
+// Counts an operation while a graph contains it.
 struct InGraph {
     CommPtr comm;
     explicit InGraph(const CommPtr& of) : comm(of) { ++comm->captured; }
@@ -184,8 +184,8 @@ struct InGraph {
     InGraph(const InGraph&) = delete;
 };
 
-// One collective, or the sends and receives that go together, as a stream's work. The library itself keeps a
-// communicator's operations in order, whatever streams they are on.
+// Enqueues one collective, or the sends and receives of one group. The real library also keeps a communicator's
+// operations in order, on any streams.
 ncclResult_t enqueue(const CommPtr& comm, CUstream stream, std::vector<Op> ops) {
     const long before = comm->issued++;
     if (is_faulty("hang_call", comm->rank, before)) hang();
@@ -194,7 +194,7 @@ ncclResult_t enqueue(const CommPtr& comm, CUstream stream, std::vector<Op> ops) 
     cuStreamIsCapturing(stream, &captured);
     const bool at_once = captured == CU_STREAM_CAPTURE_STATUS_NONE;
     const auto previous = at_once ? comm->last : nullptr;
-    auto done = std::make_shared<fake::Moment>();
+    auto done = std::make_shared<fake::EventRecord>();
     const auto in_graph = at_once ? nullptr : std::make_shared<InGraph>(comm);
     const CUresult result = fake::enqueue(stream, [=, ops = std::move(ops)] {
         (void)in_graph;
@@ -224,7 +224,7 @@ ncclResult_t enqueue_all(const std::vector<Issued>& issued) {
 }
 
 ncclResult_t launch(std::vector<Issued> issued) {
-    // Each communicator gets its own part of the group.
+    // Each communicator gets its part of the group.
     ncclResult_t result = ncclSuccess;
     while (!issued.empty()) {
         const CommPtr comm = issued[0].comm;
@@ -269,14 +269,14 @@ ncclResult_t initialize(const CommPtr& comm, const ncclUniqueId& id) {
     if (is_faulty("init_error", comm->rank)) return fail(ncclSystemError, "init_error was asked for");
     std::string why;
     const CUuuid device = fake::device_uuid(comm->device);
-    const ncclResult_t result = comm->meeting.join(id, comm->rank, comm->world, device, comm->aborted, why);
+    const ncclResult_t result = comm->transport.join(id, comm->rank, comm->world, device, comm->aborted, why);
     return result == ncclSuccess ? result : fail(result, why);
 }
 
 ncclResult_t start(ncclComm_t* handle, int world, const ncclUniqueId& id, int rank, bool blocking) {
     const int device = fake::current_device();
     if (device < 0) return fail(ncclUnhandledCudaError, "no device is current");
-    if (handle == nullptr || world < 1 || world > MOST_RANKS || rank < 0 || rank >= world) {
+    if (handle == nullptr || world < 1 || world > MAX_RANKS || rank < 0 || rank >= world) {
         return fail(ncclInvalidArgument, "no such rank");
     }
     if (is_faulty("hang_call_init", rank)) hang();
@@ -293,7 +293,7 @@ ncclResult_t start(ncclComm_t* handle, int world, const ncclUniqueId& id, int ra
     *handle = made;
     auto work = [comm, id, handle, made] {
         const ncclResult_t result = initialize(comm, id);
-        // As the real library does, from whatever thread this is.
+        // As in the real library, from any thread.
         if (!comm->aborted) *handle = made;
         return result;
     };
@@ -305,11 +305,11 @@ ncclResult_t start(ncclComm_t* handle, int world, const ncclUniqueId& id, int ra
     return ncclSuccess;
 }
 
-// Waits for what was issued and for the other ranks to come here too.
+// Waits for the issued operations and for the other ranks' finalisation.
 ncclResult_t finish(const CommPtr& comm) {
     if (is_faulty("stuck_finalize", comm->rank)) comm->wait_for_abort();
     if (comm->last != nullptr) comm->last->wait();
-    comm->meeting.barrier(comm->aborted);
+    comm->transport.barrier(comm->aborted);
     return ncclSuccess;
 }
 
@@ -323,12 +323,12 @@ Op make(Kind kind, const void* send, void* recv, size_t count, ncclDataType_t ty
 // ---- Without a communicator ----
 
 API ncclResult_t ncclGetVersion(int* version) {
-    *version = (int)fake::number_asked_for("FAKE_NCCL_VERSION", 22809);
+    *version = (int)fake::env_number("FAKE_NCCL_VERSION", 22809);
     return ncclSuccess;
 }
 
 API ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
-    return Meeting::found(id) ? ncclSuccess : fail(ncclSystemError, "no memory for the ranks to meet in");
+    return Transport::create_id(id) ? ncclSuccess : fail(ncclSystemError, "no shared memory for the ranks");
 }
 
 API const char* ncclGetErrorString(ncclResult_t result) {
@@ -377,7 +377,7 @@ API ncclResult_t ncclCommFinalize(ncclComm_t handle) {
     return perform(comm, [comm] { return finish(comm); });
 }
 
-// Collective as well, unless the communicator is finalized or never came to be.
+// Collective too, unless the communicator is finalised or was never initialised.
 API ncclResult_t ncclCommDestroy(ncclComm_t handle) {
     const CommPtr comm = take(handle);
     if (comm == nullptr) return fail(ncclInvalidArgument, "no such communicator");
@@ -392,7 +392,7 @@ API ncclResult_t ncclCommAbort(ncclComm_t handle) {
     if (comm == nullptr) return fail(ncclInvalidArgument, "no such communicator");
     if (is_faulty("stuck_abort", comm->rank)) hang();
     comm->aborted = true;
-    comm->meeting.ring();
+    comm->transport.notify();
     // Its threads write to the caller's memory.
     while (comm->background > 0) std::this_thread::yield();
     comm->wait_for_graphs();

@@ -1,4 +1,4 @@
-// The fake NCCL's parts: what the functions take, how ranks meet, how numbers are reduced.
+// The parts of the fake NCCL: types, transport between ranks, reductions.
 #pragma once
 
 #include "fake_cuda.h"
@@ -22,7 +22,7 @@ struct ncclUniqueId {
     char internal[128];
 };
 
-// The beginning of ncclConfig_t, as far as anything is made of it.
+// The beginning of ncclConfig_t, with the fields that are used.
 struct ncclConfig_t {
     size_t size;
     unsigned magic;
@@ -33,7 +33,7 @@ struct ncclConfig_t {
 
 namespace fake_nccl {
 
-constexpr int MOST_RANKS = 64;
+constexpr int MAX_RANKS = 64;
 
 size_t size_of(ncclDataType_t type);
 
@@ -56,37 +56,37 @@ struct Op {
 
 struct Region;
 
-// A rank's seat where the ranks of one id meet: memory that they share, and that is gone with the last of them.
-class Meeting {
+// A rank's connection to the others: shared memory for all ranks of one id, freed with the last of them.
+class Transport {
   public:
-    ~Meeting();
+    ~Transport();
 
-    // Makes the memory, and the id by which others find it.
-    static bool found(ncclUniqueId* id);
+    // Creates the shared memory, and the id by which others find it.
+    static bool create_id(ncclUniqueId* id);
 
-    // Takes the seat `rank` and waits for everyone. ncclInvalidUsage if two ranks are on one device.
+    // Joins as `rank` and waits for all ranks. ncclInvalidUsage if two ranks are on one device.
     ncclResult_t join(const ncclUniqueId& id, int rank, int world, const CUuuid& device,
                       const std::atomic<bool>& aborted, std::string& why);
 
-    // Runs one collective, or sends and receives together. False if it was aborted first.
+    // Runs one collective; `exchange` runs sends and receives together. False if aborted first.
     bool collective(const Op& op, const std::atomic<bool>& aborted);
     bool exchange(std::vector<Op> pairs, const std::atomic<bool>& aborted);
 
-    // Everybody comes here or nobody leaves.
+    // Waits for all ranks.
     bool barrier(const std::atomic<bool>& aborted);
 
-    // Wakes whoever waits, to see that it was aborted.
-    void ring();
+    // Wakes all waiting threads, so that they notice an abort.
+    void notify();
 
   private:
     template <class Condition>
     bool wait_until(const std::atomic<bool>& aborted, Condition condition);
     bool arrive(const std::atomic<bool>& aborted);
-    ncclResult_t check_seats(std::string& why) const;
+    ncclResult_t check_ranks(std::string& why) const;
     unsigned char* slot(int rank, unsigned turn) const;
-    void take_part(const Op& op, size_t first, size_t count, unsigned turn);
-    void make_result(const Op& op, size_t first, size_t count, unsigned turn);
-    void check_offers(unsigned turn) const;
+    void publish_input(const Op& op, size_t first, size_t count, unsigned turn);
+    void compute_result(const Op& op, size_t first, size_t count, unsigned turn);
+    void check_calls(unsigned turn) const;
     bool advance(Op& pair, size_t& moved);
 
     Region* region = nullptr;

@@ -1,4 +1,4 @@
-// What the fakes of cuDNN and cuBLASLt share: numbers as they lie in memory, and as tensor cores see them.
+// Shared by the fakes of cuDNN and cuBLASLt: tensors in memory, and operands as tensor cores see them.
 #pragma once
 
 #include <cmath>
@@ -20,7 +20,7 @@ inline uint32_t to_bits(float value) {
     return bits;
 }
 
-// To nearest, ties to even, keeping the upper 32 - `cut` bits.
+// Rounds to nearest, ties to even, keeping the upper 32 - `cut` bits.
 inline float rounded(float value, unsigned cut) {
     if (std::isnan(value) || std::isinf(value)) return value;
     const uint32_t bits = to_bits(value), last = (bits >> cut) & 1;
@@ -28,7 +28,7 @@ inline float rounded(float value, unsigned cut) {
 }
 
 // A matrix or tensor in f32 or bfloat16.
-struct Numbers {
+struct TensorView {
     void* address;
     bool narrow;   // bfloat16
 
@@ -46,9 +46,9 @@ struct Numbers {
     }
 };
 
-// Operands of a product: TF32 has 10 bits of mantissa. As plain f32, so that the loops over them are fast ones: in a race
-// with the project's kernels, which run here as C++ too, a library has to have a chance.
-inline std::vector<float> operands(const Numbers& numbers, size_t len, bool tf32) {
+// The operands of a product: TF32 has 10 bits of mantissa. As plain f32, so that the loops are fast: when benchmarked
+// against the project's kernels, which also run as C++ here, a library needs a chance.
+inline std::vector<float> operands(const TensorView& numbers, size_t len, bool tf32) {
     std::vector<float> values(len);
     for (size_t at = 0; at < len; ++at) {
         const float value = numbers.read(at);

@@ -1,7 +1,7 @@
-// NVRTC: what it compiles is a list of the source's entry points, for the fake driver alone.
+// NVRTC: "compiles" a source to a list of its entry points, for the fake driver only.
 //
-// The kernels themselves were compiled with the fakes; see shim.h. The image changes with the source, so that caches of
-// images work as with the real compiler. A source with `#error` in it, outside of conditions, does not compile.
+// The kernels themselves were compiled with the fakes; see shim.h. The image changes with the source, so caches of
+// images work as with the real compiler. A source with `#error` outside of conditions does not compile.
 #include "fake_cuda.h"
 
 #include <cstring>
@@ -25,7 +25,7 @@ constexpr int ARCHITECTURES[] = {75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120,
 
 bool is_name_letter(char letter) { return isalnum((unsigned char)letter) != 0 || letter == '_'; }
 
-// The lines after the magic: the architecture, the source's hash, then an entry point each.
+// The lines after the magic: the architecture, a hash of the source, then one entry point per line.
 std::string image_of(const std::string& source, const std::string& architecture) {
     uint64_t hash = 0xcbf29ce484222325;
     for (const char letter : source) hash = (hash ^ (unsigned char)letter) * 0x100000001b3;
@@ -107,7 +107,7 @@ API nvrtcResult nvrtcCompileProgram(nvrtcProgram program, int count, const char*
     return NVRTC_SUCCESS;
 }
 
-// A real architecture gives a cubin, a virtual one none.
+// A real architecture gives a cubin, a virtual one does not.
 API nvrtcResult nvrtcGetCUBINSize(nvrtcProgram program, size_t* bytes) {
     if (program == nullptr || program->image.empty()) return NVRTC_ERROR_INVALID_PROGRAM;
     *bytes = program->architecture[0] == 's' ? program->image.size() + 1 : 0;

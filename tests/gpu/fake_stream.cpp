@@ -1,6 +1,6 @@
-// Streams, events and graphs as they run: queues with a thread each.
+// Execution of streams, events and graphs: queues with a thread each.
 //
-// Nothing here is ever destroyed at exit: threads may still be at work then, as a GPU may.
+// Nothing is destroyed at exit, because threads may still be working, as a GPU may.
 #include "fake_cuda.h"
 
 #include <deque>
@@ -8,7 +8,7 @@
 
 namespace fake {
 
-void Moment::pass() {
+void EventRecord::pass() {
     {
         std::lock_guard lock(mutex);
         when = std::chrono::steady_clock::now();
@@ -17,20 +17,20 @@ void Moment::pass() {
     changed.notify_all();
 }
 
-void Moment::wait() {
+void EventRecord::wait() {
     std::unique_lock lock(mutex);
     changed.wait(lock, [&] { return passed(); });
 }
 
-long number_asked_for(const char* variable, long otherwise) {
+long env_number(const char* variable, long otherwise) {
     const char* text = getenv(variable);
     return text == nullptr || *text == 0 ? otherwise : strtol(text, nullptr, 10);
 }
 
 void delay() {
-    static const long most = number_asked_for("FAKE_GPU_DELAY_US", 0);
+    static const long most = env_number("FAKE_GPU_DELAY_US", 0);
     if (most <= 0) return;
-    static std::atomic<uint64_t> drawn{(uint64_t)number_asked_for("FAKE_GPU_SEED", 1) << 32};
+    static std::atomic<uint64_t> drawn{(uint64_t)env_number("FAKE_GPU_SEED", 1) << 32};
     uint64_t number = drawn.fetch_add(1) * 0x9e3779b97f4a7c15;
     number = (number ^ (number >> 29)) * 0xbf58476d1ce4e5b9;
     std::this_thread::sleep_for(std::chrono::microseconds((number >> 33) % (uint64_t)most));
@@ -59,7 +59,7 @@ void serve(QueuePtr queue) {
         }
         delay();
         work();
-        // What the work holds (a graph, a buffer) may go before anyone is told that it is through.
+        // Resources of the work (a graph, a buffer) are released before its completion is visible.
         work = nullptr;
         std::lock_guard lock(queue->mutex);
         ++queue->completed;
@@ -71,7 +71,7 @@ void serve(QueuePtr queue) {
 
 QueuePtr new_queue() { return std::make_shared<Queue>(); }
 
-// The thread begins with the first work: many streams are made and never used. It keeps the queue alive itself.
+// The thread starts with the first work, because many streams are created and never used. It keeps the queue alive.
 void submit(const QueuePtr& queue, Work work) {
     std::lock_guard lock(queue->mutex);
     queue->works.push_back(std::move(work));
@@ -98,7 +98,7 @@ void drain(Queue& queue) {
     queue.completion.wait(lock, [&] { return queue.completed >= goal; });
 }
 
-Program::Program(std::shared_ptr<const std::vector<Node>> captured) : nodes(std::move(captured)) {
+ExecutableGraph::ExecutableGraph(std::shared_ptr<const std::vector<Node>> captured) : nodes(std::move(captured)) {
     std::map<const void*, size_t> known;
     for (unsigned i = 0; i < nodes->size(); ++i) {
         const auto [lane, added] = known.try_emplace((*nodes)[i].lane, lanes.size());
@@ -108,14 +108,14 @@ Program::Program(std::shared_ptr<const std::vector<Node>> captured) : nodes(std:
     for (size_t i = 1; i < lanes.size(); ++i) helpers.push_back(new_queue());
 }
 
-Program::~Program() {
+ExecutableGraph::~ExecutableGraph() {
     for (auto& helper : helpers) close(*helper);
 }
 
-// Branches of the graph overlap as streams do, and an edge that was forgotten in the capture is missed here too.
-void Program::run() {
+// Branches of the graph overlap like streams, so an edge missing in the capture is also missing here.
+void ExecutableGraph::run() {
     std::lock_guard lock(running);
-    std::vector<Moment> done(nodes->size());
+    std::vector<EventRecord> done(nodes->size());
     auto run_lane = [&](size_t lane) {
         for (unsigned i : lanes[lane]) {
             for (unsigned before : (*nodes)[i].after) done[before].wait();

@@ -1,4 +1,4 @@
-// The fakes' own test: `selftest CASE`. Each case is a process of its own, for some are meant to end badly.
+// The self-test of the fakes: `selftest CASE`. Each case is a separate process, because some are meant to crash.
 #include "selftest.h"
 
 #include <cmath>
@@ -63,7 +63,7 @@ void product(const char* name, unsigned depth) {
     }
 }
 
-// Says what came out, for the caller to compare between orders of threads.
+// Prints the result, for comparison between thread orders.
 void no_barrier() {
     const Buffer<float> in(ramp(64)), out(64);
     OK(launch(kernel("selftest_no_barrier"), 1, 64, 0, nullptr, in.address, out.address));
@@ -130,7 +130,7 @@ void past_the_end() {
     OK(cuMemsetD32Async(small.address, 0, 11, nullptr));
 }
 
-// One stream adds, another copies: with an event between them the copy is of the sum, without it sometimes not.
+// One stream adds, another copies: with an event between them the copy has the sum, without it sometimes not.
 bool copies_the_sum(bool waits) {
     const Buffer<float> x(ramp(LENGTH)), y(std::vector<float>(LENGTH, 0)), z(LENGTH);
     CUfunction axpy = kernel("selftest_axpy");
@@ -186,7 +186,7 @@ void replay() {
     CHECK(y.read()[1] == -9.0f);
 }
 
-// What ends a capture: each case's call, and what the end of the capture says.
+// Errors that end a capture: the call of each case, and the result of ending the capture.
 void capture_errors() {
     CUstream stream = new_stream(), other = new_stream();
     CUevent event = new_event(), elsewhere = new_event();
@@ -208,7 +208,7 @@ void capture_errors() {
         OK(cuEventRecord(event, stream));
         return cuEventSynchronize(event);
     });
-    // Another thread may allocate meanwhile.
+    // Other threads may allocate meanwhile.
     OK(cuStreamBeginCapture_v2(stream, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL));
     std::thread([&] {
         open_device();
@@ -225,7 +225,7 @@ void capture_errors() {
     OK(cuStreamWaitEvent(other, event, 0));
     OK(launch(count, 1, 1, 0, other, counter.address));
     EXPECT(CUDA_ERROR_STREAM_CAPTURE_UNJOINED, cuStreamEndCapture(stream, &graph));
-    // All of it is over: both streams work again.
+    // After the errors both streams work again.
     OK(launch(count, 1, 1, 0, other, counter.address));
     OK(cuStreamSynchronize(other));
     CHECK(counter.read()[0] == 1);

@@ -1,6 +1,6 @@
-// Kernels that show the shim's own workings; no part of the product.
+// Kernels that test the shim; not part of the product.
 
-// Sums a block's values through static shared memory, by halving with a barrier at each step.
+// Sums a block's values in static shared memory, by halving with a barrier at each step.
 KERNEL_BOUNDS(selftest_block_sum, 256)(const f32* in, f32* out, u32 length) {
     __shared__ f32 values[256];
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -13,7 +13,7 @@ KERNEL_BOUNDS(selftest_block_sum, 256)(const f32* in, f32* out, u32 length) {
     if (threadIdx.x == 0) out[blockIdx.x] = values[0];
 }
 
-// The same by shuffles, the scratch being dynamic shared memory.
+// The same with shuffles and dynamic shared memory as scratch.
 KERNEL(selftest_shuffle_sum)(const f32* in, f32* out, u32 length) {
     DYNAMIC_SHARED(f32, scratch);
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -21,14 +21,14 @@ KERNEL(selftest_shuffle_sum)(const f32* in, f32* out, u32 length) {
     if (threadIdx.x == 0) out[blockIdx.x] = sum;
 }
 
-// Turns a block's values round in shared memory, with no barrier: wrong, and seen to be.
+// Reverses a block's values in shared memory without a barrier: wrong, and must be detected.
 KERNEL(selftest_no_barrier)(const f32* in, f32* out) {
     __shared__ f32 values[64];
     values[threadIdx.x] = in[threadIdx.x];
     out[threadIdx.x] = values[63 - threadIdx.x];
 }
 
-// What each lane gets from every warp function.
+// The result of every warp function for each lane.
 KERNEL(selftest_lanes)(u64* out) {
     const u32 lane = threadIdx.x % 32;
     u64* mine = out + threadIdx.x * 8;
@@ -38,7 +38,7 @@ KERNEL(selftest_lanes)(u64* out) {
     mine[3] = __shfl_xor_sync(EVERY_LANE, lane, 17);
     mine[4] = __ballot_sync(EVERY_LANE, lane % 3 == 0);
     mine[5] = (u64)(__any_sync(EVERY_LANE, lane == 31) + 2 * __all_sync(EVERY_LANE, lane < 31));
-    // Two halves of the warp, each on its own.
+    // Two halves of the warp, each by itself.
     const u32 mask = lane < 16 ? 0x0000ffffu : 0xffff0000u;
     if (lane < 16) {
         mine[6] = __shfl_sync(mask, lane, 3);
@@ -55,7 +55,7 @@ KERNEL(selftest_half_a_barrier)(u32* out) {
     out[threadIdx.x] = threadIdx.x;
 }
 
-// c = a b for one tile, each matrix dense and by rows: a is 16 by k, b is k by 8.
+// c = a b for one tile, all matrices dense and row-major: a is 16 by k, b is k by 8.
 KERNEL(selftest_mma_bf16)(const f32* a, const f32* b, f32* c) {
     const u32 g = threadIdx.x / 4, t = threadIdx.x % 4;
     auto pair = [](f32 low, f32 high) { return (u32)from_f32<bf16>(low).bits | (u32)from_f32<bf16>(high).bits << 16; };

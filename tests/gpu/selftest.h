@@ -1,4 +1,4 @@
-// What the parts of the fakes' own test share: the driver's functions, checks, a device with kernels on it.
+// Shared by the self-tests of the fakes: the driver's functions, checks, a device with kernels.
 #pragma once
 
 #include "fake_cuda.h"
@@ -108,7 +108,7 @@ inline void open_device(int ordinal = 0) {
     OK(cuCtxSetCurrent(context));
 }
 
-// A kernel of selftest.cu, by way of NVRTC.
+// A kernel of selftest.cu, compiled by NVRTC.
 inline CUfunction kernel(const char* name) {
     nvrtcProgram program;
     const std::string source = std::string("KERNEL(") + name + ")() {}";

@@ -1,4 +1,4 @@
-// NCCL's part of the fakes' own test: ranks as threads (each with a device of its own) and as processes.
+// NCCL's part of the self-test: ranks as threads (each with its own device) and as processes.
 #include "fake_nccl.h"
 #include "selftest.h"
 
@@ -37,7 +37,7 @@ struct Config {
     int rest[2] = {-2147483647 - 1, -2147483647 - 1};
 };
 
-// The state after "in progress".
+// The final state after "in progress".
 ncclResult_t settled(ncclComm_t comm) {
     ncclResult_t state = ncclInProgress;
     while (state == ncclInProgress) {
@@ -68,7 +68,7 @@ void on_ranks(int world, void (*body)(int rank, int world, const ncclUniqueId& i
     for (auto& rank : ranks) rank.join();
 }
 
-// Every collective, at lengths around the size of a chunk, in place and not.
+// Every collective, at lengths around the size of a slot, in place and out of place.
 void check_collectives(ncclComm_t comm, int rank, int world, size_t count) {
     CUstream stream = new_stream();
     auto value = [](int of, size_t i) { return (float)((i * 3 + (size_t)of * 5) % 17); };
@@ -101,7 +101,7 @@ void check_collectives(ncclComm_t comm, int rank, int world, size_t count) {
     }
     done(ncclReduceScatter(send, recv, count, ncclFloat32, ncclSum, comm, stream));
     for (size_t i = 0; i < count; ++i) CHECK(found[i] == sum(own + i));
-    // Sends to the next, receives from the one before.
+    // Sends to the next rank, receives from the previous one.
     const int next = (rank + 1) % world, before = (rank + world - 1) % world;
     OK(ncclGroupStart());
     OK(ncclSend(send, whole, ncclFloat32, next, comm, stream));
@@ -142,7 +142,7 @@ void numbers(int rank, int world, const ncclUniqueId& id) {
     reduced<int64_t>(comm, rank, ncclInt64, ncclMin, -(1ll << 40), 7, -(1ll << 40));
     reduced<double>(comm, rank, ncclFloat64, ncclAvg, 1.0, 2.0, 1.5);
     reduced<uint16_t>(comm, rank, ncclFloat16, ncclSum, 0x3c00, 0x0001, 0x3c00);    // 1 + 2^-24
-    reduced<uint16_t>(comm, rank, ncclFloat16, ncclSum, 0x0001, 0x03ff, 0x0400);    // the least normal number
+    reduced<uint16_t>(comm, rank, ncclFloat16, ncclSum, 0x0001, 0x03ff, 0x0400);    // the smallest normal number
     reduced<uint16_t>(comm, rank, ncclFloat16, ncclProd, 0x7bff, 0x4000, 0x7c00);   // too large
     reduced<uint16_t>(comm, rank, ncclBfloat16, ncclSum, 0x3f80, 0x3b80, 0x3f80);   // 1 + 2^-8: to even
     reduced<uint16_t>(comm, rank, ncclBfloat16, ncclSum, 0x3f81, 0x3b80, 0x3f82);
@@ -179,7 +179,7 @@ void same_device(int rank, int world, const ncclUniqueId& id) {
     OK(ncclCommAbort(comm));
 }
 
-// Whatever FAKE_NCCL_FAULT does to rank 1, both ranks end by abort.
+// With any FAKE_NCCL_FAULT on rank 1, both ranks end by abort.
 void fault(int rank, int world, const ncclUniqueId& id) {
     const std::string wanted = getenv("FAKE_NCCL_FAULT");
     ncclComm_t comm = begin(world, id, rank);
@@ -214,7 +214,7 @@ void fault(int rank, int world, const ncclUniqueId& id) {
     OK(ncclCommAbort(comm));
 }
 
-// The same for faults of a call that would be the next.
+// The same for faults of the next call.
 void call_fault(int rank, int world, const ncclUniqueId& id) {
     const bool of_finalize = strncmp(getenv("FAKE_NCCL_FAULT"), "stuck_finalize", 14) == 0;
     ncclComm_t comm = begin(world, id, rank);
@@ -235,7 +235,7 @@ void call_fault(int rank, int world, const ncclUniqueId& id) {
     OK(cuStreamSynchronize(stream));
 }
 
-// A call that never returns: the process ends while it is still in it.
+// A call that never returns: the process exits inside it.
 void hang() {
     ncclUniqueId id;
     OK(ncclGetUniqueId(&id));
@@ -252,7 +252,7 @@ void hang() {
     _exit(0);
 }
 
-// Ranks as processes, one of which is killed in the middle of a collective.
+// Ranks as processes; one is killed during a collective.
 void processes(int world, bool kill_one) {
     int pipes[2];
     CHECK(pipe(pipes) == 0);

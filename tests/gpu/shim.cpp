@@ -1,10 +1,10 @@
-// The engine behind shim.h: the threads of a block as fibers.
+// The engine of shim.h: runs the threads of a block as fibers.
 //
-// Every host thread that runs kernels owns an Engine, which owns the fibers' stacks. A fiber takes the block's next
-// thread that was not started yet, runs the kernel for it, and takes another; when its thread has to wait, it switches to
-// a fiber that may go on, or to a fresh one that starts the next thread. So a kernel that never waits needs one fiber
-// and no switch at all. When nobody may go on while threads still wait, the kernel has a barrier that not everyone
-// reaches: nothing could ever release them, and that is what is reported.
+// Every host thread that runs kernels owns an Engine, which owns the stacks of the fibers. A fiber takes the next
+// thread of the block that has not started, runs the kernel for it, and takes another. When its thread must wait, it
+// switches to a fiber that can continue, or to a new one that starts the next thread. So a kernel that never waits
+// needs one fiber and no switches. If no fiber can continue while threads still wait, the kernel has a barrier that
+// not all threads reach, which is reported.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -27,7 +27,7 @@ namespace {
 // ---- Switching stacks ----
 
 #if defined(__x86_64__)
-// Saves what a called function must keep, on the stack it leaves, and takes it up again on the other one.
+// Saves the callee-saved registers on the current stack and restores them from the other one.
 extern "C" void shim_switch(void** left, void* entered);
 asm(R"(
 .text
@@ -57,7 +57,8 @@ struct Context {
     void* stack_pointer = nullptr;
 
     void prepare(unsigned char* top, void (*entry)()) {
-        // At a function's first instruction the stack pointer is 8 off a multiple of 16: the return address.
+        // At the first instruction of a function the stack pointer is 8 off a multiple of 16, because of the return
+        // address.
         auto** words = (void**)((uintptr_t)top & ~(uintptr_t)15);
         *--words = nullptr;
         *--words = (void*)entry;
@@ -93,7 +94,7 @@ enum class State : unsigned char { Unstarted, Running, AtBarrier, InWarpCall, Do
 struct Fiber {
     Context context;
     unsigned char* stack;
-    unsigned thread;   // whose kernel it runs
+    unsigned thread;   // the thread that it runs
 };
 
 enum class Order { Forward, Reverse, Shuffled };
@@ -131,18 +132,18 @@ class Engine {
         shim_now.blocks = {blocks.x, blocks.y, blocks.z};
         shim_now.threads = {threads.x, threads.y, threads.z};
         count = threads.x * threads.y * threads.z;
-        if (count == 0 || count > MOST_THREADS || shared > MOST_SHARED) fail("no such launch is possible");
+        if (count == 0 || count > MOST_THREADS || shared > MOST_SHARED) fail("invalid launch configuration");
         dynamic.resize(MOST_SHARED + 16);
         shim_now.dynamic = (unsigned char*)(((uintptr_t)dynamic.data() + 15) & ~(uintptr_t)15);
         const uint64_t all = (uint64_t)blocks.x * blocks.y * blocks.z;
         const uint64_t step = order == Order::Shuffled ? coprime(all) : 1;
         uint64_t at = order == Order::Shuffled ? random() % all : order == Order::Reverse ? all - 1 : 0;
-        // A kernel may be made wrong, so that what looks for mistakes is known to find some: its last block does nothing.
-        const uint64_t made = lame == kernel->name ? all - 1 : all;
+        // FAKE_GPU_LAME breaks a kernel, to test that checks detect it: its last block does nothing.
+        const uint64_t made = broken_kernel == kernel->name ? all - 1 : all;
         for (uint64_t i = 0; i < made; ++i) {
             shim_now.block = {(unsigned)(at % blocks.x), (unsigned)(at / blocks.x % blocks.y),
                               (unsigned)(at / blocks.x / blocks.y)};
-            // No block may count on what another left.
+            // No block may rely on data left by another.
             memset(shim_now.dynamic, 0xa5, shared);
             run_block();
             at = order == Order::Reverse ? at - 1 : (at + step) % all;
@@ -158,7 +159,7 @@ class Engine {
 
     void warp_call(WarpCall& call) {
         const unsigned thread = current->thread;
-        if (!(call.mask >> (thread % WARP) & 1)) fail("a lane calls a warp function with a mask that lacks it");
+        if (!(call.mask >> (thread % WARP) & 1)) fail("a lane calls a warp function with a mask that does not contain it");
         calls[thread] = &call;
         state[thread] = State::InWarpCall;
         waiting[thread / WARP] |= 1u << thread % WARP;
@@ -166,7 +167,7 @@ class Engine {
         wait();
     }
 
-    // A fiber's life. It is left for good only together with the host thread.
+    // The main function of a fiber. It only ends with the host thread.
     void fiber_loop() {
         for (;;) {
             while (ready.empty() && next < count) run_thread(start_order[next++]);
@@ -208,7 +209,7 @@ class Engine {
         state[thread] = State::Done;
         alive[thread / WARP] &= ~(1u << thread % WARP);
         --living;
-        // Those who were waiting for everyone who lives may now be complete.
+        // The waiting threads may now be all that are alive.
         if (at_barrier > 0) release_barrier_if_complete();
         const unsigned warp = thread / WARP;
         for (unsigned lanes = waiting[warp]; (lanes & waiting[warp]) != 0; lanes &= lanes - 1) {
@@ -236,7 +237,7 @@ class Engine {
         place(self->thread);
     }
 
-    // Who goes on: a thread that was released, else a new one. There must be one or the other.
+    // Selects the next fiber: of a released thread, else of a new one. There must be one.
     Fiber* pick() {
         if (!ready.empty()) {
             Fiber* fiber = ready.front();
@@ -293,7 +294,7 @@ class Engine {
         if (stack == MAP_FAILED) fail("no memory for a thread's stack");
         fiber->stack = (unsigned char*)stack;
         memcpy(fiber->stack, &CANARY, sizeof CANARY);
-        // Stacks of one alignment would fight for the same few lines of the cache.
+        // Equally aligned stacks would compete for the same few cache sets.
         fiber->context.prepare(fiber->stack + STACK - fibers.size() % 32 * 320, fiber_main);
         fibers.push_back(std::move(fiber));
         return fibers.back().get();
@@ -316,7 +317,7 @@ class Engine {
         return seed >> 11;
     }
 
-    // A step that visits every block once.
+    // A step size that visits every block once.
     uint64_t coprime(uint64_t all) {
         for (;;) {
             const uint64_t step = random() % all + 1;
@@ -357,8 +358,8 @@ class Engine {
     unsigned count = 0, living = 0, next = 0, at_barrier = 0;
     State state[MOST_THREADS];
     Fiber* holder[MOST_THREADS];
-    unsigned alive[MOST_THREADS / WARP];     // the lanes of each warp that have not ended
-    unsigned waiting[MOST_THREADS / WARP];   // those in a warp function
+    unsigned alive[MOST_THREADS / WARP];     // the live lanes of each warp
+    unsigned waiting[MOST_THREADS / WARP];   // the lanes in a warp function
     WarpCall* calls[MOST_THREADS];
     unsigned start_order[MOST_THREADS], released[MOST_THREADS];
     std::vector<std::unique_ptr<Fiber>> fibers;
@@ -366,7 +367,7 @@ class Engine {
     std::deque<Fiber*> ready;
     std::vector<unsigned char> dynamic;
     const Order order = order_asked_for();
-    const std::string lame = kernel_made_wrong();
+    const std::string broken_kernel = kernel_made_wrong();
     uint64_t seed = seed_asked_for();
 };
 

@@ -1,19 +1,19 @@
-// Reads the project's CUDA sources as C++, so that they run on a machine without a GPU. For tests only.
+// Lets a C++ compiler read the project's CUDA sources, to run them without a GPU. For tests only.
 //
-// The threads of a block are fibers of one host thread, and blocks run one after another. A fiber gives way only when
-// it has to wait for others (a barrier, a shuffle), so a kernel without either runs each of its threads straight through.
-// Real blocks and warps run in any order; FAKE_GPU_ORDER=forward|reverse|shuffled (with FAKE_GPU_SEED) picks the order
-// of blocks and of threads between two waits, and a kernel whose result depends on it lacks a barrier. A barrier that
-// some living thread of the block never reaches ends the process with the kernel's name.
+// The threads of a block are fibers of one host thread, and blocks run one after another. A fiber yields only to wait
+// for others (a barrier, a shuffle), so kernels without either run each thread to its end. Real blocks and warps run
+// in any order; FAKE_GPU_ORDER=forward|reverse|shuffled (with FAKE_GPU_SEED) selects the order of blocks, and of
+// threads between two waits. A kernel whose result depends on it lacks a barrier. A barrier that a live thread of the
+// block never reaches ends the process with the kernel's name.
 //
-// A source is compiled with this header first, `device.cuh` second; see fake_gpu.rs for the whole command.
+// This header is included before each source, `device.cuh` second; see fake_gpu.rs for the whole command.
 #pragma once
 
 #include <math.h>
 #include <stddef.h>
 #include <utility>
 
-// What a bare NVRTC does not know must not compile here either.
+// Names that NVRTC does not know must not compile here either.
 #undef INFINITY
 #undef NAN
 #undef HUGE_VAL
@@ -41,7 +41,7 @@ struct dim3 {
     unsigned x = 1, y = 1, z = 1;
 };
 
-// Where the running thread is; each host thread that runs kernels has one.
+// The position of the running thread; one per host thread that runs kernels.
 struct ShimNow {
     uint3 thread, block;
     uint3 threads, blocks;
@@ -55,14 +55,14 @@ extern __thread ShimNow shim_now;
 #define gridDim (shim_now.blocks)
 #define DYNAMIC_SHARED(type, name) type* name = (type*)shim_now.dynamic
 
-// ---- What the engine in shim.cpp offers the sources ----
+// ---- Interface of the engine in shim.cpp ----
 
 namespace shim {
 
 enum class WarpFunction { Sync, Shuffle, ShuffleUp, ShuffleDown, ShuffleXor, Ballot, MmaBf16, MmaTf32 };
 
-// One lane's part in a function of its warp. It lies on the lane's stack while the lane waits for the others named in
-// `mask`; the last of them to come computes everybody's result.
+// One lane's part in a warp function. It is on the lane's stack while the lane waits for the others in `mask`; the
+// last one to arrive computes all results.
 struct WarpCall {
     WarpFunction function;
     unsigned mask;
@@ -75,7 +75,8 @@ struct WarpCall {
 
 void warp_call(WarpCall& call);
 
-// Computes what the lanes get, all of them waiting (null: not in the mask, or ended). A complaint if that is nonsense.
+// Computes the results of all waiting lanes (null: not in the mask, or ended). Returns a message if the call is
+// invalid.
 const char* exchange(WarpCall* const lanes[32]);
 
 struct MmaLane {
@@ -144,7 +145,7 @@ inline void shim_mma_tf32_1688(float d[4], const unsigned a[4], const unsigned b
     shim::warp_call(call);
 }
 
-// ---- Atomics: other streams' kernels run on other host threads, so these are atomic in earnest ----
+// ---- Atomics: real ones, because kernels of other streams run on other host threads ----
 
 template <class T>
 T shim_atomic_update(T* address, T (*next)(T, T), T value) {
@@ -229,7 +230,7 @@ SHIM_VECTORS(unsigned long long, ulonglong, 16)
 SHIM_VECTORS(double, double, 16)
 #undef SHIM_VECTORS
 
-// ---- Numbers ----
+// ---- TensorView ----
 
 template <class To, class From>
 To shim_bits(From value) {
@@ -308,20 +309,20 @@ inline double max(double a, double b) { return fmax(a, b); }
 
 namespace shim {
 
-// A kernel as a driver knows it: called with pointers to its arguments, whose sizes it can tell.
+// A kernel as a driver knows it: called with pointers to its arguments, with known sizes.
 struct Kernel {
     const char* name;
     void (*call)(void** arguments);
     const unsigned* sizes;
     unsigned arguments;
-    unsigned bounds;    // the most threads of a block
+    unsigned bounds;    // maximum threads of a block
     Kernel* next;
 };
 
 void add(Kernel* kernel);
 const Kernel* find(const char* name);
 
-// Runs a whole grid in the calling thread and returns when it is through.
+// Runs a whole grid in the calling thread and returns when it is done.
 void launch(const Kernel& kernel, dim3 blocks, dim3 threads, unsigned shared, void** arguments);
 
 template <auto function>
@@ -352,5 +353,5 @@ struct Registered {
 
 }   // namespace shim
 
-// The builder writes one of these for each entry point, after the source itself.
+// The build adds one of these for each entry point, after the source itself.
 #define SHIM_REGISTER(name, bounds) static shim::Registered<&name> shim_registered_##name{#name, (unsigned)(bounds)}

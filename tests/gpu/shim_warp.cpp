@@ -1,4 +1,4 @@
-// What a warp's lanes tell each other: computed for all of them at once, by the lane that comes last.
+// Warp functions: computed for all lanes at once, by the lane that arrives last.
 #include <cstring>
 
 #include "shim.h"
@@ -8,7 +8,7 @@ namespace {
 
 constexpr unsigned LANES = 32;
 
-// The lane whose value `lane` gets. One beyond its segment is itself.
+// The source lane of `lane`. Outside its segment a lane is its own source.
 unsigned source_of(const WarpCall& call, unsigned lane) {
     const unsigned first = lane & ~(call.width - 1), end = first + call.width;
     switch (call.function) {
@@ -23,7 +23,7 @@ void shuffle_lane(WarpCall* const lanes[LANES], unsigned lane) {
     const WarpCall& call = *lanes[lane];
     const WarpCall* source = lanes[source_of(call, lane)];
     if (source == nullptr) {
-        // Undefined on a GPU: a lane that is not in the mask, or not alive.
+        // Undefined on a GPU: a lane outside the mask, or an ended one.
         memset(call.out, 0xa5, call.size);
     } else {
         memcpy(call.out, source->in, call.size);
@@ -48,7 +48,7 @@ float from_bits(unsigned bits) {
 
 float bf16_half(unsigned pair, unsigned half) { return from_bits(half == 0 ? pair << 16 : pair & 0xffff0000u); }
 
-// Tensor cores ignore the mantissa's lower 13 bits of what they take for TF32.
+// Tensor cores ignore the lower 13 bits of the mantissa of TF32 operands.
 float tf32(unsigned bits) { return from_bits(bits & 0xffffe000u); }
 
 template <unsigned K>
@@ -100,10 +100,10 @@ const char* exchange(WarpCall* const lanes[LANES]) {
         if (lanes[lane] == nullptr) continue;
         ++present;
         if (first == nullptr) first = lanes[lane];
-        if (lanes[lane]->function != first->function) return "the lanes of a warp are in different warp functions";
+        if (lanes[lane]->function != first->function) return "the lanes of a warp call different warp functions";
     }
     const bool product = first->function == WarpFunction::MmaBf16 || first->function == WarpFunction::MmaTf32;
-    if (product && present < LANES) return "a warp's product without all of its 32 lanes";
+    if (product && present < LANES) return "a matrix product without all 32 lanes of the warp";
     switch (first->function) {
         case WarpFunction::Sync: break;
         case WarpFunction::Ballot: ballot(lanes); break;

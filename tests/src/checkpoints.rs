@@ -1,4 +1,4 @@
-//! Small checkpoints whose every value is known.
+//! Small checkpoints with known values.
 
 use mgpu::Layout;
 use mgpu::checkpoint::{Checkpoint, Snapshot};
@@ -20,7 +20,7 @@ pub fn values(arena: &str, step: u64, run: u64) -> Vec<f32> {
     (0..layout().len() as u64).map(|index| (first + index) as f32 / 7.0).collect()
 }
 
-/// What a checkpoint of that step and run holds.
+/// The checkpoint of that step and run.
 pub fn snapshot(step: u64, run: u64) -> Snapshot {
     let mut snapshot = Snapshot::new(step).with_state(serde_json::json!({ "run": run }));
     for arena in ARENAS {
@@ -29,10 +29,10 @@ pub fn snapshot(step: u64, run: u64) -> Snapshot {
     snapshot
 }
 
-/// The step and the run that a checkpoint is of.
+/// The step and the run of a checkpoint.
 ///
 /// # Panics
-/// If it does not hold, to the last bit, what [`snapshot`] has put into it.
+/// If its contents differ from [`snapshot`] in any bit.
 pub fn identify(checkpoint: &Checkpoint) -> (u64, u64) {
     let manifest = checkpoint.manifest();
     let run = manifest.state["run"].as_u64().expect("the number of a run");

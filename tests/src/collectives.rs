@@ -1,119 +1,52 @@
-//! The body that every kind of world runs: all collectives, element types, reductions, algorithms and awkward
-//! lengths, each result compared bit for bit with a fold in rank order. A [`Case`] is one of them, for tests that
-//! choose at random.
+//! The test bodies that every kind of world runs: all collectives, element types, reductions, algorithms and unusual
+//! lengths, each result compared bit for bit with the [`reference`] result. A [`Case`] is a single one, for property
+//! tests.
 
-use std::ops::Range;
+mod reference;
 
 use half::{bf16, f16};
 use mgpu::comm::shard;
-use mgpu::{Algorithm, Buffer, Communicator, DType, Element, ReduceOp, Result, World};
+use mgpu::{Algorithm, Buffer, Communicator, DType, ReduceOp, Result, World};
+use reference::{Sample, assert_equal, input, reduced, reduced_part, uneven};
 
-/// Awkward lengths: nothing, one, a vector register, more than a line, more than a slot, many blocks and a rest.
+/// Unusual lengths: none, one, a vector register, more than a cache line, more than a slot, many blocks and a
+/// remainder.
 const LENGTHS: [usize; 6] = [0, 1, 4, 100, 4097, (1 << 20) + 3];
-/// Above this length only some element types and reductions are run: the paths are the same for all.
+/// Above this length, only some element types and reductions are tested: the code paths are the same for all.
 const LARGE: usize = 100_000;
-/// What the eager algorithm carries, in bytes.
+/// Maximum payload of the eager algorithm in bytes.
 const EAGER_BYTES: usize = 16 << 10;
 
-/// An element type with test values and the reduction's definition.
-trait Sample: Element {
-    fn sample(seed: u64) -> Self;
-    fn fold(values: impl Iterator<Item = Self>, op: ReduceOp, ranks: u32) -> Self;
-    /// Equality of bits: a zero of the other sign is another result.
-    fn is_same(&self, other: &Self) -> bool;
-}
-
-fn mix(seed: u64) -> u64 {
-    let z = (seed ^ 0x9e37_79b9_7f4a_7c15).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    (z ^ (z >> 31)).wrapping_mul(0x94d0_49bb_1331_11eb) >> 32
-}
-
-macro_rules! sample {
-    ($($type:ty, $acc:ty, $widen:expr, $narrow:expr, $sample:expr;)*) => {$(
-        impl Sample for $type {
-            fn sample(seed: u64) -> Self {
-                $sample(mix(seed))
-            }
-            fn fold(values: impl Iterator<Item = Self>, op: ReduceOp, ranks: u32) -> Self {
-                let combine = |a: $acc, b: $acc| match op {
-                    ReduceOp::Sum | ReduceOp::Avg => a + b,
-                    ReduceOp::Min => if a < b { a } else { b },
-                    ReduceOp::Max => if a > b { a } else { b },
-                    ReduceOp::Prod => a * b,
-                };
-                let total: $acc = values.map($widen).reduce(combine).unwrap();
-                $narrow(if op == ReduceOp::Avg { total / (ranks as $acc) } else { total })
-            }
-            fn is_same(&self, other: &Self) -> bool {
-                self.to_ne_bytes() == other.to_ne_bytes()
-            }
-        }
-    )*};
-}
-sample! {
-    f32, f32, |x| x, |x| x, |r| (r % 20011) as f32 / 7.0 - 1429.0;
-    f64, f64, |x| x, |x| x, |r| (r % 20011) as f64 / 7.0 - 1429.0;
-    f16, f32, f16::to_f32, f16::from_f32, |r| f16::from_f32((r % 401) as f32 / 128.0 - 1.5);
-    bf16, f32, bf16::to_f32, bf16::from_f32, |r| bf16::from_f32((r % 401) as f32 / 128.0 - 1.5);
-    i32, i64, i64::from, |x| x as i32, |r| (r % 200) as i32 - 100;
-    i64, i64, |x| x, |x| x, |r| (r % 100) as i64 - 50;
-    u8, u64, u64::from, |x| x as u8, |r| (r % 128) as u8;
-}
-
-/// What rank `rank` holds before a test.
-fn input<T: Sample>(rank: u32, len: usize) -> Vec<T> {
-    (0..len as u64).map(|i| T::sample(i * 64 + u64::from(rank))).collect()
-}
-
-/// The reduction of all ranks' inputs.
-fn reduced<T: Sample>(ranks: u32, len: usize, op: ReduceOp) -> Vec<T> {
-    reduced_part(ranks, 0..len, op)
-}
-
-/// These elements of it.
-fn reduced_part<T: Sample>(ranks: u32, elements: Range<usize>, op: ReduceOp) -> Vec<T> {
-    (elements.start as u64..elements.end as u64)
-        .map(|i| T::fold((0..ranks).map(|rank| T::sample(i * 64 + u64::from(rank))), op, ranks))
-        .collect()
-}
-
-fn assert_equal<T: Sample>(found: &[T], expected: &[T], what: &dyn Fn() -> String) {
-    assert_eq!(found.len(), expected.len(), "{}", what());
-    if let Some(i) = (0..found.len()).find(|&i| !found[i].is_same(&expected[i])) {
-        panic!("{}: element {i} is {:?} instead of {:?}", what(), found[i], expected[i]);
-    }
-}
-
-/// Memory the collective runs on.
+/// The memory of a collective's buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Place {
-    /// Memory that peers reach in place.
+pub enum BufferKind {
+    /// Shared memory that peers access directly.
     Arena,
-    /// Memory of this rank alone.
+    /// Memory of one rank only.
     Private,
 }
 
-/// An operation with all that may vary in it.
+/// One collective with all its parameters.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Case {
-    /// Where the buffers lie.
-    pub place: Place,
+    /// Memory of the buffers.
+    pub kind: BufferKind,
     /// Elements of the allocation before the buffer; one more follows it.
     pub offset: usize,
     /// Element type.
     pub dtype: DType,
-    /// Reduction, for collectives that reduce.
+    /// Reduction, for collectives with one.
     pub op: ReduceOp,
-    /// Elements.
+    /// Number of elements.
     pub len: usize,
-    /// The operation.
+    /// The collective.
     pub collective: Collective,
 }
 
-/// Which operation.
+/// The collectives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Collective {
-    /// With every algorithm that can carry it.
+    /// With every algorithm that supports it.
     AllReduce,
     /// A shard to each rank.
     ReduceScatter,
@@ -129,16 +62,16 @@ pub enum Collective {
     Gather(u32),
     /// A shard to each rank from the rank of this number, modulo the number of ranks.
     Scatter(u32),
-    /// With another length on each rank: gathered by all, exchanged by all, and as bytes.
+    /// Lengths that differ between ranks: gathered, exchanged, and as bytes.
     Uneven,
     /// Around the ring.
     Messages,
-    /// Without payload.
+    /// No payload.
     Barrier,
 }
 
 impl Case {
-    /// Runs the case and compares all results with what they should be. Panics at the first wrong element.
+    /// Runs the case and verifies the result. Panics at the first wrong element.
     ///
     /// # Errors
     /// As the collective.
@@ -156,44 +89,44 @@ impl Case {
 
     fn run_with<T: Sample>(&self, comm: &mut Communicator) -> Result<()> {
         let (len, op, ranks) = (self.len, self.op, comm.size());
-        let mut bench = Bench { comm, places: &[self.place], offset: self.offset };
+        let mut test = CollectiveTest { comm, kinds: &[self.kind], offset: self.offset };
         match self.collective {
-            Collective::AllReduce => bench.all_reduce::<T>(len, op),
-            Collective::ReduceScatter => bench.reduce_scatter::<T>(len, op),
+            Collective::AllReduce => test.all_reduce::<T>(len, op),
+            Collective::ReduceScatter => test.reduce_scatter::<T>(len, op),
             Collective::AllGather => {
-                bench.all_gather::<T>(len)?;
-                bench.update_all_gather::<T>(len)
+                test.all_gather::<T>(len)?;
+                test.update_all_gather::<T>(len)
             }
-            Collective::Broadcast(root) => bench.broadcast::<T>(len, root % ranks),
-            Collective::Reduce(root) => bench.reduce::<T>(len, op, root % ranks),
-            Collective::AllToAll => bench.all_to_all::<T>(len / ranks as usize),
-            Collective::Gather(root) => bench.gather::<T>(len, root % ranks),
-            Collective::Scatter(root) => bench.scatter::<T>(len, root % ranks),
+            Collective::Broadcast(root) => test.broadcast::<T>(len, root % ranks),
+            Collective::Reduce(root) => test.reduce::<T>(len, op, root % ranks),
+            Collective::AllToAll => test.all_to_all::<T>(len / ranks as usize),
+            Collective::Gather(root) => test.gather::<T>(len, root % ranks),
+            Collective::Scatter(root) => test.scatter::<T>(len, root % ranks),
             Collective::Uneven => {
-                bench.all_gather_v::<T>(len)?;
-                bench.all_to_all_v::<T>(len)?;
-                bench.bytes(len)
+                test.all_gather_v::<T>(len)?;
+                test.all_to_all_v::<T>(len)?;
+                test.bytes(len)
             }
-            Collective::Messages => bench.messages::<T>(len),
-            Collective::Barrier => bench.comm.barrier(),
+            Collective::Messages => test.messages::<T>(len),
+            Collective::Barrier => test.comm.barrier(),
         }
     }
 }
 
-struct Bench<'a> {
+struct CollectiveTest<'a> {
     comm: &'a mut Communicator,
-    /// Each operation runs in all of them: what should come out, which takes longer to make, is the same.
-    places: &'a [Place],
+    /// Each collective runs with all of them, because the reference result is the same and takes longer to compute.
+    kinds: &'a [BufferKind],
     offset: usize,
 }
 
-impl Bench<'_> {
-    /// A buffer with these values, somewhere within a larger allocation: offsets are exercised too.
-    fn buffer<T: Sample>(&mut self, place: Place, values: &[T]) -> Result<Buffer> {
+impl CollectiveTest<'_> {
+    /// A buffer with these values, inside a larger allocation, to test offsets too.
+    fn buffer<T: Sample>(&mut self, kind: BufferKind, values: &[T]) -> Result<Buffer> {
         let whole = self.offset + values.len() + 1;
-        let allocation = match place {
-            Place::Private => Buffer::zeroed::<T>(whole),
-            Place::Arena => self.comm.allocate(T::DTYPE, whole)?,
+        let allocation = match kind {
+            BufferKind::Private => Buffer::zeroed::<T>(whole),
+            BufferKind::Arena => self.comm.allocate(T::DTYPE, whole)?,
         };
         let (_, tail) = allocation.split_at(self.offset);
         let (mut buffer, _) = tail.split_at(values.len());
@@ -201,23 +134,23 @@ impl Bench<'_> {
         Ok(buffer)
     }
 
-    /// What failed, for a message.
-    fn describe<T: Sample>(&self, name: &str, len: usize, place: Place) -> String {
-        format!("{name} of {len} {} ({place:?} from element {})", T::DTYPE, self.offset)
+    /// A description for failure messages.
+    fn describe<T: Sample>(&self, name: &str, len: usize, kind: BufferKind) -> String {
+        format!("{name} of {len} {} ({kind:?} from element {})", T::DTYPE, self.offset)
     }
 
     fn all_reduce<T: Sample>(&mut self, len: usize, op: ReduceOp) -> Result<()> {
         let (rank, ranks) = (self.comm.rank(), self.comm.size());
         let (mine, expected) = (input::<T>(rank, len), reduced::<T>(ranks, len, op));
-        for place in self.places.iter().copied() {
+        for kind in self.kinds.iter().copied() {
             for algorithm in Algorithm::ALL {
                 if algorithm == Algorithm::Eager && len * T::DTYPE.size() > EAGER_BYTES {
                     continue;
                 }
                 self.comm.set_algorithm(algorithm);
-                let buffer = self.buffer(place, &mine)?;
+                let buffer = self.buffer(kind, &mine)?;
                 let found = self.comm.all_reduce(buffer, op)?.wait()?;
-                let what = || self.describe::<T>(&format!("{algorithm} {op} all_reduce"), len, place);
+                let what = || self.describe::<T>(&format!("{algorithm} {op} all_reduce"), len, kind);
                 assert_equal(found.as_slice::<T>(), &expected, &what);
             }
         }
@@ -229,11 +162,11 @@ impl Bench<'_> {
         let (rank, ranks) = (self.comm.rank(), self.comm.size());
         let shard = shard(len, ranks, rank);
         let (mine, expected) = (input::<T>(rank, len), reduced_part::<T>(ranks, shard.clone(), op));
-        for place in self.places.iter().copied() {
-            let buffer = self.buffer(place, &mine)?;
+        for kind in self.kinds.iter().copied() {
+            let buffer = self.buffer(kind, &mine)?;
             let found = self.comm.reduce_scatter(buffer, op)?.wait()?;
             assert_equal(&found.as_slice::<T>()[shard.clone()], &expected, &|| {
-                self.describe::<T>(&format!("{op} reduce_scatter"), len, place)
+                self.describe::<T>(&format!("{op} reduce_scatter"), len, kind)
             });
         }
         Ok(())
@@ -245,15 +178,15 @@ impl Bench<'_> {
         let expected = input::<T>(0, len);
         let mut mine = input::<T>(rank + 1, len);
         mine[shard.clone()].copy_from_slice(&expected[shard]);
-        for place in self.places.iter().copied() {
-            let buffer = self.buffer(place, &mine)?;
+        for kind in self.kinds.iter().copied() {
+            let buffer = self.buffer(kind, &mine)?;
             let found = self.comm.all_gather(buffer)?.wait()?;
-            assert_equal(found.as_slice::<T>(), &expected, &|| self.describe::<T>("all_gather", len, place));
+            assert_equal(found.as_slice::<T>(), &expected, &|| self.describe::<T>("all_gather", len, kind));
         }
         Ok(())
     }
 
-    /// Of two segments whose shards are yet to be made, in blocks of any length; the rest stays as it is.
+    /// Updates two segments in blocks of any length; the rest must stay unchanged.
     fn update_all_gather<T: Sample>(&mut self, len: usize) -> Result<()> {
         let (rank, ranks) = (self.comm.rank(), self.comm.size());
         let (mut expected, mine) = (input::<T>(0, len), input::<T>(rank + 1, len));
@@ -262,8 +195,8 @@ impl Bench<'_> {
         for rest in [0..segments[0].start, segments[0].end..segments[1].start] {
             expected[rest.clone()].copy_from_slice(&mine[rest]);
         }
-        for place in self.places.iter().copied() {
-            let buffer = self.buffer(place, &mine)?;
+        for kind in self.kinds.iter().copied() {
+            let buffer = self.buffer(kind, &mine)?;
             let (block, mut made) = (1 + len / 7, 0);
             let mut make = |segment: usize, begin: usize, values: &mut Buffer| {
                 let elements = begin..begin + values.len();
@@ -275,7 +208,7 @@ impl Bench<'_> {
             };
             let found = self.comm.update_all_gather(buffer, &segments, block, &mut make)?.wait()?;
             assert_eq!(made, own(0).len() + own(1).len());
-            let what = || self.describe::<T>("update_all_gather", len, place);
+            let what = || self.describe::<T>("update_all_gather", len, kind);
             assert_equal(found.as_slice::<T>(), &expected, &what);
         }
         Ok(())
@@ -283,10 +216,10 @@ impl Bench<'_> {
 
     fn broadcast<T: Sample>(&mut self, len: usize, root: u32) -> Result<()> {
         let (mine, expected) = (input::<T>(self.comm.rank(), len), input::<T>(root, len));
-        for place in self.places.iter().copied() {
-            let buffer = self.buffer(place, &mine)?;
+        for kind in self.kinds.iter().copied() {
+            let buffer = self.buffer(kind, &mine)?;
             let found = self.comm.broadcast(buffer, root)?.wait()?;
-            let what = || self.describe::<T>(&format!("broadcast from {root}"), len, place);
+            let what = || self.describe::<T>(&format!("broadcast from {root}"), len, kind);
             assert_equal(found.as_slice::<T>(), &expected, &what);
         }
         Ok(())
@@ -296,10 +229,10 @@ impl Bench<'_> {
         let (rank, ranks) = (self.comm.rank(), self.comm.size());
         let mine = input::<T>(rank, len);
         let reduced = (rank == root).then(|| reduced::<T>(ranks, len, op));
-        for place in self.places.iter().copied() {
-            let buffer = self.buffer(place, &mine)?;
+        for kind in self.kinds.iter().copied() {
+            let buffer = self.buffer(kind, &mine)?;
             let found = self.comm.reduce(buffer, op, root)?.wait()?;
-            let what = || self.describe::<T>(&format!("{op} reduce to {root}"), len, place);
+            let what = || self.describe::<T>(&format!("{op} reduce to {root}"), len, kind);
             assert_equal(found.as_slice::<T>(), reduced.as_ref().unwrap_or(&mine), &what);
         }
         Ok(())
@@ -313,10 +246,10 @@ impl Bench<'_> {
         let expected: Vec<T> =
             (0..ranks).flat_map(|peer| input::<T>(peer, whole)[own.clone()].to_vec()).collect();
         let mine = input::<T>(rank as u32, whole);
-        for place in self.places.iter().copied() {
-            let buffer = self.buffer(place, &mine)?;
+        for kind in self.kinds.iter().copied() {
+            let buffer = self.buffer(kind, &mine)?;
             let found = self.comm.all_to_all(buffer)?.wait()?;
-            assert_equal(found.as_slice::<T>(), &expected, &|| self.describe::<T>("all_to_all", len, place));
+            assert_equal(found.as_slice::<T>(), &expected, &|| self.describe::<T>("all_to_all", len, kind));
         }
         Ok(())
     }
@@ -331,10 +264,10 @@ impl Bench<'_> {
                 expected[shard.clone()].copy_from_slice(&input::<T>(peer, len)[shard]);
             }
         }
-        for place in self.places.iter().copied() {
-            let buffer = self.buffer(place, &mine)?;
+        for kind in self.kinds.iter().copied() {
+            let buffer = self.buffer(kind, &mine)?;
             let found = self.comm.gather(buffer, root)?.wait()?;
-            let what = || self.describe::<T>(&format!("gather to {root}"), len, place);
+            let what = || self.describe::<T>(&format!("gather to {root}"), len, kind);
             assert_equal(found.as_slice::<T>(), &expected, &what);
         }
         Ok(())
@@ -345,16 +278,16 @@ impl Bench<'_> {
         let (mine, own) = (input::<T>(rank, len), shard(len, ranks, rank));
         let mut expected = mine.clone();
         expected[own.clone()].copy_from_slice(&input::<T>(root, len)[own]);
-        for place in self.places.iter().copied() {
-            let buffer = self.buffer(place, &mine)?;
+        for kind in self.kinds.iter().copied() {
+            let buffer = self.buffer(kind, &mine)?;
             let found = self.comm.scatter(buffer, root)?.wait()?;
-            let what = || self.describe::<T>(&format!("scatter from {root}"), len, place);
+            let what = || self.describe::<T>(&format!("scatter from {root}"), len, kind);
             assert_equal(found.as_slice::<T>(), &expected, &what);
         }
         Ok(())
     }
 
-    /// Of parts between nothing and `len` elements.
+    /// Parts of 0 to `len` elements.
     fn all_gather_v<T: Sample>(&mut self, len: usize) -> Result<()> {
         let (rank, ranks) = (self.comm.rank(), self.comm.size());
         let counts: Vec<usize> = (0..ranks).map(|rank| uneven(len, rank, 0)).collect();
@@ -363,16 +296,16 @@ impl Bench<'_> {
         let mut mine = input::<T>(rank + 1, expected.len());
         let own = begin..begin + counts[rank as usize];
         mine[own.clone()].copy_from_slice(&expected[own]);
-        for place in self.places.iter().copied() {
-            let buffer = self.buffer(place, &mine)?;
+        for kind in self.kinds.iter().copied() {
+            let buffer = self.buffer(kind, &mine)?;
             let found = self.comm.all_gather_v(buffer, &counts)?.wait()?;
-            let what = || self.describe::<T>("all_gather_v", len, place);
+            let what = || self.describe::<T>("all_gather_v", len, kind);
             assert_equal(found.as_slice::<T>(), &expected, &what);
         }
         Ok(())
     }
 
-    /// Of messages between nothing and `len` elements.
+    /// Messages of 0 to `len` elements.
     fn all_to_all_v<T: Sample>(&mut self, len: usize) -> Result<()> {
         let (rank, ranks) = (self.comm.rank(), self.comm.size());
         let message = |from: u32, to: u32| input::<T>(from * ranks + to, uneven(len, from, to));
@@ -380,24 +313,24 @@ impl Bench<'_> {
         let received: Vec<usize> = (0..ranks).map(|from| uneven(len, from, rank)).collect();
         let mine: Vec<T> = (0..ranks).flat_map(|to| message(rank, to)).collect();
         let expected: Vec<T> = (0..ranks).flat_map(|from| message(from, rank)).collect();
-        for place in self.places.iter().copied() {
-            // Arenas are equally long on all ranks.
+        for kind in self.kinds.iter().copied() {
+            // Arenas have the same length on all ranks.
             let mut part = |values: &[T]| -> Result<Buffer> {
                 let mut padded = values.to_vec();
                 padded.resize(len * ranks as usize, T::sample(0));
-                Ok(self.buffer(place, &padded)?.split_at(values.len()).0)
+                Ok(self.buffer(kind, &padded)?.split_at(values.len()).0)
             };
             let send = part(&mine)?;
             let receive = part(&vec![T::sample(1); expected.len()])?;
             let found = self.comm.all_to_all_v(&send, &sent, receive, &received)?.wait()?;
-            let what = || self.describe::<T>("all_to_all_v", len, place);
+            let what = || self.describe::<T>("all_to_all_v", len, kind);
             assert_equal(found.as_slice::<T>(), &expected, &what);
             assert_equal(send.as_slice::<T>(), &mine, &what);
         }
         Ok(())
     }
 
-    /// As many bytes as each rank likes.
+    /// A different number of bytes on each rank.
     fn bytes(&mut self, len: usize) -> Result<()> {
         let of = |rank: u32| input::<u8>(rank, uneven(len, rank, 1));
         let (rank, ranks) = (self.comm.rank(), self.comm.size());
@@ -411,7 +344,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Messages around the ring: even ranks send first, then nobody waits for nobody.
+    /// Messages around the ring: even ranks send first, which avoids a deadlock.
     fn messages<T: Sample>(&mut self, len: usize) -> Result<()> {
         let (rank, ranks) = (self.comm.rank(), self.comm.size());
         if ranks == 1 {
@@ -419,8 +352,8 @@ impl Bench<'_> {
         }
         let (left, right) = neighbours(self.comm);
         let (mine, expected) = (input::<T>(rank, len), input::<T>(left, len));
-        for place in self.places.iter().copied() {
-            let (outgoing, incoming) = (self.buffer(place, &mine)?, self.buffer(place, &mine)?);
+        for kind in self.kinds.iter().copied() {
+            let (outgoing, incoming) = (self.buffer(kind, &mine)?, self.buffer(kind, &mine)?);
             let found = if rank % 2 == 0 {
                 let _ = self.comm.send(outgoing, right)?.wait()?;
                 self.comm.recv(incoming, left)?.wait()?
@@ -429,7 +362,7 @@ impl Bench<'_> {
                 let _ = self.comm.send(outgoing, right)?.wait()?;
                 found
             };
-            let what = || self.describe::<T>("send and recv", len, place);
+            let what = || self.describe::<T>("send and recv", len, kind);
             assert_equal(found.as_slice::<T>(), &expected, &what);
         }
         Ok(())
@@ -458,11 +391,11 @@ impl Bench<'_> {
                 if large && op != ReduceOp::Avg {
                     continue;
                 }
-                // What only moves is the same for all reductions.
+                // Collectives without a reduction need to run only once.
                 if large || op == ReduceOp::Sum {
                     self.moves::<T>(if large { len / 8 } else { len })?;
                 }
-                // Sums of bytes wrap before NCCL divides them; the contract says so.
+                // NCCL averages bytes by dividing a sum that may wrap, as documented.
                 if op == ReduceOp::Avg
                     && T::DTYPE == DType::U8
                     && !self.comm.capabilities().sums_in_rank_order
@@ -471,7 +404,7 @@ impl Bench<'_> {
                 }
                 self.all_reduce::<T>(len, op)?;
                 let shard = if large { len / 8 } else { len };
-                // Equal shards, and others.
+                // Equal shards, and unequal ones.
                 for whole in [shard * ranks as usize, shard + 1] {
                     self.reduce_scatter::<T>(whole, op)?;
                     self.all_gather::<T>(whole)?;
@@ -488,12 +421,7 @@ impl Bench<'_> {
     }
 }
 
-/// A length that differs from rank to rank, and is 0 for some: up to `len`.
-fn uneven(len: usize, from: u32, to: u32) -> usize {
-    len * ((from + 2 * to + 1) % 4) as usize / 3
-}
-
-/// The ranks to the left and to the right.
+/// The ranks to the left and to the right in the ring.
 fn neighbours(comm: &Communicator) -> (u32, u32) {
     let (rank, ranks) = (comm.rank(), comm.size());
     ((rank + ranks - 1) % ranks, (rank + 1) % ranks)
@@ -505,18 +433,19 @@ fn neighbours(comm: &Communicator) -> (u32, u32) {
 /// As the collectives.
 pub fn all(mut world: World) -> Result<()> {
     let mut comm = world.communicator()?;
-    let mut bench = Bench { comm: &mut comm, places: &[Place::Arena, Place::Private], offset: 3 };
-    bench.element::<f32>()?;
-    bench.element::<f64>()?;
-    bench.element::<f16>()?;
-    bench.element::<bf16>()?;
-    bench.element::<i32>()?;
-    bench.element::<i64>()?;
-    bench.element::<u8>()?;
+    let mut test =
+        CollectiveTest { comm: &mut comm, kinds: &[BufferKind::Arena, BufferKind::Private], offset: 3 };
+    test.element::<f32>()?;
+    test.element::<f64>()?;
+    test.element::<f16>()?;
+    test.element::<bf16>()?;
+    test.element::<i32>()?;
+    test.element::<i64>()?;
+    test.element::<u8>()?;
     comm.barrier()
 }
 
-/// Works with two communicators of one world in turn, on memory of either. Panics at the first wrong element.
+/// Alternates between two communicators of one world, with memory of either. Panics at the first wrong element.
 ///
 /// # Errors
 /// As the collectives.
@@ -526,7 +455,7 @@ pub fn two_communicators(mut world: World) -> Result<()> {
     for (turn, len) in [3, 150, 5000, 300_000].into_iter().enumerate() {
         let expected = reduced::<i32>(ranks, len, ReduceOp::Sum);
         let mut buffers = [comms[0].allocate(DType::I32, len)?, comms[1].allocate(DType::I32, len)?];
-        // The first is ahead of the second by some operations, and by other ones in every turn.
+        // The first is ahead of the second by some operations, a different number in each round.
         (0..turn).try_for_each(|_| comms[0].barrier())?;
         for (user, owner, algorithm) in [
             (0, 1, Algorithm::Auto),
@@ -551,7 +480,7 @@ pub fn two_communicators(mut world: World) -> Result<()> {
     first.barrier()
 }
 
-/// Lets messages to both neighbours wait while a ring all-reduce runs between the same ranks. Panics at the first
+/// Leaves messages to both neighbours waiting during a ring all-reduce between the same ranks. Panics at the first
 /// wrong element.
 ///
 /// # Errors
@@ -562,7 +491,7 @@ pub fn messages_during_a_ring(mut world: World) -> Result<()> {
     let (left, right) = neighbours(&comm);
     comm.set_algorithm(Algorithm::Ring);
     for (turn, len) in [0, 1, 1000, 100_000].into_iter().enumerate() {
-        // Both fit a channel, so that nobody waits in `send`; with two ranks they share one.
+        // Both fit into a channel, so that `send` does not block; with two ranks they share one channel.
         let messages = [input::<f32>(rank, 4000), input::<f32>(rank + 100, 1 + turn)];
         let _ = comm.send(Buffer::from_slice(&messages[0]), right)?.wait()?;
         let _ = comm.send(Buffer::from_slice(&messages[1]), left)?.wait()?;
@@ -580,8 +509,8 @@ pub fn messages_during_a_ring(mut world: World) -> Result<()> {
     comm.barrier()
 }
 
-/// Asks for more memory than any machine has. Panics unless every rank is told so, and unless the communicator goes
-/// on working and the process holds no more memory files than before.
+/// Asks for more memory than any machine has. Panics unless every rank gets an error, the communicator still works,
+/// and the process holds as many memory files as before.
 ///
 /// # Errors
 /// As the collectives.
@@ -598,7 +527,7 @@ pub fn shortage(mut world: World) -> Result<()> {
         assert!(error.to_string().contains("more than any machine has"), "{error}");
         assert_eq!(memory_files(), before);
         let case = Case {
-            place: Place::Arena,
+            kind: BufferKind::Arena,
             offset: 0,
             dtype: DType::F32,
             op: ReduceOp::Sum,
@@ -611,7 +540,7 @@ pub fn shortage(mut world: World) -> Result<()> {
     comm.barrier()
 }
 
-/// Files without a name that this process has open or mapped. Not to be compared while other threads make some.
+/// Number of memfds that this process has open or mapped. Other threads must not create any meanwhile.
 fn memory_files() -> usize {
     let is_open = |entry: &std::fs::DirEntry| {
         std::fs::read_link(entry.path()).is_ok_and(|target| target.to_string_lossy().contains("memfd:"))

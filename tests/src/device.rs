@@ -1,14 +1,14 @@
-//! What a communicator does to device memory: every operation, element type and reduction, against results that every
-//! order of summation gives exactly.
+//! Collectives on device memory: every operation, element type and reduction, with results that are exact in any
+//! order of summation.
 
 use half::{bf16, f16};
 use mgpu::{DeviceCommunicator, Element, ReduceOp, Result};
 use mgpu_kernels::cuda::{Memory, Stream, View};
 
-/// Nothing, one, less and more than a block.
+/// None, one, less and more than a block.
 const LENGTHS: [usize; 4] = [0, 1, 100, 4097];
 
-/// An element type that has small numbers and their quarters, or cuts the latter off.
+/// An element type with small numbers and quarters; integers truncate the latter.
 pub trait Number: Element {
     /// The number.
     fn of(value: f64) -> Self;
@@ -33,18 +33,18 @@ numbers! {
     u8: |x| x as u8;
 }
 
-/// What `rank` holds at `index`: sums stay exact in every type, and so do products of up to 4 ranks and averages of 1, 2
-/// and 4.
+/// The value of `rank` at `index`. Sums are exact in every type, as are products of up to 4 ranks and averages of 1,
+/// 2 and 4.
 fn value(rank: u32, index: usize) -> f64 {
     1.0 + ((index + rank as usize) % 3) as f64
 }
 
-/// Values of a rank.
+/// The input of a rank.
 pub fn input<T: Number>(rank: u32, len: usize) -> Vec<T> {
     (0..len).map(|index| T::of(value(rank, index))).collect()
 }
 
-/// Values of a reduction.
+/// The result of a reduction.
 pub fn reduced<T: Number>(ranks: u32, len: usize, op: ReduceOp) -> Vec<T> {
     let element = |index| {
         let values = (0..ranks).map(|rank| value(rank, index));
@@ -59,19 +59,19 @@ pub fn reduced<T: Number>(ranks: u32, len: usize, op: ReduceOp) -> Vec<T> {
     (0..len).map(|index| T::of(element(index))).collect()
 }
 
-/// A communicator and a stream to try it on.
-pub struct Bench<'a> {
+/// A communicator and a stream for tests.
+pub struct DeviceTest<'a> {
     /// The communicator.
     pub comm: &'a DeviceCommunicator,
     /// The stream.
     pub stream: &'a Stream,
 }
 
-impl Bench<'_> {
+impl DeviceTest<'_> {
     /// Waits for the stream and compares.
     ///
     /// # Errors
-    /// As the wait.
+    /// If the wait fails.
     pub fn expect<T: Number>(&self, view: View<'_>, expected: &[T], what: &str) -> Result<()> {
         self.comm.wait(self.stream, what)?;
         let found = view.to_vec::<T>(self.stream)?;
@@ -89,7 +89,7 @@ impl Bench<'_> {
     }
 
     fn reductions<T: Number>(&self, len: usize, op: ReduceOp) -> Result<()> {
-        let Bench { comm, stream } = *self;
+        let DeviceTest { comm, stream } = *self;
         let (rank, ranks) = (comm.rank(), comm.size());
         let memory = Memory::from_slice(stream, &input::<T>(rank, len))?;
         comm.all_reduce(stream, memory.view(), op)?;
@@ -120,7 +120,7 @@ impl Bench<'_> {
     }
 
     fn moves<T: Number>(&self, len: usize) -> Result<()> {
-        let Bench { comm, stream } = *self;
+        let DeviceTest { comm, stream } = *self;
         let (rank, ranks) = (comm.rank(), comm.size());
         let shard = Memory::from_slice(stream, &input::<T>(rank, len))?;
         let whole = Memory::zeroed(comm.device(), T::DTYPE, len * ranks as usize)?;
@@ -141,7 +141,7 @@ impl Bench<'_> {
         if ranks > 1 {
             let (left, right) = ((rank + ranks - 1) % ranks, (rank + 1) % ranks);
             let from_left = Memory::zeroed(comm.device(), T::DTYPE, len)?;
-            // Around the ring all at once: only a group does not wait for itself.
+            // A ring of sends and receives needs a group, or each rank would wait for itself.
             comm.group(|group| {
                 group.send(stream, shard.view(), right)?;
                 group.recv(stream, from_left.view(), left)
@@ -179,12 +179,12 @@ impl Bench<'_> {
         self.element::<u8>()
     }
 
-    /// Several collectives that begin together, on two streams.
+    /// Several collectives in one group, on two streams.
     ///
     /// # Errors
     /// As the operations.
     pub fn groups(&self) -> Result<()> {
-        let Bench { comm, stream } = *self;
+        let DeviceTest { comm, stream } = *self;
         let (rank, ranks) = (comm.rank(), comm.size());
         let other = Stream::new(comm.device())?;
         let sum = Memory::from_slice(stream, &input::<f32>(rank, 1000))?;
@@ -196,7 +196,7 @@ impl Bench<'_> {
         self.expect(sum.view(), &reduced::<f32>(ranks, 1000, ReduceOp::Sum), "the first of a group")?;
         comm.wait(&other, "the second of a group")?;
         self.expect(largest.view(), &reduced::<i64>(ranks, 10, ReduceOp::Max), "the second of a group")?;
-        // What does not go together is told, and the rest of the group is not begun.
+        // An incompatible call is an error, and the rest of the group is not started.
         let refused = comm.group(|group| {
             group.all_reduce(stream, sum.view(), ReduceOp::Sum)?;
             group.all_gather(stream, sum.view(), largest.view())

@@ -1,10 +1,10 @@
-//! A GPU that is none: NVIDIA's libraries as one shared object made from `tests/gpu`, for machines without one.
+//! A fake GPU for machines without one: NVIDIA's libraries as one shared object, built from `tests/gpu`.
 //!
-//! The object is the driver, NVRTC, NCCL and whatever other `tests/gpu/fake_*.cpp` there are, together with the project's
-//! kernels, which `tests/gpu/shim.h` lets a C++ compiler read. It is built on first use, into the target folder, under
-//! a name made from all of its inputs, and lies there beneath each name by which one of the libraries is asked for:
-//! a program finds it with [`command`]. What such a program prints bears the device's name,
-//! `FAKE GPU (tests only)`, and says nothing about a GPU's speed.
+//! The object contains the driver, NVRTC, NCCL and the other `tests/gpu/fake_*.cpp`, together with the project's
+//! kernels, which a C++ compiler reads with `tests/gpu/shim.h`. It is built on first use in the target folder, under
+//! a name derived from all of its inputs, with a symbolic link for each library name. [`command`] makes a program
+//! find it. Its output contains the device's name, `FAKE GPU (tests only)`, and says nothing about the speed of a
+//! GPU.
 
 use std::collections::BTreeMap;
 use std::env;
@@ -17,10 +17,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock};
 use std::thread;
 
-/// The object's own name.
+/// File name of the object.
 const OBJECT: &str = "libmgpu_fake_gpu.so";
 
-/// What the loader is asked for, by the project and by cudarc.
+/// The names that the project and cudarc pass to the loader.
 const NAMES: [&str; 12] = [
     "libcuda.so",
     "libcuda.so.1",
@@ -36,9 +36,9 @@ const NAMES: [&str; 12] = [
     "libcublasLt.so.13",
 ];
 
-/// Contraction into fused multiply-adds is off because it would depend on the machine: a GPU contracts, baseline
-/// x86-64 cannot, and what a kernel's author wants fused is written `fmaf`. So a kernel's result here is the same
-/// everywhere, and comparisons with the CPU's kernels need the same tolerance as on a GPU or less.
+/// Contraction into fused multiply-adds is off, because it would depend on the machine: GPUs contract, baseline
+/// x86-64 cannot, and kernels write `fmaf` where they need fusing. So a kernel's result is the same on every machine,
+/// and comparisons with the CPU's kernels need at most the tolerance of a GPU.
 const FLAGS: [&str; 9] = [
     "-std=c++20",
     "-O2",
@@ -51,10 +51,10 @@ const FLAGS: [&str; 9] = [
     "-DMGPU_SHIM",
 ];
 
-/// The folder in which the libraries lie, built first if need be.
+/// The folder of the libraries; builds them if needed.
 ///
 /// # Panics
-/// If there is no C++ compiler, or it finds a mistake.
+/// If there is no C++ compiler, or compilation fails.
 pub fn folder() -> PathBuf {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| Inputs::collect().build()).clone()
@@ -68,8 +68,8 @@ pub fn selftest() -> PathBuf {
     folder().join("selftest")
 }
 
-/// [`process::command`](crate::process::command), with the fakes in place of NVIDIA's libraries, and with a cache of
-/// compiled kernels that no real GPU shares.
+/// [`process::command`](crate::process::command) with the fakes instead of NVIDIA's libraries, and with a separate
+/// cache of compiled kernels.
 pub fn command(program: impl AsRef<Path>) -> Command {
     let folder = folder();
     let mut command = crate::process::command(program);
@@ -79,8 +79,8 @@ pub fn command(program: impl AsRef<Path>) -> Command {
         path.push(others);
     }
     command.env("LD_LIBRARY_PATH", path).env("MGPU_CACHE_DIR", folder.join("kernels"));
-    // Everything by which the real libraries, or only some of the devices, would be chosen, and what the fakes are told:
-    // only the order of threads and the slowness of streams may be asked for of a whole suite.
+    // Removes everything that selects real libraries or devices, and all settings of the fakes. Only the order of
+    // threads and the delay of streams may be set for a whole suite.
     let kept = ["FAKE_GPU_ORDER", "FAKE_GPU_SEED", "FAKE_GPU_DELAY_US"];
     let others = ["CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "VIRTUAL_ENV"];
     let foreign = |name: &str| {
@@ -95,7 +95,7 @@ pub fn command(program: impl AsRef<Path>) -> Command {
     command
 }
 
-/// A `launcher` of `ranks` ranks, with a fake GPU for each.
+/// A `launcher` of `ranks` ranks, with one fake GPU each.
 ///
 /// # Panics
 /// As [`folder`].
@@ -106,14 +106,14 @@ pub fn launched(launcher: impl AsRef<Path>, ranks: u32) -> Command {
     launcher
 }
 
-/// Everything the object is made from.
+/// The inputs of the object.
 struct Inputs {
-    /// What is compiled, by the name of its object file: a few lines that include the file itself, with a number in a
-    /// comment for each of its inputs.
+    /// The sources by the name of their object file: a few lines that include the file itself, with hashes of its
+    /// inputs in a comment.
     sources: BTreeMap<String, String>,
     flags: Vec<OsString>,
     compiler: OsString,
-    /// The parts of the fakes' own test, which is no part of the object.
+    /// The sources of the fakes' own test, which are not part of the object.
     selftest: Vec<PathBuf>,
 }
 
@@ -127,7 +127,7 @@ impl Inputs {
         walk(&kernels, &mut files);
         files.sort();
 
-        // What each kind of source may include, as a number: a change of the fakes leaves the kernels' objects alone.
+        // Hash of the headers that each kind of source may include: changing a fake does not rebuild the kernels.
         let headers = |wanted: &dyn Fn(&str) -> bool| {
             let name = |file: &&PathBuf| file.file_name().is_some_and(|name| wanted(&name.to_string_lossy()));
             hash(&files.iter().filter(name).map(|file| read(file)).collect::<String>())
@@ -155,14 +155,14 @@ impl Inputs {
         let mut flags: Vec<OsString> = FLAGS.iter().map(OsString::from).collect();
         #[cfg(target_arch = "x86_64")]
         if std::is_x86_feature_detected!("avx2") && std::is_x86_feature_detected!("fma") {
-            // For `fmaf` in one instruction instead of a call.
+            // So that `fmaf` is one instruction instead of a call.
             flags.extend(["-mavx2", "-mfma"].map(OsString::from));
         }
         let compiler = env::var_os("CXX").unwrap_or_else(|| "g++".into());
         Self { sources, flags, compiler, selftest }
     }
 
-    /// The folder for these inputs, found or made. Processes that want it at once wait for the one that makes it.
+    /// The folder for these inputs, built if needed. Other processes wait for the one that builds it.
     fn build(&self) -> PathBuf {
         let root = target().join("fake-gpu");
         let objects = root.join("objects");
@@ -196,7 +196,7 @@ impl Inputs {
         objects.join(format!("{name}-{:016x}.o", self.key(text)))
     }
 
-    /// Compiles what no earlier build has left behind, on all cores.
+    /// Compiles everything that no earlier build has compiled, on all cores.
     fn compile(&self, objects: &Path, building: &Path) {
         let sources: Vec<_> = self.sources.iter().collect();
         let (next, failures) = (AtomicUsize::new(0), Mutex::new(String::new()));
@@ -252,8 +252,8 @@ impl Inputs {
     }
 }
 
-/// The C++ file made of one `.cu` file. Its own namespace keeps apart what several sources give the same name; entry
-/// points are `extern "C"` and known by name everywhere.
+/// The C++ file for one `.cu` file. Its own namespace separates equal names of several sources; entry points are
+/// `extern "C"` and globally known by name.
 fn wrap(name: &str, file: &Path, shim: &Path, device: &Path) -> String {
     let text = read(file);
     let mut wrapper = format!(
@@ -268,7 +268,7 @@ fn wrap(name: &str, file: &Path, shim: &Path, device: &Path) -> String {
     wrapper + "}\n"
 }
 
-/// The entry points of a source, each with the most threads a block of it may have.
+/// The entry points of a source, with the maximum number of threads per block.
 fn entry_points(source: &str) -> BTreeMap<String, String> {
     let mut found = BTreeMap::new();
     let mut in_macro = false;
@@ -294,7 +294,7 @@ fn entry_points(source: &str) -> BTreeMap<String, String> {
     found
 }
 
-/// What comes before the parenthesis that closes one opened earlier.
+/// The text before the parenthesis that closes one opened earlier.
 fn up_to_closing(text: &str) -> &str {
     let mut depth = 0;
     for (at, character) in text.char_indices() {
@@ -308,14 +308,14 @@ fn up_to_closing(text: &str) -> &str {
     text
 }
 
-/// Where cargo puts what this test belongs to: the folder that cargo marks as a cache.
+/// Cargo's target folder of this test: the one marked as a cache.
 fn target() -> PathBuf {
     let program = env::current_exe().expect("a test knows its own file");
     let marked = program.ancestors().find(|folder| folder.join("CACHEDIR.TAG").exists());
     marked.map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../target"), Path::to_path_buf)
 }
 
-/// A name for a file that is one in C++ too: its path in the workspace.
+/// An identifier for a file that is valid in C++: its path in the workspace.
 fn object_name(file: &Path, workspace: &Path) -> String {
     let path = file.strip_prefix(workspace).unwrap_or(file).with_extension("");
     let letter = |letter: char| if letter.is_ascii_alphanumeric() { letter } else { '_' };

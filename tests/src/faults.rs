@@ -1,36 +1,43 @@
-//! The axes of the fault matrix: how the payload of an all-reduce travels, and what a rank may do wrong in it.
+//! The axes of the fault matrix: the path of an all-reduce's payload, and the faults of a rank in it.
 
 use mgpu::Algorithm;
 
-/// An all-reduce of f32 whose payload travels in a certain way.
+/// An f32 all-reduce whose payload takes a given path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Way {
+pub struct PayloadPath {
     /// The name on the command line of `t-misbehave`.
     pub name: &'static str,
     /// Elements.
     pub len: usize,
-    /// In an arena, rather than in private memory.
+    /// In an arena instead of private memory.
     pub in_arena: bool,
-    /// What the communicator is told to use.
+    /// The algorithm set on the communicator.
     pub algorithm: Algorithm,
-    /// What it calls the path in its errors.
+    /// The name of the path in errors.
     pub path: &'static str,
-    /// Its path for other collectives than the all-reduce, which choose none by algorithm.
+    /// The path of other collectives, which do not depend on the algorithm.
     pub usual_path: &'static str,
 }
 
-const AUTO: Way =
-    Way { name: "", len: 0, in_arena: true, algorithm: Algorithm::Auto, path: "", usual_path: "" };
+const AUTO: PayloadPath =
+    PayloadPath { name: "", len: 0, in_arena: true, algorithm: Algorithm::Auto, path: "", usual_path: "" };
 
-/// All ways.
-pub const WAYS: [Way; 6] = [
-    Way { name: "inline", len: 1, path: "inline", usual_path: "inline", ..AUTO },
-    Way { name: "eager", len: 150, path: "eager", usual_path: "eager", ..AUTO },
-    Way { name: "private", len: 2048, in_arena: false, path: "eager", usual_path: "eager", ..AUTO },
-    Way { name: "direct", len: 1 << 18, path: "direct", usual_path: "direct", ..AUTO },
+/// All payload paths.
+pub const PAYLOAD_PATHS: [PayloadPath; 6] = [
+    PayloadPath { name: "inline", len: 1, path: "inline", usual_path: "inline", ..AUTO },
+    PayloadPath { name: "eager", len: 150, path: "eager", usual_path: "eager", ..AUTO },
+    PayloadPath { name: "private", len: 2048, in_arena: false, path: "eager", usual_path: "eager", ..AUTO },
+    PayloadPath { name: "direct", len: 1 << 18, path: "direct", usual_path: "direct", ..AUTO },
     // Four chunks.
-    Way { name: "staged", len: 1 << 18, in_arena: false, path: "staged", usual_path: "staged", ..AUTO },
-    Way {
+    PayloadPath {
+        name: "staged",
+        len: 1 << 18,
+        in_arena: false,
+        path: "staged",
+        usual_path: "staged",
+        ..AUTO
+    },
+    PayloadPath {
         name: "ring",
         len: 1 << 18,
         algorithm: Algorithm::Ring,
@@ -40,13 +47,13 @@ pub const WAYS: [Way; 6] = [
     },
 ];
 
-impl Way {
-    /// The way of this name.
-    pub fn named(name: &str) -> Option<Way> {
-        WAYS.into_iter().find(|way| way.name == name)
+impl PayloadPath {
+    /// The payload path of this name.
+    pub fn named(name: &str) -> Option<PayloadPath> {
+        PAYLOAD_PATHS.into_iter().find(|payload| payload.name == name)
     }
 
-    /// Another algorithm than the way's.
+    /// An algorithm other than this one's.
     pub fn other_algorithm(&self) -> Algorithm {
         if self.algorithm == Algorithm::Ring { Algorithm::Direct } else { Algorithm::Ring }
     }

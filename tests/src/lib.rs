@@ -1,7 +1,7 @@
-//! What the suites share: bodies that run in threads and in processes alike, and programs under supervision.
+//! Shared code of the test suites: test bodies for threads and processes, and supervised programs.
 //!
-//! The programs under test are built as binaries of this package (`t-mgpurun`, `t-train_mnist`, …), each nothing
-//! but the real one's `main`: cargo tells a test where the binaries of its own package are, and of no other.
+//! The programs under test are binaries of this package (`t-mgpurun`, `t-train_mnist`, …) that only call the real
+//! `main`, because cargo gives tests the paths of binaries of their own package only.
 #![forbid(unsafe_code)]
 
 pub mod checkpoints;

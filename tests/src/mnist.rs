@@ -1,12 +1,12 @@
-//! A small data set in the form of MNIST's files.
+//! A small data set in MNIST's file format.
 
 use std::fs;
 use std::path::Path;
 
-/// Images to train on.
+/// Number of training images.
 pub const TRAIN: u32 = 64;
 
-/// Writes the four files into `folder`: 64 images to train on, 16 to test with.
+/// Writes the four files to `folder`: 64 training images and 16 test images.
 ///
 /// # Panics
 /// If they cannot be written.

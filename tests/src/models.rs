@@ -1,9 +1,9 @@
-//! Small models for a [`DataParallel`], whose gradients are formulas, and all ways to optimize them.
+//! Small models for a [`DataParallel`] with gradients from formulas, and all optimizer configurations.
 
 use mgpu::optimizer::{Adam, AdamW, OptimizerConfig, RmsProp, Rule, Sgd};
 use mgpu::{DataParallel, DataParallelConfig, Layout, Result, World};
 
-/// Tensors of these shapes, named by their numbers.
+/// Tensors of these shapes, named by index.
 pub fn layout(shapes: &[&[usize]]) -> Layout {
     let mut layout = Layout::new();
     for (index, shape) in shapes.iter().enumerate() {
@@ -12,7 +12,7 @@ pub fn layout(shapes: &[&[usize]]) -> Layout {
     layout
 }
 
-/// Every rule in every form, with and without what goes with it.
+/// Every update rule with and without its options.
 pub fn optimizers() -> Vec<OptimizerConfig> {
     let sgd = Sgd { lr: 0.1, weight_decay: 0.1, ..Sgd::default() };
     let momentum = Sgd { momentum: 0.9, nesterov: true, ..sgd };
@@ -31,7 +31,7 @@ pub fn optimizers() -> Vec<OptimizerConfig> {
     ]
 }
 
-/// A model with the tensors of `layout`, the same on all ranks.
+/// A model with the tensors of `layout`, equal on all ranks.
 ///
 /// # Errors
 /// As [`DataParallel::with_config`].
@@ -40,21 +40,21 @@ pub fn model(world: &mut World, layout: &Layout, config: DataParallelConfig) -> 
     DataParallel::with_config(world.communicator()?, layout.clone(), parameters, config)
 }
 
-/// What is the same on all ranks after a training.
+/// The results of a training, equal on all ranks.
 #[derive(Debug, PartialEq)]
 pub struct Outcome {
     /// The parameters.
     pub weights: Vec<f32>,
     /// Their moving average, if there is one.
     pub average: Option<Vec<f32>>,
-    /// The last step's gradient of each tensor.
+    /// The gradient of each tensor in the last step.
     pub gradients: Vec<Vec<f32>>,
 }
 
-/// What a training has come to. Collective.
+/// The results of a training. Collective.
 ///
 /// # Errors
-/// If the ranks' weights differ, or as the communicator's.
+/// If the ranks' weights differ; errors of the communicator.
 pub fn outcome(model: &mut DataParallel) -> Result<Outcome> {
     model.verify()?;
     let average = model.averaged_parameters()?;

@@ -1,4 +1,4 @@
-//! Programs under supervision: started, bounded in time, their output collected.
+//! Supervised programs: started, with a time limit, their output collected.
 
 use std::io::Read;
 use std::path::Path;
@@ -6,10 +6,10 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-/// No test program takes as long unless it hangs.
+/// No test program takes this long unless it hangs.
 const LIMIT: Duration = Duration::from_secs(240);
 
-/// What a program left behind.
+/// The results of a program.
 #[derive(Debug)]
 pub struct Finished {
     /// Exit code, `None` if a signal ended it.
@@ -30,17 +30,17 @@ impl Finished {
         serde_json::from_str(line).unwrap_or_else(|error| panic!("{error} in {self:#?}"))
     }
 
-    /// The checksum of the weights that a training printed.
+    /// The weights checksum printed by a training.
     ///
     /// # Panics
-    /// If it failed, or printed none.
+    /// If the training failed or printed none.
     #[track_caller]
     pub fn weights(&self) -> String {
         assert_eq!(self.code, Some(0), "{self:#?}");
         self.json()["weights"].as_str().expect("a checksum of the weights").to_owned()
     }
 
-    /// Asserts the exit code, and that each of `texts` is somewhere in the output.
+    /// Asserts the exit code, and that each of `texts` occurs in the output.
     ///
     /// # Panics
     /// If not.
@@ -54,7 +54,7 @@ impl Finished {
     }
 }
 
-/// What this process would say about itself if it were a rank, by each launcher, and its data folder.
+/// Environment variables of a rank under any of the launchers, and of its data folder.
 const OWN: [&str; 11] = [
     "RANK",
     "WORLD_SIZE",
@@ -69,7 +69,7 @@ const OWN: [&str; 11] = [
     "SLURM_STEP_ID",
 ];
 
-/// A command without this process's own rank variables and data folders.
+/// A command without rank variables and data folders of this process.
 pub fn command(program: impl AsRef<Path>) -> Command {
     let mut command = Command::new(program.as_ref());
     for name in OWN {
@@ -79,7 +79,7 @@ pub fn command(program: impl AsRef<Path>) -> Command {
     command
 }
 
-/// A program of this package, and the launcher: where cargo put them only a test is told.
+/// A program of this package and the launcher, whose paths only tests know.
 #[derive(Debug, Clone, Copy)]
 pub struct Program {
     /// The launcher.
@@ -94,12 +94,12 @@ impl Program {
         command(self.path)
     }
 
-    /// The program as ranks of the launcher, their lines as they are.
+    /// The program as ranks of the launcher, without prefixes.
     pub fn launched(self, ranks: u32) -> Command {
         self.launched_with(ranks, &[])
     }
 
-    /// The same, with further options of the launcher.
+    /// The same, with additional launcher options.
     pub fn launched_with(self, ranks: u32, options: &[&str]) -> Command {
         let mut launcher = command(self.launcher);
         launcher.args(["-n", &ranks.to_string(), "--no-prefix"]).args(options).arg(self.path);
@@ -107,8 +107,9 @@ impl Program {
     }
 }
 
-/// Has a program run with a file system of `size` in the folder `disk`, in which `prepare` is run before. What is there in the end,
-/// with the first line of each file, is printed as lines `on the disk: …`. The file system is the program's alone, and gone with it.
+/// Runs a program with a private file system of `size` mounted at `disk`, after running `prepare` in it. Finally
+/// prints a line `on the disk: …` for each file there, with its first line. The file system disappears with the
+/// program.
 pub fn on_a_small_disk(disk: &Path, size: &str, prepare: &str, program: impl AsRef<Path>) -> Command {
     let script = format!(
         r#"cd "$0" && mount -t tmpfs -o size={size} none . && cd . && cd "$0" || {{ echo no small disk >&2; exit 99; }}
@@ -121,8 +122,8 @@ pub fn on_a_small_disk(disk: &Path, size: &str, prepare: &str, program: impl AsR
     command
 }
 
-/// Whether this environment lets nobody mount a file system, which is said.
-pub fn has_no_small_disk(finished: &Finished) -> bool {
+/// Whether mounting is forbidden here; prints that the test is skipped.
+pub fn mounting_is_forbidden(finished: &Finished) -> bool {
     let none = finished.code == Some(99) || finished.stderr.starts_with("unshare: ");
     if none {
         eprintln!("skipped: this environment forbids mounting: {}", finished.stderr);
@@ -133,7 +134,7 @@ pub fn has_no_small_disk(finished: &Finished) -> bool {
 /// Runs a command to its end.
 ///
 /// # Panics
-/// If it cannot be started, or runs past any reasonable time (it is killed then).
+/// If it cannot be started, or exceeds the time limit (then it is killed).
 #[track_caller]
 pub fn run(command: &mut Command) -> Finished {
     let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
@@ -144,7 +145,7 @@ pub fn run(command: &mut Command) -> Finished {
 /// Waits for a child whose output is piped.
 ///
 /// # Panics
-/// If it runs past any reasonable time (it is killed then).
+/// If it exceeds the time limit (then it is killed).
 #[track_caller]
 pub fn finish(child: &mut Child) -> Finished {
     let stdout = collect(child.stdout.take().expect("a piped standard output"));
@@ -161,7 +162,7 @@ pub fn finish(child: &mut Child) -> Finished {
 /// Waits until `condition` holds.
 ///
 /// # Panics
-/// If it does not for longer than any test program should take.
+/// If it does not hold within the time limit.
 #[track_caller]
 pub fn until(mut condition: impl FnMut() -> bool) {
     let started = Instant::now();
@@ -171,7 +172,7 @@ pub fn until(mut condition: impl FnMut() -> bool) {
     }
 }
 
-/// The processes that have `mark` in their environment: what a run has left behind. Zombies do not count.
+/// The processes with `mark` in their environment: the leftover processes of a run. Zombies do not count.
 pub fn survivors(mark: &str) -> Vec<u32> {
     let entries = std::fs::read_dir("/proc").expect("/proc can be read").flatten();
     let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());

@@ -2,10 +2,10 @@
 
 use mgpu::World;
 
-/// Runs `body` on every rank of a world of `size` threads and returns what each rank returned, in rank order.
+/// Runs `body` on every rank of a world of `size` threads. Returns the results in rank order.
 ///
 /// # Panics
-/// If the world cannot be made, or a rank panics.
+/// If the world cannot be created, or a rank panics.
 pub fn run<R: Send>(size: u32, body: impl Fn(World) -> R + Sync) -> Vec<R> {
     let worlds = World::threads(size).expect("a world of threads");
     std::thread::scope(|scope| {

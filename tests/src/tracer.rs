@@ -1,7 +1,7 @@
-//! Programs that are stopped at every system call, before it and after it, by ptrace.
+//! Stops programs before and after every system call, by ptrace.
 //!
-//! The tracer is a thread: everything here happens on the one that calls, and it waits for its own children only, so that tests
-//! side by side do not take each other's.
+//! The calling thread is the tracer and waits only for its own children, so tests in parallel do not disturb each
+//! other.
 
 use std::fs::{self, File};
 use std::io;
@@ -18,33 +18,33 @@ use nix::unistd::Pid;
 
 /// A thread that is stopped at a system call.
 #[derive(Debug)]
-pub struct Stop {
-    /// Which thread of the program, from 0, in the order in which they were seen.
+pub struct SyscallStop {
+    /// Index of the program's thread, from 0, in the order in which threads appeared.
     pub thread: usize,
-    /// How many stops this thread has had before.
+    /// Number of earlier stops of this thread.
     pub index: usize,
-    /// Before the call, or after it.
+    /// True before the call, false after it.
     pub before: bool,
     /// The call's number.
     pub call: c_long,
     tid: Pid,
     arguments: [u64; 4],
-    /// What it has returned, after it.
+    /// Return value, after the call.
     result: i64,
 }
 
-impl Stop {
-    /// Whether the call has succeeded, after it.
+impl SyscallStop {
+    /// Whether the call succeeded, after it.
     pub fn succeeded(&self) -> bool {
         self.result >= 0
     }
 
-    /// The call's argument number `index`, from 0 to 3.
+    /// Argument `index` of the call, from 0 to 3.
     pub fn argument(&self, index: usize) -> u64 {
         self.arguments[index]
     }
 
-    /// The path that argument `index` points to, relative to the folder that argument `folder` is a descriptor of.
+    /// The path in argument `index`, relative to the folder whose descriptor is argument `folder`.
     pub fn path(&self, folder: Option<usize>, index: usize) -> PathBuf {
         let path = self.text(self.argument(index)).unwrap_or_else(|error| panic!("{self:?}: {error}"));
         match folder.map(|folder| self.argument(folder) as i32) {
@@ -53,7 +53,7 @@ impl Stop {
         }
     }
 
-    /// What the descriptor in argument `index` is open for.
+    /// The file of the descriptor in argument `index`.
     pub fn file(&self, index: usize) -> PathBuf {
         self.linked(self.argument(index) as i32)
     }
@@ -62,7 +62,7 @@ impl Stop {
         fs::read_link(format!("/proc/{}/fd/{descriptor}", self.tid)).unwrap_or_default()
     }
 
-    /// The text that ends with a zero byte at `address`.
+    /// The zero-terminated string at `address`.
     fn text(&self, address: u64) -> io::Result<PathBuf> {
         let memory = File::open(format!("/proc/{}/mem", self.tid))?;
         let mut text = Vec::new();
@@ -78,26 +78,26 @@ impl Stop {
     }
 }
 
-/// What to do with a stopped program.
+/// What happens to a stopped program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Then {
-    /// Let it go on.
-    GoOn,
-    /// End it by SIGKILL, where it is.
+pub enum Action {
+    /// It continues.
+    Continue,
+    /// It is killed by SIGKILL at this point.
     Kill,
 }
 
 /// How a program ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ended {
-    /// By itself, with this exit code.
+pub enum ProgramEnd {
+    /// With this exit code.
     Exited(i32),
     /// By this signal.
     Killed(Signal),
 }
 
-/// Runs `program`, which waits for the end of its standard input first, and stops it at every system call of all its threads
-/// between two calls of `marker` on its first one.
+/// Runs `program`, which first waits for the end of its standard input, and stops it at every system call of all its
+/// threads between two calls of `marker` on its first thread.
 ///
 /// # Errors
 /// `EPERM` where tracing is forbidden.
@@ -108,8 +108,8 @@ pub enum Ended {
 pub fn trace(
     program: &mut Command,
     marker: c_long,
-    mut at: impl FnMut(&Stop) -> Then,
-) -> Result<Ended, Errno> {
+    mut at: impl FnMut(&SyscallStop) -> Action,
+) -> Result<ProgramEnd, Errno> {
     let mut child = program.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().expect("the program starts");
     let pid = Pid::from_raw(child.id() as i32);
     let options = Options::PTRACE_O_TRACESYSGOOD | Options::PTRACE_O_TRACECLONE | Options::PTRACE_O_EXITKILL;
@@ -126,8 +126,8 @@ pub fn trace(
     loop {
         let status = waitpid(None, Some(WaitPidFlag::__WALL | WaitPidFlag::__WNOTHREAD))?;
         let (tid, signal) = match status {
-            WaitStatus::Exited(tid, code) if tid == pid => return Ok(Ended::Exited(code)),
-            WaitStatus::Signaled(tid, signal, _) if tid == pid => return Ok(Ended::Killed(signal)),
+            WaitStatus::Exited(tid, code) if tid == pid => return Ok(ProgramEnd::Exited(code)),
+            WaitStatus::Signaled(tid, signal, _) if tid == pid => return Ok(ProgramEnd::Killed(signal)),
             WaitStatus::PtraceSyscall(tid) => {
                 let mut stop = stopped(tid)?;
                 if stop.call == marker && tid == pid {
@@ -140,21 +140,21 @@ pub fn trace(
                     });
                     let (_, seen, arguments) = &mut threads[stop.thread];
                     (stop.index, *seen) = (*seen, *seen + 1);
-                    // Some processors return the result in the place of an argument.
+                    // Some processors return the result in the register of an argument.
                     match stop.before {
                         true => *arguments = stop.arguments,
                         false => stop.arguments = *arguments,
                     }
-                    if at(&stop) == Then::Kill {
+                    if at(&stop) == Action::Kill {
                         kill(pid, Signal::SIGKILL)?;
                         continue;
                     }
                 }
                 (tid, None)
             }
-            // The stop that was asked for, a thread that begins, one that has begun another.
+            // The requested stop, a new thread, or the creation of a thread.
             WaitStatus::PtraceEvent(tid, ..) => {
-                // Under control, so it may begin.
+                // The tracer is attached, so the program may start.
                 drop(input.take());
                 (tid, None)
             }
@@ -162,20 +162,20 @@ pub fn trace(
             _ => continue,
         };
         match ptrace::syscall(tid, signal) {
-            // It has been killed meanwhile, and will be told of.
+            // Killed meanwhile; waitpid will report it.
             Ok(()) | Err(Errno::ESRCH) => {}
             Err(error) => return Err(error),
         }
     }
 }
 
-fn stopped(tid: Pid) -> Result<Stop, Errno> {
+fn stopped(tid: Pid) -> Result<SyscallStop, Errno> {
     let (call, arguments, result) = system_call(&ptrace::getregs(tid)?);
     let before = ptrace::syscall_info(tid)?.op == libc::PTRACE_SYSCALL_INFO_ENTRY;
-    Ok(Stop { thread: 0, index: 0, before, call, tid, arguments, result })
+    Ok(SyscallStop { thread: 0, index: 0, before, call, tid, arguments, result })
 }
 
-/// The number of a thread's system call, its first arguments and its result, by the kernel's convention for the processor.
+/// The number, first arguments and result of a thread's system call, in the calling convention of the processor.
 #[cfg(target_arch = "x86_64")]
 fn system_call(registers: &user_regs_struct) -> (c_long, [u64; 4], i64) {
     let user_regs_struct { orig_rax, rdi, rsi, rdx, r10, rax, .. } = *registers;

@@ -1,7 +1,7 @@
-//! A writer of checkpoints is killed at every system call of a write, before it and after it: nothing is ever lost.
+//! A checkpoint writer killed before or after any system call of a write loses no checkpoint.
 //!
-//! The killed process takes nothing of the page cache with it, as a power failure would; that files are flushed before they are
-//! relied on is read off the recorded system calls.
+//! A killed process does not lose the page cache, as a power failure would. So the recorded system calls are checked
+//! for flushes before every dependency.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -10,22 +10,22 @@ use std::path::{Path, PathBuf};
 use mgpu::checkpoint::{self, Checkpoint, Writer};
 use mgpu_tests::checkpoints::{identify, snapshot};
 use mgpu_tests::process::command;
-use mgpu_tests::tracer::{Ended, Stop, Then, trace};
+use mgpu_tests::tracer::{Action, ProgramEnd, SyscallStop, trace};
 use nix::errno::Errno;
 use nix::libc;
 use nix::sys::signal::Signal;
 
-/// What is in the folder, and what is written then.
+/// The contents of the folder, and what is written.
 struct Scenario {
     name: &'static str,
-    /// Steps of the checkpoints that are there, all of run 1.
+    /// Steps of the existing checkpoints, all of run 1.
     there: &'static [u64],
-    /// Whether killed writers have left something.
+    /// Whether killed writers have left files.
     leftovers: bool,
-    /// Whether somebody has put notes into an old checkpoint.
+    /// Whether an old checkpoint contains foreign notes.
     notes: bool,
     keep: usize,
-    /// The step that is written, of run 2.
+    /// The step to write, of run 2.
     step: u64,
 }
 
@@ -37,11 +37,11 @@ const SCENARIOS: [Scenario; 5] = [
     Scenario { name: "one with notes goes", there: &[10], leftovers: false, notes: true, keep: 1, step: 20 },
 ];
 
-/// What somebody has put into the checkpoint after 10 steps.
+/// A foreign file in the checkpoint after 10 steps.
 const NOTES: &str = "step-00000010/notes";
 
 impl Scenario {
-    /// A folder to write into, in `parent`.
+    /// Creates a folder to write to, in `parent`.
     fn prepare(&self, parent: &Path) -> PathBuf {
         let folder = parent.join("on/the/way");
         if !self.there.is_empty() {
@@ -61,7 +61,7 @@ impl Scenario {
         folder
     }
 
-    /// What a killed writer leaves of a checkpoint, which lacks a file. Returns where.
+    /// Creates the remains of a killed writer: a checkpoint without one of its files. Returns its path.
     fn leave(&self, folder: &Path, step: u64, suffix: &str, lacks: &str) -> PathBuf {
         let other = tempfile::tempdir().unwrap();
         let mut writer = Writer::new(other.path(), 1).unwrap();
@@ -72,14 +72,14 @@ impl Scenario {
         left
     }
 
-    /// Runs the program that writes.
-    fn write(&self, folder: &Path, at: impl FnMut(&Stop) -> Then) -> Result<Ended, Errno> {
+    /// Runs the writing program.
+    fn write(&self, folder: &Path, at: impl FnMut(&SyscallStop) -> Action) -> Result<ProgramEnd, Errno> {
         let mut program = command(env!("CARGO_BIN_EXE_t-checkpoint"));
         program.arg(folder).args([self.keep as u64, self.step, 2].map(|number| number.to_string()));
         trace(&mut program, libc::SYS_getppid, at)
     }
 
-    /// What must hold whenever the writer was killed. Returns whether the new checkpoint is there.
+    /// Checks the invariants after a kill. Returns whether the new checkpoint exists.
     fn check(&self, folder: &Path) -> bool {
         let found = checkpoint::find(folder).unwrap();
         let Some(found) = found else {
@@ -87,7 +87,7 @@ impl Scenario {
             return false;
         };
         assert!(found.damaged.is_empty(), "{:?}", found.damaged);
-        // Not only the newest one: whatever has a name is whole.
+        // Every checkpoint with a final name must be complete, not only the newest.
         for name in self.checkpoints(folder).iter().filter(|name| name.starts_with("step-")) {
             let checkpoint = Checkpoint::open(folder.join(name)).unwrap();
             checkpoint.verify().unwrap();
@@ -99,7 +99,7 @@ impl Scenario {
         newest == (self.step, 2)
     }
 
-    /// All names in the folder, without that of a folder in which nothing but notes is left.
+    /// All names in the folder, except a folder with nothing but notes.
     fn checkpoints(&self, folder: &Path) -> BTreeSet<String> {
         let mut names = names(folder);
         if self.notes && self::names(&folder.join("step-00000010")).iter().all(|name| name == "notes") {
@@ -108,7 +108,7 @@ impl Scenario {
         names
     }
 
-    /// The next run writes as if nothing had happened.
+    /// The next run writes normally.
     fn go_on(&self, folder: &Path, new: bool) {
         let mut writer = Writer::new(folder, self.keep).unwrap();
         writer.save(snapshot(40, 3)).unwrap();
@@ -122,7 +122,7 @@ impl Scenario {
     }
 }
 
-/// Copies a folder, if it is there.
+/// Copies a folder if it exists.
 fn copy(from: &Path, to: &Path) {
     for entry in fs::read_dir(from).into_iter().flatten() {
         let from = entry.unwrap().path();
@@ -136,13 +136,13 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// Nothing, where there is no such folder.
+/// Empty if there is no such folder.
 fn names(folder: &Path) -> BTreeSet<String> {
     let entries = fs::read_dir(folder).into_iter().flatten();
     entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
 }
 
-/// Whether tracing is forbidden here, which is said.
+/// Whether tracing is forbidden here; prints that the test is skipped.
 fn forbidden<T>(result: &Result<T, Errno>) -> bool {
     let forbidden = matches!(result, Err(Errno::EPERM));
     if forbidden {
@@ -152,22 +152,22 @@ fn forbidden<T>(result: &Result<T, Errno>) -> bool {
 }
 
 #[test]
-fn killed_at_any_system_call_nothing_is_lost() {
+fn a_writer_killed_at_any_system_call_loses_no_checkpoint() {
     for scenario in &SCENARIOS {
-        // How many stops each thread has, when nothing happens.
+        // The number of stops of each thread without a kill.
         let mut stops = [0; 2];
         let parent = tempfile::tempdir().unwrap();
         let folder = scenario.prepare(parent.path());
         let ended = scenario.write(&folder, |stop| {
             stops[stop.thread] = stop.index + 1;
-            Then::GoOn
+            Action::Continue
         });
         if forbidden(&ended) {
             return;
         }
-        assert_eq!(ended, Ok(Ended::Exited(0)));
+        assert_eq!(ended, Ok(ProgramEnd::Exited(0)));
         assert!(scenario.check(&folder));
-        // Made once: to bring it to the disk takes most of the time.
+        // Created once, because flushing it takes most of the time.
         let made = tempfile::tempdir().unwrap();
         let template = scenario.prepare(made.path());
         let (mut killed, mut with_new) = (0, 0);
@@ -180,13 +180,13 @@ fn killed_at_any_system_call_nothing_is_lost() {
             let ended = scenario.write(&folder, |stop| {
                 let here = (stop.thread, stop.index) == (thread, index);
                 call = call.or(here.then_some((stop.call, stop.before)));
-                if here { Then::Kill } else { Then::GoOn }
+                if here { Action::Kill } else { Action::Continue }
             });
             let place = format!("{}: thread {thread}, stop {index}, {call:?}", scenario.name);
             match ended.unwrap() {
-                Ended::Killed(Signal::SIGKILL) => killed += 1,
-                // How often threads wait for each other differs from run to run.
-                Ended::Exited(0) if call.is_none() => {}
+                ProgramEnd::Killed(Signal::SIGKILL) => killed += 1,
+                // How often threads wait for each other varies between runs.
+                ProgramEnd::Exited(0) if call.is_none() => {}
                 other => panic!("{place}: {other:?}"),
             }
             let checked = std::panic::catch_unwind(|| {
@@ -204,13 +204,13 @@ fn killed_at_any_system_call_nothing_is_lost() {
     }
 }
 
-/// What a system call did to the folder or to what is in it.
+/// The effect of a system call on the folder or its contents.
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Deed {
-    /// A file or folder came to be.
+enum FileOp {
+    /// A file or folder is created.
     Make(PathBuf),
     Write(PathBuf),
-    /// Brought to the disk: a file's content, or a folder's names.
+    /// A file's content or a folder's entries are flushed to disk.
     Flush(PathBuf),
     Rename {
         from: PathBuf,
@@ -220,104 +220,105 @@ enum Deed {
     Remove(PathBuf),
 }
 
-impl Deed {
-    /// What the call is about to do. Calls that change no file do nothing.
-    fn of(stop: &Stop) -> Option<Deed> {
+impl FileOp {
+    /// The effect of a call before it runs; `None` if it changes no file.
+    fn of(stop: &SyscallStop) -> Option<FileOp> {
         Some(match stop.call {
             libc::SYS_openat if stop.argument(2) & libc::O_CREAT as u64 != 0 => {
-                Deed::Make(stop.path(Some(0), 1))
+                FileOp::Make(stop.path(Some(0), 1))
             }
-            libc::SYS_mkdir => Deed::Make(stop.path(None, 0)),
-            libc::SYS_mkdirat => Deed::Make(stop.path(Some(0), 1)),
-            libc::SYS_write | libc::SYS_writev | libc::SYS_pwrite64 => Deed::Write(stop.file(0)),
-            libc::SYS_fsync | libc::SYS_fdatasync => Deed::Flush(stop.file(0)),
-            libc::SYS_rename => Deed::Rename { from: stop.path(None, 0), to: stop.path(None, 1) },
-            libc::SYS_renameat => Deed::Rename { from: stop.path(Some(0), 1), to: stop.path(Some(2), 3) },
-            // Its fifth argument, the flags, is not looked at: std knows no such call, and the runtime exchanges with it.
-            libc::SYS_renameat2 => Deed::Exchange(stop.path(Some(0), 1), stop.path(Some(2), 3)),
-            libc::SYS_unlink | libc::SYS_rmdir => Deed::Remove(stop.path(None, 0)),
-            libc::SYS_unlinkat => Deed::Remove(stop.path(Some(0), 1)),
+            libc::SYS_mkdir => FileOp::Make(stop.path(None, 0)),
+            libc::SYS_mkdirat => FileOp::Make(stop.path(Some(0), 1)),
+            libc::SYS_write | libc::SYS_writev | libc::SYS_pwrite64 => FileOp::Write(stop.file(0)),
+            libc::SYS_fsync | libc::SYS_fdatasync => FileOp::Flush(stop.file(0)),
+            libc::SYS_rename => FileOp::Rename { from: stop.path(None, 0), to: stop.path(None, 1) },
+            libc::SYS_renameat => FileOp::Rename { from: stop.path(Some(0), 1), to: stop.path(Some(2), 3) },
+            // The flags in its fifth argument are not checked: std does not use this call, and the runtime only
+            // exchanges with it.
+            libc::SYS_renameat2 => FileOp::Exchange(stop.path(Some(0), 1), stop.path(Some(2), 3)),
+            libc::SYS_unlink | libc::SYS_rmdir => FileOp::Remove(stop.path(None, 0)),
+            libc::SYS_unlinkat => FileOp::Remove(stop.path(Some(0), 1)),
             _ => return None,
         })
     }
 }
 
-/// The deeds of a whole write, and the thread that did each.
-fn record(scenario: &Scenario, folder: &Path) -> Result<Vec<(usize, Deed)>, Errno> {
-    let (mut deeds, mut begun) = (Vec::new(), [None, None]);
+/// The file operations of a whole write, with their threads.
+fn record(scenario: &Scenario, folder: &Path) -> Result<Vec<(usize, FileOp)>, Errno> {
+    let (mut ops, mut begun) = (Vec::new(), [None, None]);
     let ended = scenario.write(folder, |stop| {
         if stop.before {
-            begun[stop.thread] = Deed::of(stop);
-        } else if let Some(deed) = begun[stop.thread].take().filter(|_| stop.succeeded()) {
-            deeds.push((stop.thread, deed));
+            begun[stop.thread] = FileOp::of(stop);
+        } else if let Some(op) = begun[stop.thread].take().filter(|_| stop.succeeded()) {
+            ops.push((stop.thread, op));
         }
-        Then::GoOn
+        Action::Continue
     })?;
-    assert_eq!(ended, Ended::Exited(0));
-    Ok(deeds)
+    assert_eq!(ended, ProgramEnd::Exited(0));
+    Ok(ops)
 }
 
-/// Asserts that whatever is relied on was brought to the disk before.
-fn assert_flushed(deeds: &[Deed], folder: &Path) {
-    let position = |from: usize, wanted: &Deed| {
-        let place = deeds[from..].iter().position(|deed| deed == wanted);
-        from + place.unwrap_or_else(|| panic!("no {wanted:?} after number {from} of {deeds:#?}"))
+/// Asserts that every dependency was flushed before.
+fn assert_flushed(ops: &[FileOp], folder: &Path) {
+    let position = |from: usize, wanted: &FileOp| {
+        let place = ops[from..].iter().position(|op| op == wanted);
+        from + place.unwrap_or_else(|| panic!("no {wanted:?} after number {from} of {ops:#?}"))
     };
     let hidden = |path: &Path| {
         let inside = path.strip_prefix(folder).unwrap_or_else(|_| panic!("{} is elsewhere", path.display()));
         inside.to_string_lossy().starts_with('.')
     };
-    let of_folder = Deed::Flush(folder.to_owned());
+    let of_folder = FileOp::Flush(folder.to_owned());
     let is_final = |path: &Path| path.parent() == Some(folder) && !hidden(path) && path.extension().is_none();
     let mut named = 0;
-    for (index, deed) in deeds.iter().enumerate() {
-        match deed {
-            // A checkpoint gets its name.
-            Deed::Rename { from, to } | Deed::Exchange(from, to) if is_final(to) => {
+    for (index, op) in ops.iter().enumerate() {
+        match op {
+            // A checkpoint gets its final name.
+            FileOp::Rename { from, to } | FileOp::Exchange(from, to) if is_final(to) => {
                 named += 1;
-                let files: Vec<&PathBuf> = deeds[..index]
+                let files: Vec<&PathBuf> = ops[..index]
                     .iter()
-                    .filter_map(|deed| match deed {
-                        Deed::Make(path) if path.parent() == Some(from) => Some(path),
+                    .filter_map(|op| match op {
+                        FileOp::Make(path) if path.parent() == Some(from) => Some(path),
                         _ => None,
                     })
                     .collect();
                 assert_eq!(files.len(), 3, "two arenas and a manifest: {files:?}");
                 for file in files {
-                    let written = deeds.iter().rposition(|deed| *deed == Deed::Write(file.clone()));
-                    let flushed = position(written.expect("a write"), &Deed::Flush(file.clone()));
-                    let entered = position(flushed, &Deed::Flush(from.clone()));
-                    assert!(entered < index, "{} was not on the disk: {deeds:#?}", file.display());
+                    let written = ops.iter().rposition(|op| *op == FileOp::Write(file.clone()));
+                    let flushed = position(written.expect("a write"), &FileOp::Flush(file.clone()));
+                    let entered = position(flushed, &FileOp::Flush(from.clone()));
+                    assert!(entered < index, "{} was not on the disk: {ops:#?}", file.display());
                 }
-                // Nothing goes before the new one's name is on the disk.
+                // Nothing is removed before the new name is flushed.
                 let flushed = position(index, &of_folder);
-                for deed in &deeds[index + 1..flushed] {
+                for op in &ops[index + 1..flushed] {
                     assert!(
-                        !matches!(deed, Deed::Rename { .. } | Deed::Exchange(..) | Deed::Remove(_)),
-                        "{deed:?}"
+                        !matches!(op, FileOp::Rename { .. } | FileOp::Exchange(..) | FileOp::Remove(_)),
+                        "{op:?}"
                     );
                 }
             }
             // A checkpoint loses its name.
-            Deed::Rename { from, to } => {
-                assert!(is_final(from) && hidden(to), "{deed:?}");
+            FileOp::Rename { from, to } => {
+                assert!(is_final(from) && hidden(to), "{op:?}");
                 let removed =
-                    deeds.iter().position(|deed| matches!(deed, Deed::Remove(path) if path.starts_with(to)));
-                assert!(position(index, &of_folder) < removed.expect("it is removed"), "{deeds:#?}");
+                    ops.iter().position(|op| matches!(op, FileOp::Remove(path) if path.starts_with(to)));
+                assert!(position(index, &of_folder) < removed.expect("it is removed"), "{ops:#?}");
             }
-            Deed::Exchange(..) => panic!("{deed:?}"),
-            Deed::Make(path) | Deed::Remove(path) | Deed::Write(path) => {
-                assert!(folder.starts_with(path) || hidden(path), "under a final name: {deed:?}");
+            FileOp::Exchange(..) => panic!("{op:?}"),
+            FileOp::Make(path) | FileOp::Remove(path) | FileOp::Write(path) => {
+                assert!(folder.starts_with(path) || hidden(path), "under a final name: {op:?}");
             }
-            Deed::Flush(_) => {}
+            FileOp::Flush(_) => {}
         }
     }
-    assert_eq!(named, 1, "{deeds:#?}");
+    assert_eq!(named, 1, "{ops:#?}");
 }
 
 #[test]
-fn everything_is_on_the_disk_before_it_is_relied_on_and_another_thread_waits_for_that() {
-    // What is not a writer's own is moved, which is no deed that a checkpoint relies on.
+fn every_dependency_is_flushed_before_use_and_by_another_thread() {
+    // Foreign files are moved, which no checkpoint depends on.
     for scenario in SCENARIOS.iter().filter(|scenario| !scenario.notes) {
         let parent = tempfile::tempdir().unwrap();
         let folder = scenario.prepare(&parent.path().canonicalize().unwrap());
@@ -326,28 +327,28 @@ fn everything_is_on_the_disk_before_it_is_relied_on_and_another_thread_waits_for
             return;
         }
         let recorded = recorded.unwrap();
-        // The thread that trains makes the folder and cleans it up, before it trains.
+        // The training thread creates the folder and cleans it up before training.
         let first = recorded.iter().position(|(thread, _)| *thread == 1).expect("a thread that writes");
         assert!(recorded[first..].iter().all(|(thread, _)| *thread == 1), "{recorded:#?}");
-        for (_, deed) in &recorded[..first] {
-            let made_or_cleaned = match deed {
-                Deed::Make(path) => folder.starts_with(path),
-                Deed::Flush(path) => folder.starts_with(path),
-                Deed::Remove(path) => path != &folder && path.starts_with(&folder),
+        for (_, op) in &recorded[..first] {
+            let made_or_cleaned = match op {
+                FileOp::Make(path) => folder.starts_with(path),
+                FileOp::Flush(path) => folder.starts_with(path),
+                FileOp::Remove(path) => path != &folder && path.starts_with(&folder),
                 _ => false,
             };
-            assert!(made_or_cleaned, "{}: {deed:?}", scenario.name);
+            assert!(made_or_cleaned, "{}: {op:?}", scenario.name);
         }
-        let deeds: Vec<Deed> = recorded.into_iter().map(|(_, deed)| deed).collect();
+        let ops: Vec<FileOp> = recorded.into_iter().map(|(_, op)| op).collect();
         if scenario.there.is_empty() {
-            // The folders on the way are there after a power failure, too.
+            // The parent folders must survive a power failure too.
             for made in folder.ancestors().take(3) {
-                let make = deeds.iter().position(|deed| *deed == Deed::Make(made.to_owned()));
-                let flush = Deed::Flush(made.parent().unwrap().to_owned());
+                let make = ops.iter().position(|op| *op == FileOp::Make(made.to_owned()));
+                let flush = FileOp::Flush(made.parent().unwrap().to_owned());
                 let make = make.unwrap_or_else(|| panic!("{} was not made", made.display()));
-                assert!(deeds[make..].contains(&flush), "{} has no name on the disk", made.display());
+                assert!(ops[make..].contains(&flush), "{} has no name on the disk", made.display());
             }
         }
-        assert_flushed(&deeds, &folder);
+        assert_flushed(&ops, &folder);
     }
 }

@@ -1,7 +1,7 @@
-//! Threads as ranks and processes as ranks run the same collectives.
+//! The same collectives on ranks as threads and ranks as processes.
 
 use mgpu::{Buffer, Communicator, DType, Error, ReduceOp, Result, World};
-use mgpu_tests::collectives::{self, Case, Collective, Place};
+use mgpu_tests::collectives::{self, BufferKind, Case, Collective};
 use mgpu_tests::process::{command, run};
 use mgpu_tests::threads;
 use proptest::prelude::*;
@@ -40,7 +40,7 @@ fn processes_6_to_9() {
 }
 
 #[test]
-fn two_communicators_share_memory_and_take_turns() {
+fn two_communicators_share_memory_and_alternate() {
     for ranks in [1, 2, 3, 5] {
         in_threads(ranks, collectives::two_communicators);
         in_processes(ranks, "two-communicators");
@@ -55,16 +55,16 @@ fn messages_wait_while_a_ring_runs() {
     }
 }
 
-/// In processes only: a rank looks at what its process holds.
+/// In processes only, because a rank inspects its own process.
 #[test]
-fn a_shortage_of_memory_is_told_and_survived() {
+fn a_memory_shortage_is_an_error_and_survivable() {
     for ranks in [2, 3, 5] {
         in_processes(ranks, "shortage");
     }
 }
 
-/// What every rank is told that makes its own call of a collective or a message, by rank.
-fn told(ranks: u32, call: impl Fn(&mut Communicator) -> Result<()> + Sync) -> Vec<Option<String>> {
+/// The errors of ranks that each make a different call, by rank.
+fn mismatch_errors(ranks: u32, call: impl Fn(&mut Communicator) -> Result<()> + Sync) -> Vec<Option<String>> {
     threads::run(ranks, |mut world| {
         let error = call(&mut world.communicator().unwrap()).err()?;
         assert!(matches!(error, Error::Mismatch { .. }), "{error}");
@@ -72,16 +72,17 @@ fn told(ranks: u32, call: impl Fn(&mut Communicator) -> Result<()> + Sync) -> Ve
     })
 }
 
-/// Without a deadline: nobody waits for calls that cannot meet.
+/// No timeout is needed for calls that can never match.
 #[test]
-fn messages_that_cannot_meet_are_named_by_those_that_wait() {
-    type Call = fn(&mut Communicator, u32) -> Result<()>;
-    let send: Call = |comm, to| comm.send(Buffer::zeroed::<f32>(1 << 20), to)?.wait().map(drop);
-    let send_few: Call = |comm, to| comm.send(Buffer::zeroed::<f32>(3), to)?.wait().map(drop);
-    let send_bytes: Call = |comm, to| comm.send(Buffer::zeroed::<u8>(12), to)?.wait().map(drop);
-    let recv: Call = |comm, from| comm.recv(Buffer::zeroed::<f32>(1 << 20), from)?.wait().map(drop);
-    let barrier: Call = |comm, _| comm.barrier();
-    let broadcast: Call = |comm, root| comm.broadcast(Buffer::zeroed::<f32>(1 << 18), root)?.wait().map(drop);
+fn mismatched_messages_are_named_on_waiting_ranks() {
+    type CollectiveFn = fn(&mut Communicator, u32) -> Result<()>;
+    let send: CollectiveFn = |comm, to| comm.send(Buffer::zeroed::<f32>(1 << 20), to)?.wait().map(drop);
+    let send_few: CollectiveFn = |comm, to| comm.send(Buffer::zeroed::<f32>(3), to)?.wait().map(drop);
+    let send_bytes: CollectiveFn = |comm, to| comm.send(Buffer::zeroed::<u8>(12), to)?.wait().map(drop);
+    let recv: CollectiveFn = |comm, from| comm.recv(Buffer::zeroed::<f32>(1 << 20), from)?.wait().map(drop);
+    let barrier: CollectiveFn = |comm, _| comm.barrier();
+    let broadcast: CollectiveFn =
+        |comm, root| comm.broadcast(Buffer::zeroed::<f32>(1 << 18), root)?.wait().map(drop);
     let (sends, receives) = ("send(1048576 f32, to rank ", "recv(1048576 f32, from rank ");
     for (calls, texts) in [
         ([recv, recv], [receives; 2]),
@@ -91,21 +92,21 @@ fn messages_that_cannot_meet_are_named_by_those_that_wait() {
         ([broadcast, send], ["broadcast(262144 f32, root 1, staged)", sends]),
         ([recv, broadcast], [receives, "broadcast(262144 f32, root 0, staged)"]),
     ] {
-        let errors = told(2, |comm| {
+        let errors = mismatch_errors(2, |comm| {
             let rank = comm.rank();
             calls[rank as usize](comm, 1 - rank)
         });
         for (rank, error) in errors.into_iter().enumerate() {
-            let error = error.unwrap_or_else(|| panic!("rank {rank} is not told: {texts:?}"));
+            let error = error.unwrap_or_else(|| panic!("rank {rank} got no error: {texts:?}"));
             for (peer, text) in texts.iter().enumerate() {
                 let call = format!("rank {peer} calls {text}");
                 assert!(error.contains(&call), "rank {rank} should say `{call}`: {error}");
             }
         }
     }
-    // What was sent was sent: only who receives something else can tell.
+    // A completed send is valid: only the receiver can notice the mismatch.
     for (wrong, text) in [(send_few, "send(3 f32, to rank 1)"), (send_bytes, "send(12 u8, to rank 1)")] {
-        let errors = told(2, |comm| if comm.rank() == 0 { wrong(comm, 1) } else { recv(comm, 0) });
+        let errors = mismatch_errors(2, |comm| if comm.rank() == 0 { wrong(comm, 1) } else { recv(comm, 0) });
         assert_eq!(errors[0], None);
         let error = errors[1].as_deref().unwrap_or_default();
         assert!(error.contains(text) && error.contains("recv(1048576 f32, from rank 0)"), "{error}");
@@ -113,32 +114,32 @@ fn messages_that_cannot_meet_are_named_by_those_that_wait() {
 }
 
 #[test]
-fn circles_of_any_length_are_found_and_those_who_wait_for_them_are_told() {
+fn deadlock_cycles_of_any_length_are_reported() {
     for ranks in [3, 5] {
-        // All receive from the next one.
-        let errors = told(ranks, |comm| {
+        // Every rank receives from the next one.
+        let errors = mismatch_errors(ranks, |comm| {
             let next = (comm.rank() + 1) % comm.size();
             comm.recv(Buffer::zeroed::<u8>(1), next)?.wait().map(drop)
         });
         assert!(errors.iter().all(Option::is_some), "{errors:?}");
-        // One receives from a rank that is in a barrier with all others.
-        let errors = told(ranks, |comm| match comm.rank() {
+        // One rank receives from a rank that is in a barrier with all others.
+        let errors = mismatch_errors(ranks, |comm| match comm.rank() {
             1 => comm.recv(Buffer::zeroed::<u8>(1), 0)?.wait().map(drop),
             _ => comm.barrier(),
         });
         for error in errors {
-            let error = error.expect("every rank is told");
+            let error = error.expect("every rank gets an error");
             assert!(error.contains("rank 1 calls recv(1 u8, from rank 0)"), "{error}");
             assert!(error.contains("calls barrier") && error.contains("operation 1:"), "{error}");
         }
     }
 }
 
-/// What each rank passes to a collective has to go with what the others pass, and who differs is named.
+/// Calls of all ranks must match; errors name the rank that differs.
 #[test]
-fn exchanges_that_do_not_meet_are_named_on_every_rank() {
-    type Call = fn(&mut Communicator, u32) -> Result<()>;
-    let calls: [(Call, [&str; 2]); 5] = [
+fn mismatched_exchanges_are_named_on_every_rank() {
+    type CollectiveFn = fn(&mut Communicator, u32) -> Result<()>;
+    let calls: [(CollectiveFn, [&str; 2]); 5] = [
         (
             |comm, other| comm.gather(Buffer::zeroed::<f32>(8), other)?.wait().map(drop),
             ["rank 0 calls gather(8 f32, root 0, inline)", "rank 1 calls gather(8 f32, root 1, inline)"],
@@ -176,32 +177,32 @@ fn exchanges_that_do_not_meet_are_named_on_every_rank() {
         ),
     ];
     for (call, texts) in calls {
-        for error in told(2, |comm| call(comm, comm.rank())) {
-            let error = error.unwrap_or_else(|| panic!("every rank is told: {texts:?}"));
+        for error in mismatch_errors(2, |comm| call(comm, comm.rank())) {
+            let error = error.unwrap_or_else(|| panic!("every rank gets an error: {texts:?}"));
             for text in texts {
                 assert!(error.contains(text), "`{text}` is missing: {error}");
             }
         }
     }
-    // Ranks that have no part in what does not meet are told, too.
-    let errors = told(3, |comm| {
+    // Ranks not involved in the mismatch also get the error.
+    let errors = mismatch_errors(3, |comm| {
         let rank = comm.rank();
         let expected = [0, if rank == 2 { 1 } else { 0 }, 0];
         let receive = Buffer::zeroed::<u8>(expected.iter().sum());
         comm.all_to_all_v(&Buffer::zeroed::<u8>(0), &[0; 3], receive, &expected)?.wait().map(drop)
     });
     for error in errors {
-        let error = error.expect("every rank is told");
+        let error = error.expect("every rank gets an error");
         assert!(error.contains("rank 2 calls all_to_all_v(1 u8 from rank 1)"), "{error}");
     }
 }
 
 #[test]
-fn lengths_that_make_no_sense_are_refused_before_anything_is_sent() {
+fn invalid_lengths_are_refused_before_communication() {
     in_threads(3, |mut world| {
         let mut comm = world.communicator()?;
-        type Call = fn(&mut Communicator) -> Result<mgpu::Pending>;
-        let calls: [(Call, &str); 6] = [
+        type CollectiveFn = fn(&mut Communicator) -> Result<mgpu::Pending>;
+        let calls: [(CollectiveFn, &str); 6] = [
             (
                 |comm| comm.all_to_all(Buffer::zeroed::<f32>(4)),
                 "all_to_all: 4 elements cannot be cut into equal shards for 3 ranks",
@@ -233,14 +234,14 @@ fn lengths_that_make_no_sense_are_refused_before_anything_is_sent() {
     });
 }
 
-/// A message that comes late is none that cannot come: ranks wait in each other's direction for a while.
+/// A late message is not a deadlock: ranks may wait for each other for a while.
 #[test]
 fn a_late_message_is_waited_for() {
     in_threads(3, |mut world| {
         let (rank, mut comm) = (world.rank(), world.communicator()?);
         for turn in 0..5u8 {
             match rank {
-                // Until the others have slept.
+                // Sleep until the others sleep too.
                 0 => {
                     std::thread::sleep(std::time::Duration::from_millis(60));
                     let _ = comm.send(Buffer::from_slice(&[turn]), 1)?.wait()?;
@@ -257,7 +258,7 @@ fn a_late_message_is_waited_for() {
     });
 }
 
-/// Arenas of two worlds have the same numbers: those of another world are refused, by every operation, before it begins.
+/// Arenas of two worlds have the same ids. Every operation refuses those of another world before it starts.
 #[test]
 fn an_arena_belongs_to_one_world() {
     let [mut first, mut second] = [3, 2].map(|ranks| World::threads(ranks).unwrap());
@@ -297,7 +298,7 @@ fn an_arena_belongs_to_one_world() {
                     }
                     assert_eq!(rest.as_slice::<f32>(), [7.0; 200]);
                 }
-                // Nothing was sent, and nothing is poisoned.
+                // Nothing was sent, and no communicator is poisoned.
                 let sum = comm.all_reduce(own, ReduceOp::Sum).unwrap().wait().unwrap();
                 assert_eq!(sum.as_slice::<f32>(), [0.0; 1000]);
             });
@@ -306,7 +307,7 @@ fn an_arena_belongs_to_one_world() {
 }
 
 #[test]
-fn segments_that_make_no_sense_are_refused() {
+fn invalid_segments_are_refused() {
     in_threads(2, |mut world| {
         let mut comm = world.communicator()?;
         for in_arena in [true, false] {
@@ -327,14 +328,14 @@ fn segments_that_make_no_sense_are_refused() {
     });
 }
 
-/// Lengths where one path ends and the next begins, in bytes: within a line, two kinds of slots, one and more blocks,
-/// chunks of a channel for some numbers of ranks, and staging areas.
+/// Lengths in bytes at the limits between paths: cache lines, two kinds of slots, one or more blocks, chunks of a
+/// channel for some numbers of ranks, and staging buffers.
 const BORDERS: [usize; 9] =
     [48, 768, 16 << 10, 32 << 10, 52 << 10, 88 << 10, 128 << 10, 256 << 10, 512 << 10];
-/// Longest buffer, in elements.
+/// Maximum length in elements.
 const MOST: usize = 200_000;
 
-/// Lengths, in elements of `dtype`: half of them small, a third at borders.
+/// Lengths in elements of `dtype`: half of them small, a third at the limits.
 fn lengths(dtype: DType) -> impl Strategy<Value = usize> {
     let border = (select(&BORDERS[..]), 0usize..5)
         .prop_map(move |(bytes, beyond)| (bytes / dtype.size() + beyond).saturating_sub(2).min(MOST));
@@ -358,19 +359,19 @@ fn collective() -> impl Strategy<Value = Collective> {
 }
 
 fn case() -> impl Strategy<Value = Case> {
-    let place = select(&[Place::Arena, Place::Private][..]);
+    let kind = select(&[BufferKind::Arena, BufferKind::Private][..]);
     let dtype = select(&DType::ALL[..]).prop_flat_map(|dtype| (Just(dtype), lengths(dtype)));
     let op = select(&ReduceOp::ALL[..]);
-    (place, 0usize..40, dtype, op, collective()).prop_map(|(place, offset, (dtype, len), op, collective)| {
-        Case { place, offset, dtype, op, len, collective }
+    (kind, 0usize..40, dtype, op, collective()).prop_map(|(kind, offset, (dtype, len), op, collective)| {
+        Case { kind, offset, dtype, op, len, collective }
     })
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 150, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Every algorithm is compared with the same fold, so that all have the same bits. Operations follow each other in
-    /// one world: what one of them leaves behind must not disturb the next one.
+    /// Every algorithm is compared with the same reference result, so all give the same bits. Operations follow each
+    /// other in one world, to detect leftover state.
     #[test]
     fn any_operation_gives_the_bits_of_the_fold_in_rank_order(
         ranks in 1u32..=9,

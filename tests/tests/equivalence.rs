@@ -1,5 +1,5 @@
-//! n ranks with a batch of b/n images each train what one rank with b images does: every network, with everything a step can
-//! do; and a small network with every optimizer besides.
+//! n ranks with batches of b/n images train like one rank with b images: every network with every option, and a small
+//! network with every optimizer.
 
 use mgpu::Compression;
 use mgpu::optimizer::OptimizerConfig;
@@ -9,16 +9,16 @@ use mgpu_tests::models::optimizers;
 use mgpu_tests::threads;
 
 const STEPS: u64 = 2;
-/// Clips, where gradients are clipped: all networks' are longer in the first step.
+/// A norm that clips: the gradients of all networks exceed it in the first step.
 const SHORT: f64 = 0.05;
 
-/// What is compared.
+/// The compared results.
 struct Trained {
-    /// Of each step, mean over all images.
+    /// Loss of each step, mean over all images.
     losses: Vec<f64>,
-    /// Of each tensor in the first step.
+    /// Gradient of each tensor in the first step.
     gradients: Vec<Vec<f32>>,
-    /// Of all parameters after the last step.
+    /// Norm of all parameters after the last step.
     norm: f64,
     checksum: u64,
     has_batch_norm: bool,
@@ -32,7 +32,7 @@ fn label(sample: usize) -> u8 {
     (sample * 7 % 10) as u8
 }
 
-/// Something that has to do with the label, and noise.
+/// A pattern that depends on the label, plus noise.
 fn fill(image: &mut [f32], sample: usize) {
     for (pixel, value) in image.iter_mut().enumerate() {
         let noise = (sample * 7919 + pixel * 104_729) % 1009;
@@ -84,8 +84,8 @@ fn train(
     Ok(Trained { losses, gradients, norm, checksum, has_batch_norm: !model.buffers().is_empty() })
 }
 
-/// Asserts that both are the same but for `bound`, relative. (A tensor whose gradient is all rounding, as that of a bias
-/// before batch normalisation, is measured by the others.)
+/// Asserts that both are equal within the relative `bound`. (A gradient that is only rounding error, like that of a
+/// bias before batch normalisation, is measured relative to the others.)
 fn assert_close(found: &Trained, expected: &Trained, bound: f64, what: &str) {
     let pairs = found.losses.iter().zip(&expected.losses).chain([(&found.norm, &expected.norm)]);
     for (index, (found, expected)) in pairs.enumerate() {
@@ -104,23 +104,23 @@ fn config(optimizer: OptimizerConfig) -> DataParallelConfig {
     DataParallelConfig::new(optimizer, 1).with_shard_from(None)
 }
 
-/// Everything a step can do, with `ranks` ranks, against one rank.
+/// All options of a step on `ranks` ranks, compared with one rank.
 fn check(name: &str, optimizer: OptimizerConfig, ranks: u32) {
     let plain = config(optimizer);
     let sharded = plain.with_shard_from(Some(0));
     let clipped = sharded.with_clip_norm(Some(SHORT));
     let compressed = sharded.with_compression(Compression::Bf16);
     let invariant = plain.with_world_size_invariant(true);
-    // One image a micro-batch.
+    // One image per micro-batch.
     let batch = 2 * ranks as usize;
     let alone = |config, count| train(&mut World::from_env().unwrap(), name, config, (batch, count)).unwrap();
     let (whole, short) = (alone(plain, 1), alone(plain.with_clip_norm(Some(SHORT)), 1));
     let length = norm(short.gradients.iter().flatten().copied());
     assert!((length / SHORT - 1.0).abs() < 1e-4, "{name} is not clipped: {length}");
-    // A micro-batch's normalisation is not that of the batch.
+    // Statistics of a micro-batch differ from those of the batch.
     let parts = if whole.has_batch_norm { 1 } else { 2 };
     let exact = 1e-4;
-    // To 8 bits on each rank, and once more when they are summed.
+    // Rounded to 8 bits on each rank, and once more after the sum.
     let rounded = 1.0 / 64.0;
     let cases = [
         ("replicated", plain, 1, &whole, exact),

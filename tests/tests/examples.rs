@@ -1,4 +1,4 @@
-//! The small examples, each at several world sizes.
+//! The small examples at several world sizes.
 
 use mgpu_tests::process::{command, run};
 
@@ -40,7 +40,7 @@ fn all_reduce_adds_up_the_darts_of_all_ranks() {
     }
 }
 
-/// The loss that a line such as `step 50: loss 0.5 on rank 0` tells.
+/// The loss in a line such as `step 50: loss 0.5 on rank 0`.
 fn loss_after(finished: &mgpu_tests::process::Finished, step: u32) -> f64 {
     let beginning = format!("step {step}: loss ");
     let line =
@@ -51,14 +51,14 @@ fn loss_after(finished: &mgpu_tests::process::Finished, step: u32) -> f64 {
 #[test]
 fn small_networks_learn_on_one_rank_and_on_two() {
     let programs = [
-        (env!("CARGO_BIN_EXE_t-train_mlp"), "of 500 test images right; weights "),
+        (env!("CARGO_BIN_EXE_t-train_mlp"), "of 500 test images correct; weights "),
         (env!("CARGO_BIN_EXE_t-own_optimizer"), "weights "),
     ];
     for (program, last) in programs {
         for ranks in [1, 2] {
             let finished = launched(ranks, program, &[]);
             finished.expect(0, &[&format!("{ranks} ranks: "), last, " on all"]);
-            // Ten classes: to know nothing is a loss of 2.3.
+            // Ten classes: an untrained network has a loss of 2.3.
             let [early, late] = [50, 150].map(|step| loss_after(&finished, step));
             assert!(late < early && late < 1.0, "{program} on {ranks} ranks: {}", finished.stdout);
         }
@@ -67,7 +67,7 @@ fn small_networks_learn_on_one_rank_and_on_two() {
 }
 
 #[test]
-fn every_program_explains_itself_and_refuses_what_it_does_not_know() {
+fn every_program_has_help_and_refuses_unknown_arguments() {
     for (name, program) in [
         ("all_reduce", env!("CARGO_BIN_EXE_t-all_reduce")),
         ("allreduce_perf", env!("CARGO_BIN_EXE_t-allreduce_perf")),
@@ -87,7 +87,7 @@ fn every_program_explains_itself_and_refuses_what_it_does_not_know() {
 
 const COLLECTIVE_PERF: &str = env!("CARGO_BIN_EXE_t-collective_perf");
 
-/// Runs it on small sizes, expects success, and returns its lines and its standard error.
+/// Runs collective_perf on small sizes, expects success, and returns its lines and standard error.
 fn measured(ranks: u32, max: &str, arguments: &[&str]) -> (Vec<serde_json::Value>, String) {
     let sizes = ["--check", "--min", "4", "--max", max, "--factor", "16"];
     let finished = launched(ranks, COLLECTIVE_PERF, &[&sizes, arguments].concat());
@@ -120,7 +120,7 @@ fn collective_perf_checks_every_size() {
 }
 
 #[test]
-fn collective_perf_stops_where_an_algorithm_carries_no_more() {
+fn collective_perf_stops_at_the_limit_of_an_algorithm() {
     let eager = ["--dtype", "f64", "--op", "max", "--algo", "eager"];
     let (lines, stderr) = measured(2, "262144", &eager);
     assert!(sizes(&lines).starts_with(&[8, 64, 1024]) && lines.len() < 5, "{lines:#?}");
@@ -163,9 +163,9 @@ fn collective_perf_checks_every_collective() {
 fn collective_perf_adds_the_memory_bound_of_an_all_reduce() {
     let (lines, _) = measured(2, "16384", &["--bound", "--dtype", "f16"]);
     assert_eq!(sizes(&lines), [4, 64, 1024, 16384]);
-    // The time of the smallest is lost in rounding.
+    // The time of the smallest size is lost in rounding.
     for line in &lines[2..] {
-        // 2 n S bytes in that time are the bandwidth, up to rounding.
+        // Bandwidth is 2 n S bytes divided by that time, up to rounding.
         let (micros, gbps) = (line["bound_us"].as_f64().unwrap(), line["scale_gbps"].as_f64().unwrap());
         let moved = 2.0 * 2.0 * line["bytes"].as_f64().unwrap();
         assert!((micros * gbps * 1e3 / moved - 1.0).abs() < 0.01, "{line}");
@@ -175,7 +175,7 @@ fn collective_perf_adds_the_memory_bound_of_an_all_reduce() {
 }
 
 #[test]
-fn collective_perf_stands_beside_its_peers() {
+fn collective_perf_compares_with_other_programs() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("peers.jsonl");
     let peers = [
@@ -195,7 +195,7 @@ fn collective_perf_stands_beside_its_peers() {
     assert_eq!((table[3][0], &table[3][2..5]), ("64", &["-", "-", "98765.25"][..]));
     assert_eq!(table.len(), 4, "{stderr}");
     let (_, stderr) = measured(2, "4", &["--vs", file, "--collective", "broadcast"]);
-    assert_eq!(stderr, "no peer has a line of broadcast on 2 ranks\n");
+    assert_eq!(stderr, "no peer has results for broadcast on 2 ranks\n");
 
     std::fs::write(&path, peers.join("\n") + "\nmpiexec: a warning\n").unwrap();
     for (ranks, file, problem) in [
@@ -210,7 +210,7 @@ fn collective_perf_stands_beside_its_peers() {
 }
 
 #[test]
-fn collective_perf_refuses_arguments_that_make_no_sense() {
+fn collective_perf_refuses_invalid_arguments() {
     for (arguments, problem) in [
         (&["--dtype", "f8"][..], "known are f32, f64, f16"),
         (&["--min", "8", "--max", "4"], "--min 8 is larger than --max 4"),
@@ -219,7 +219,7 @@ fn collective_perf_refuses_arguments_that_make_no_sense() {
             "[possible values: all_reduce, reduce_scatter, all_gather, broadcast, reduce, all_to_all, gather, scatter]",
         ),
         (&["--buffers", "shared"], "[possible values: arena, private, device]"),
-        (&["--collective", "reduce", "--algo", "ring"], "--algo ring is for all_reduce alone"),
+        (&["--collective", "reduce", "--algo", "ring"], "--algo ring works only with all_reduce"),
     ] {
         run(command(COLLECTIVE_PERF).args(arguments)).expect(2, &[problem]);
     }

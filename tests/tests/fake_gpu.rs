@@ -1,4 +1,4 @@
-//! The fakes that let the GPU path run without a GPU: they are what they pretend to be, and notice mistakes.
+//! The fake libraries behave like the real ones, and detect misuse.
 
 use mgpu_tests::fake_gpu;
 use mgpu_tests::process::{Finished, run};
@@ -14,7 +14,7 @@ fn passes(name: &str) {
 }
 
 #[test]
-fn the_object_is_built_and_has_every_name() {
+fn the_fake_library_exports_every_symbol() {
     let folder = fake_gpu::folder();
     for name in ["libcuda.so.1", "libnvrtc.so.13", "libnccl.so.2", "libcudnn.so.9", "libcublasLt.so.13"] {
         assert!(folder.join(name).exists(), "{name}");
@@ -22,7 +22,7 @@ fn the_object_is_built_and_has_every_name() {
 }
 
 #[test]
-fn threads_of_a_block_meet_at_barriers_whatever_their_order() {
+fn barriers_hold_for_any_thread_order() {
     for order in ["forward", "reverse", "shuffled"] {
         for name in ["sums", "lanes"] {
             case(&[name], &[("FAKE_GPU_ORDER", order)]).expect(0, &[]);
@@ -37,14 +37,14 @@ fn the_tensor_cores_products_are_right() {
 }
 
 #[test]
-fn a_missing_barrier_shows_as_a_result_that_depends_on_the_order() {
+fn a_missing_barrier_makes_the_result_depend_on_thread_order() {
     let out = |order| case(&["no_barrier"], &[("FAKE_GPU_ORDER", order)]).expect(0, &[]).stdout.clone();
     assert_ne!(out("forward"), out("reverse"));
     assert_ne!(out("forward"), out("shuffled"));
 }
 
 #[test]
-fn a_barrier_that_some_threads_miss_is_reported() {
+fn a_divergent_barrier_is_reported() {
     let finished = case(&["half_a_barrier"], &[]);
     assert_eq!(finished.code, None, "{finished:#?}");
     assert!(finished.stderr.contains("kernel selftest_half_a_barrier"), "{finished:#?}");
@@ -57,7 +57,7 @@ fn launches_and_modules_have_limits() {
 }
 
 #[test]
-fn memory_nobody_wrote_is_poison() {
+fn uninitialised_memory_is_poisoned() {
     passes("memory");
     let finished = case(&["past_the_end"], &[]);
     assert_eq!(finished.code, None, "{finished:#?}");
@@ -65,7 +65,7 @@ fn memory_nobody_wrote_is_poison() {
 }
 
 #[test]
-fn a_missing_event_wait_is_seen_when_streams_are_slow() {
+fn a_missing_event_wait_is_detected_with_slow_streams() {
     let slow = [("FAKE_GPU_DELAY_US", "2000")];
     case(&["event_wait"], &slow).expect(0, &[]);
     case(&["missing_event_wait"], &slow).expect(0, &[]);
@@ -101,7 +101,7 @@ fn ranks_on_one_device_are_refused_unless_allowed() {
 }
 
 #[test]
-fn faults_happen_on_demand_and_end_by_abort() {
+fn injected_faults_end_by_abort() {
     for fault in ["init_error@1", "hang_init@1", "async_error@1:after=2", "stuck_collective@1:after=2"] {
         case(&["nccl_fault"], &[("FAKE_NCCL_FAULT", fault)]).expect(0, &[]);
     }
@@ -114,6 +114,6 @@ fn faults_happen_on_demand_and_end_by_abort() {
 }
 
 #[test]
-fn a_killed_rank_leaves_the_others_waiting_until_they_abort() {
+fn ranks_wait_for_a_killed_peer_until_they_abort() {
     case(&["nccl_killed", "3"], &[("FAKE_GPU_COUNT", "3")]).expect(0, &[]);
 }

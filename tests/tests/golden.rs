@@ -1,4 +1,4 @@
-//! Golden runs: five steps of every network against PyTorch in double precision, on 1, 2 and 4 ranks.
+//! Golden runs: five steps of every network compared with PyTorch in double precision, on 1, 2 and 4 ranks.
 //!
 //! Needs real MNIST (`MGPU_DATA`) and the golden files (`MGPU_GOLDEN`).
 
@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 
 use mgpu_tests::process::{command, run};
 
-/// The golden files and the data, or a word on what is skipped.
-fn at_hand() -> Option<(Vec<PathBuf>, PathBuf)> {
+/// The golden files and the data, or a message that the test is skipped.
+fn golden_files() -> Option<(Vec<PathBuf>, PathBuf)> {
     let folder = |name| std::env::var_os(name).map(PathBuf::from);
     let (Some(golden), Some(data)) = (folder("MGPU_GOLDEN"), folder("MGPU_DATA")) else {
         println!("skipped: set MGPU_GOLDEN and MGPU_DATA to run the golden checks");
@@ -25,7 +25,7 @@ fn at_hand() -> Option<(Vec<PathBuf>, PathBuf)> {
 }
 
 fn check(ranks: u32, flags: &[&str]) {
-    let Some((files, data)) = at_hand() else { return };
+    let Some((files, data)) = golden_files() else { return };
     check_files(ranks, flags, &files, &data);
 }
 
@@ -44,7 +44,7 @@ fn check_files(ranks: u32, flags: &[&str], files: &[PathBuf], data: &Path) {
 }
 
 fn check_some(ranks: u32, flags: &[&str], nets: &[&str]) {
-    let Some((mut files, data)) = at_hand() else { return };
+    let Some((mut files, data)) = golden_files() else { return };
     files.retain(|path| nets.iter().any(|net| path.file_stem() == Some(OsStr::new(net))));
     assert_eq!(files.len(), nets.len());
     check_files(ranks, flags, &files, &data);
@@ -65,20 +65,20 @@ fn all_networks_on_4_ranks() {
     check(4, &[]);
 }
 
-/// Within the bounds of coarse arithmetic.
+/// With the bounds of coarse dtypes.
 #[test]
 fn all_networks_in_bf16() {
     check(2, &["--precision", "bf16"]);
 }
 
 #[test]
-fn networks_with_compressed_gradients() {
+fn golden_runs_with_compressed_gradients() {
     check_some(2, &["--gradients", "bf16"], &["lenet5", "deep", "keras", "ensemble2400"]);
 }
 
-/// Batch normalisation of micro-batches is another computation, so keras is left out.
+/// Without keras, because batch normalisation over micro-batches is another computation.
 #[test]
-fn networks_in_micro_batches() {
+fn golden_runs_in_micro_batches() {
     let nets = ["lenet5", "deep", "ensemble2400"];
     check_some(2, &["--accumulate", "4"], &nets);
     check_some(2, &["--world-size-invariant", "8"], &nets);
@@ -86,7 +86,7 @@ fn networks_in_micro_batches() {
 
 #[test]
 fn a_deviation_past_its_bound_fails() {
-    let Some((files, data)) = at_hand() else { return };
+    let Some((files, data)) = golden_files() else { return };
     let lenet5 = files.iter().find(|path| path.ends_with("lenet5.json")).expect("lenet5.json");
     let text = std::fs::read_to_string(lenet5).unwrap();
     let mut golden: serde_json::Value = serde_json::from_str(&text).unwrap();
@@ -96,5 +96,5 @@ fn a_deviation_past_its_bound_fails() {
     let changed = folder.path().join("changed.json");
     std::fs::write(&changed, golden.to_string()).unwrap();
     let finished = run(command(env!("CARGO_BIN_EXE_t-golden_check")).arg("--data").arg(data).arg(changed));
-    finished.expect(1, &["PAST THE BOUND", "past the bound: lenet5"]);
+    finished.expect(1, &["EXCEEDS THE BOUND", "deviation exceeds the bound: lenet5"]);
 }

@@ -1,6 +1,6 @@
-//! The NCCL backend's collectives, on host buffers and on device memory, over processes.
+//! Collectives of the NCCL backend between processes, on host buffers and on device memory.
 //!
-//! Everything runs on the fakes of `tests/gpu`: what is tested is how NCCL is driven, not NCCL.
+//! Everything runs on the fake libraries of `tests/gpu`: the tests cover the use of NCCL, not NCCL itself.
 
 use std::process::Command;
 
@@ -14,7 +14,7 @@ fn launcher(ranks: u32) -> Command {
     launcher
 }
 
-/// Runs `t-device BODY` on so many ranks.
+/// Runs `t-device BODY` on this number of ranks.
 fn on_devices(ranks: u32, body: &str) -> Finished {
     let finished = run(launcher(ranks).args([env!("CARGO_BIN_EXE_t-device"), body]));
     finished.expect(0, &[&format!("rank 0 of {ranks} on FAKE GPU (tests only)")]);
@@ -29,33 +29,33 @@ fn every_operation_type_and_reduction_on_device_memory() {
 }
 
 #[test]
-fn operations_begin_together() {
+fn grouped_operations_start_together() {
     for ranks in [1, 2, 4] {
         on_devices(ranks, "groups");
     }
 }
 
 #[test]
-fn operations_are_captured_and_repeated() {
+fn operations_are_captured_and_replayed() {
     for ranks in [1, 2, 4] {
         on_devices(ranks, "capture");
     }
 }
 
 #[test]
-fn host_buffers_go_through_the_device() {
+fn host_buffers_are_staged_through_the_device() {
     for ranks in [1, 2, 3] {
         run(launcher(ranks).args([env!("CARGO_BIN_EXE_t-collectives"), "all"])).expect(0, &[]);
     }
 }
 
 #[test]
-fn two_communicators_take_turns() {
+fn two_communicators_alternate() {
     run(launcher(2).args([env!("CARGO_BIN_EXE_t-collectives"), "two-communicators"])).expect(0, &[]);
 }
 
 #[test]
-fn programs_need_not_know_the_backend() {
+fn programs_are_independent_of_the_backend() {
     run(launcher(2).arg("t-hello_ring")).expect(
         0,
         &["hello from rank 1 of 2 (nccl backend): the ranks sum to 1", "the token came back with 1"],
@@ -67,16 +67,16 @@ fn a_world_of_one_needs_no_nccl() {
     let mut alone = launcher(1);
     alone.env("MGPU_NCCL_LIBRARY", "/nonexistent/libnccl.so.2");
     run(alone.args([env!("CARGO_BIN_EXE_t-device"), "all"])).expect(0, &[]);
-    // Without a launcher, too.
+    // Also without a launcher.
     let mut alone = fake_gpu::command(env!("CARGO_BIN_EXE_t-device"));
     alone.env("MGPU_BACKEND", "nccl").env("MGPU_NCCL_LIBRARY", "/nonexistent/libnccl.so.2").arg("groups");
     run(&mut alone).expect(0, &["rank 0 of 1 on FAKE GPU (tests only)"]);
 }
 
 #[test]
-fn each_rank_has_the_gpu_it_is_shown() {
+fn each_rank_uses_its_visible_gpu() {
     let finished = run(launcher(2).args(["--isolate-gpus", "--dry-run", "true"]));
-    // The driver of the fakes lists no GPU, so there is nothing to narrow.
+    // The fake driver lists no GPUs, so there is nothing to narrow.
     assert!(!finished.stdout.contains("CUDA_VISIBLE_DEVICES"), "{finished:#?}");
     let mut narrowed = fake_gpu::command(env!("CARGO_BIN_EXE_t-device"));
     narrowed.env("MGPU_BACKEND", "nccl").env("MGPU_DEVICE", "1").arg("groups");
@@ -86,7 +86,7 @@ fn each_rank_has_the_gpu_it_is_shown() {
 }
 
 #[test]
-fn ranks_share_a_gpu_only_when_told_to() {
+fn ranks_share_a_gpu_only_on_request() {
     let mut sharing = launcher(3);
     sharing.env("FAKE_GPU_COUNT", "1").arg("--share-gpus");
     run(sharing.args([env!("CARGO_BIN_EXE_t-device"), "groups"])).expect(0, &["rank 2 of 3"]);
@@ -120,7 +120,7 @@ fn collective_perf_measures_device_memory() {
     staged.args(["--no-prefix", env!("CARGO_BIN_EXE_t-collective_perf"), "--max", "1024", "--check"]);
     let line = run(staged.args(["--buffers", "private"])).expect(0, &[]).json();
     assert_eq!((&line["buffers"], &line["backend"]), (&"private".into(), &"nccl".into()));
-    // An exchange in place is one of host buffers.
+    // all_to_all in place is only available on host buffers.
     let exchange =
         [env!("CARGO_BIN_EXE_t-collective_perf"), "--max", "1024", "--check", "--collective", "all_to_all"];
     let line = run(launcher(3).arg("--no-prefix").args(exchange)).expect(0, &[]).json();

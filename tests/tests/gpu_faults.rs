@@ -1,7 +1,7 @@
-//! Whatever goes wrong with a GPU, NCCL or a peer that uses them: every rank ends in bounded time, the error names what
-//! and whom, the exit code is that of the kind of failure, and nothing is left behind.
+//! Faults of a GPU, of NCCL or of a peer: every rank ends in bounded time, the error names cause and rank, the exit
+//! code matches the kind of failure, and nothing is left over.
 //!
-//! Everything runs on the fakes of `tests/gpu`, which go wrong on demand.
+//! Everything runs on the fake libraries of `tests/gpu`, which inject faults.
 
 use std::fs;
 use std::process::{Command, Stdio};
@@ -9,10 +9,10 @@ use std::process::{Command, Stdio};
 use mgpu_tests::fake_gpu;
 use mgpu_tests::process::{Finished, finish, run, survivors, until};
 
-/// The deadline of a wait, in seconds, where a test is about one.
+/// The timeout of waits in seconds, in tests about one.
 const TIMEOUT: &str = "4";
 
-/// A run of `t-device` on a machine of its own.
+/// A run of `t-device` on a fake machine.
 struct Case {
     ranks: u32,
     fault: &'static str,
@@ -28,7 +28,7 @@ impl Case {
         Case { ranks, fault: "", timeout: "60", environment: Vec::new(), options: Vec::new(), arguments }
     }
 
-    /// NCCL goes wrong.
+    /// A fault of NCCL.
     fn nccl(ranks: u32, fault: &'static str) -> Self {
         Case { fault, timeout: TIMEOUT, ..Case::new(ranks, &["loop"]) }
     }
@@ -54,7 +54,7 @@ impl Case {
     }
 }
 
-/// What rank `rank` said of an error, and of the next call.
+/// The errors of rank `rank`: of the fault, and of the next call.
 fn said(finished: &Finished, rank: u32) -> (String, String) {
     let line = |what: &str| {
         let prefix = format!("[{rank}] {what}: ");
@@ -63,7 +63,7 @@ fn said(finished: &Finished, rank: u32) -> (String, String) {
     (line("error"), line("then"))
 }
 
-/// Rank `rank` gives up with an error that has all `texts`, and its communicator is unusable from then on.
+/// Rank `rank` fails with an error that contains all `texts`, and its communicator is poisoned from then on.
 #[track_caller]
 fn gives_up(finished: &Finished, rank: u32, texts: &[&str]) {
     let (error, then) = said(finished, rank);
@@ -102,18 +102,18 @@ fn a_rank_that_is_silent() {
     }
 }
 
-/// The peers are in a collective that the rank with the error never comes to, and that rank at the end that they never come
-/// to: both know better than to wait for a deadline.
+/// The peers are in a collective that the failed rank never joins, and that rank is in finalise, which they never
+/// join. Neither waits for the timeout.
 #[test]
-fn a_rank_with_an_error_of_its_own() {
-    // Two communicators, of which the one that nobody waits in ends first.
+fn a_rank_that_returns_an_error() {
+    // Two communicators; the one that no rank waits in ends first.
     let finished = Case::new(3, &["loop", "error", "1"]).run();
     finished.expect(9, &["mgpurun: rank 1 exited with code 9", "error: turn: an error of its own"]);
     for rank in [0, 2] {
         gives_up(&finished, rank, &["lost rank 1 in operation 4 of communicator-1"]);
     }
     let mut launcher = fake_gpu::command(env!("CARGO_BIN_EXE_t-mgpurun"));
-    // Longer than any program may take here: if somebody waited for this deadline, it would be noticed.
+    // Longer than any program may run here, so that waiting for this timeout would be noticed.
     launcher.env("MGPU_TIMEOUT", "600");
     launcher.args(["-n", "2", "--backend", "nccl", env!("CARGO_BIN_EXE_t-train_mnist")]);
     launcher.args(["--net", "lenet5", "--synthetic", "--steps", "100000", "--batch", "4", "--skip-test"]);
@@ -121,7 +121,7 @@ fn a_rank_with_an_error_of_its_own() {
     let checkpoints = folder.path().join("checkpoints");
     launcher.args(["--kernels", "builtin", "--checkpoint-every", "1", "--checkpoint-dir"]).arg(&checkpoints);
     let mut training = launcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    // Rank 0 cannot save any more once the folder has gone.
+    // Rank 0 can no longer save after the folder is removed.
     until(|| fs::read_dir(&checkpoints).is_ok_and(|mut entries| entries.next().is_some()));
     fs::rename(&checkpoints, folder.path().join("elsewhere")).unwrap();
     let finished = finish(&mut training);
@@ -129,8 +129,8 @@ fn a_rank_with_an_error_of_its_own() {
     assert!(!finished.stderr.contains("made no progress"), "{finished:#?}");
 }
 
-/// Steps are replayed from graphs by then, and more are under way than the GPU has made: letting go of the model, its graphs
-/// and its memory comes to an end nevertheless.
+/// Steps are replayed from graphs at that point, and more are enqueued than the GPU has finished. Dropping the model,
+/// its graphs and its memory must still end.
 #[test]
 fn a_rank_that_goes_missing_between_replays() {
     for (fault, code, texts) in [
@@ -139,7 +139,7 @@ fn a_rank_that_goes_missing_between_replays() {
             65,
             ["mgpurun: rank 1 made no progress", " s for rank 1 in operation ", ", training step"],
         ),
-        // The launcher stops the other rank before or after it has seen what happened.
+        // The launcher stops the other rank before or after that rank has noticed.
         ("sigkill", 137, ["mgpurun: rank 1 was killed by SIGKILL"; 3]),
     ] {
         let mut launcher = fake_gpu::command(env!("CARGO_BIN_EXE_t-mgpurun"));
@@ -160,7 +160,7 @@ fn an_initialisation_that_never_ends() {
 }
 
 #[test]
-fn a_call_that_never_returns_is_its_own_ranks_fault() {
+fn a_call_that_never_returns_is_blamed_on_its_own_rank() {
     let finished = Case::nccl(2, "hang_call_init@0").run();
     finished.expect(65, &["mgpurun: rank 0 made no progress"]);
     let texts =
@@ -175,7 +175,7 @@ fn an_initialisation_that_nccl_refuses() {
 }
 
 #[test]
-fn an_error_in_the_background() {
+fn an_asynchronous_error() {
     let finished = Case::nccl(2, "async_error@1:after=3").run();
     finished.expect(9, &["mgpurun: rank 1 exited with code 9"]);
     gives_up(&finished, 1, &["rank 1 in operation ", "all_reduce(1000 f32, sum)", "NCCL result 6"]);
@@ -189,7 +189,7 @@ fn a_collective_that_never_ends() {
 }
 
 #[test]
-fn work_of_a_ranks_own_that_never_ends() {
+fn local_work_that_never_ends() {
     let stuck = Case { fault: "stuck_collective@1:after=3", ..Case::new(2, &["loop", "local", "1"]) };
     let finished = Case { timeout: TIMEOUT, ..stuck }.run();
     finished.expect(65, &["mgpurun: rank 1 made no progress"]);
@@ -206,8 +206,8 @@ fn an_abort_that_never_returns() {
 }
 
 #[test]
-fn an_end_that_never_comes() {
-    // All work is done by then: that NCCL does not let go spoils nothing.
+fn a_finalise_that_never_returns() {
+    // All work is done at that point, so a finalise that never returns loses nothing.
     Case::nccl(2, "stuck_finalize").run().expect(0, &[]);
 }
 
@@ -264,7 +264,7 @@ fn too_few_gpus() {
 }
 
 #[test]
-fn what_is_missing_is_told_in_one_line() {
+fn missing_libraries_are_reported_in_one_line() {
     let missing = |command: &mut Command, code: i32, text: &str| {
         let finished = run(command);
         finished.expect(code, &[text]);
@@ -274,7 +274,7 @@ fn what_is_missing_is_told_in_one_line() {
     let launch = |command: &mut Command, ranks: &str| {
         command.args(["-n", ranks, "--backend", "nccl", env!("CARGO_BIN_EXE_t-device"), "loop"]);
     };
-    // No driver: a folder in which only NCCL is.
+    // No driver: a folder that contains only NCCL.
     let folder = tempfile::tempdir().unwrap();
     std::os::unix::fs::symlink(fake_gpu::folder().join("libnccl.so.2"), folder.path().join("libnccl.so.2"))
         .unwrap();
@@ -284,7 +284,7 @@ fn what_is_missing_is_told_in_one_line() {
     if !std::path::Path::new("/proc/driver/nvidia/version").exists() {
         missing(&mut command, 9, "error: the NVIDIA driver is not there: no libcuda.so.1");
     }
-    // No NCCL where the user says it is.
+    // No NCCL at the given path.
     let mut command = fake_gpu::command(env!("CARGO_BIN_EXE_t-mgpurun"));
     command.env("MGPU_NCCL_LIBRARY", "/nonexistent/libnccl.so.2");
     launch(&mut command, "2");
@@ -293,16 +293,16 @@ fn what_is_missing_is_told_in_one_line() {
         9,
         "error: NCCL could not be loaded from: MGPU_NCCL_LIBRARY (/nonexistent/libnccl.so.2)",
     );
-    // Something else under its name.
+    // Another library under its name.
     let mut command = fake_gpu::command(env!("CARGO_BIN_EXE_t-mgpurun"));
     command.env("MGPU_NCCL_LIBRARY", "libc.so.6");
     launch(&mut command, "2");
     missing(&mut command, 9, "error: NCCL could not be loaded from: MGPU_NCCL_LIBRARY (libc.so.6)");
 }
 
-/// NCCLs that have next to nothing in them: one too old, and one that lacks what its version should have.
+/// Nearly empty NCCL libraries: one too old, and one without a function that its version should have.
 #[test]
-fn an_nccl_that_will_not_do_is_told_by_version_or_by_function() {
+fn an_unsuitable_nccl_is_named_by_version_or_function() {
     for (version, text) in [
         (21000, "libnccl-odd.so is too old, 2.18.0 or newer is needed"),
         (21900, "in the start of NCCL, communicator-1: ncclCommInitRankConfig is missing from "),
@@ -326,9 +326,9 @@ fn an_nccl_that_will_not_do_is_told_by_version_or_by_function() {
     }
 }
 
-/// Host buffers: the rank in the collective says what it met, and the others lose it.
+/// Host buffers: the rank in the collective reports the mismatch, and the others lose it.
 #[test]
-fn a_message_that_meets_a_collective() {
+fn a_message_paired_with_a_collective() {
     for (ranks, fault, theirs) in
         [(2, "recv", "recv of 8192 bytes with rank 0"), (3, "send", "send of 4194304 bytes with rank 2")]
     {

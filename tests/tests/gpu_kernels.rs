@@ -1,6 +1,6 @@
-//! Every CUDA kernel computes what the CPU does, whatever order its threads run in, and one that does not is found.
+//! Every CUDA kernel matches the CPU in any thread order, and a wrong kernel is detected.
 //!
-//! All of it on the fakes of `tests/gpu`: the kernels are the real ones, compiled for the CPU.
+//! Everything runs on the fake libraries of `tests/gpu`: the kernels are the real ones, compiled for the CPU.
 
 use std::process::Command;
 
@@ -11,7 +11,7 @@ fn gpu_check() -> Command {
     fake_gpu::command(env!("CARGO_BIN_EXE_t-gpu_check"))
 }
 
-/// Runs the quick checks, with the order of threads and a seed.
+/// Runs the quick checks with a thread order and a seed.
 fn quick(order: &str, seed: &str) -> Finished {
     let folder = tempfile::tempdir().expect("a folder");
     let json = folder.path().join("results.json");
@@ -22,7 +22,7 @@ fn quick(order: &str, seed: &str) -> Finished {
     let text = std::fs::read_to_string(json).expect("the results");
     let results: serde_json::Value = serde_json::from_str(&text).expect("JSON");
     assert_eq!(results["device"], "FAKE GPU (tests only)");
-    assert_eq!(results["unreached"], serde_json::json!([]), "kernels that no check has launched");
+    assert_eq!(results["unreached"], serde_json::json!([]), "kernels without a check");
     let checks = results["checks"].as_array().expect("an array");
     assert!(checks.len() > 300 && checks.iter().all(|check| check["ok"] == true));
     finished
@@ -43,9 +43,9 @@ fn all_kernels_are_right_with_threads_shuffled() {
     quick("shuffled", "3");
 }
 
-/// A kernel whose last block does nothing is found by the checks of its operation.
+/// A kernel whose last block does nothing is detected by the checks of its operation.
 #[test]
-fn a_kernel_that_is_wrong_is_found() {
+fn a_wrong_kernel_is_detected() {
     for (kernel, only) in [
         ("activation_bias_bf16", "activation bias"),
         ("arena_narrow_bf16", "arena narrow"),
@@ -70,14 +70,14 @@ fn a_kernel_that_is_wrong_is_found() {
         command.env("FAKE_GPU_LAME", kernel).args(["--quick", "--seed", "1", "--only", only]);
         let finished = run(&mut command);
         finished.expect(1, &["FAILED"]);
-        // The same without the mistake.
+        // The same without the fault.
         run(gpu_check().args(["--quick", "--seed", "1", "--only", only])).expect(0, &[", 0 failed"]);
     }
 }
 
-/// `bench/gpu_check.sh` itself, dry: small, without times, and labelled.
+/// `bench/gpu_check.sh` in its dry run: small, without times, and labelled.
 #[test]
-fn the_script_for_machines_with_a_gpu_runs_dry() {
+fn the_gpu_benchmark_script_has_a_dry_run() {
     let folder = tempfile::tempdir().expect("a folder");
     for (name, program) in [
         ("mgpurun", env!("CARGO_BIN_EXE_t-mgpurun")),
@@ -95,8 +95,7 @@ fn the_script_for_machines_with_a_gpu_runs_dry() {
         .args(["throughput", "bandwidth", "accuracy", "sanitizer", "--limit", "120", "--out"])
         .arg(folder.path());
     let finished = run(&mut command);
-    finished
-        .expect(0, &["FAKE GPU: nothing here says anything about a GPU", "throughput     12 runs, 0 failed"]);
+    finished.expect(0, &["FAKE GPU: no figures of a real GPU", "throughput     12 runs, 0 failed"]);
     let written = std::fs::read_dir(folder.path()).expect("a folder").filter_map(Result::ok);
     let names: Vec<_> = written.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
     let name = names.iter().find(|name| name.ends_with("-fake-gpu-tests-only.json"));
@@ -109,7 +108,7 @@ fn the_script_for_machines_with_a_gpu_runs_dry() {
 }
 
 #[test]
-fn nothing_is_measured_on_what_is_no_gpu() {
+fn nothing_is_measured_on_a_fake_gpu() {
     let finished = run(gpu_check().arg("--bandwidth"));
     finished.expect(0, &["FAKE GPU (tests only)", "is not measured"]);
     assert!(!finished.stdout.contains("GB/s"));

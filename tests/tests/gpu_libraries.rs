@@ -1,5 +1,5 @@
-//! cuDNN and cuBLASLt serve where they are there and right, and are missed nowhere. All of it on fakes: see
-//! `tests/gpu/fake_cudnn.cpp` and `tests/gpu/fake_cublaslt.cpp` for what they refuse.
+//! cuDNN and cuBLASLt are used if available and correct, and are not required. Runs on fake libraries:
+//! `tests/gpu/fake_cudnn.cpp` and `tests/gpu/fake_cublaslt.cpp` say what they refuse.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -7,7 +7,7 @@ use std::process::Command;
 use mgpu_tests::process::Finished;
 use mgpu_tests::{fake_gpu, process};
 
-/// The program, which checks the numbers itself, with a cache of its own.
+/// The program, which verifies results itself, with its own cache.
 fn program(cache: &Path) -> Command {
     let mut command = fake_gpu::command(env!("CARGO_BIN_EXE_t-gpu-libraries"));
     command.env("MGPU_CACHE_DIR", cache);
@@ -36,7 +36,7 @@ fn assert_all(lines: &[&str], texts: &[&str]) {
 }
 
 #[test]
-fn the_libraries_serve_every_pass_and_are_remembered() {
+fn library_kernels_serve_every_pass_and_are_cached() {
     let cache = tempfile::tempdir().expect("a folder");
     let first = run(&mut program(cache.path()));
     let passes = ["forward cuDNN ", "backward input cuDNN ", "backward weights cuDNN "];
@@ -81,7 +81,7 @@ fn the_libraries_serve_every_pass_and_are_remembered() {
             "{line}"
         );
     }
-    // The same choices, to the digit of their times.
+    // The same choices, including all digits of their times.
     let second = run(&mut program(cache.path()));
     let choices = |finished: &Finished| -> Vec<String> {
         finished.stdout.lines().map(|line| line.split(" (").next().unwrap_or_default().to_owned()).collect()
@@ -90,14 +90,14 @@ fn the_libraries_serve_every_pass_and_are_remembered() {
 }
 
 #[test]
-fn chance_is_let_in_on_request_only() {
+fn nondeterministic_kernels_are_used_only_on_request() {
     let cache = tempfile::tempdir().expect("a folder");
     let finished = run(program(cache.path()).arg("nondeterministic"));
-    finished.expect(0, &["algorithm 3 is not deterministic", "adds up in place"]);
+    finished.expect(0, &["algorithm 3 is not deterministic", "in-place reduction scheme"]);
 }
 
 #[test]
-fn without_the_libraries_everything_is_built_in() {
+fn without_libraries_all_kernels_are_built_in() {
     let cache = tempfile::tempdir().expect("a folder");
     let mut command = program(cache.path());
     command.env("MGPU_CUDNN_LIBRARY", "/nowhere/libcudnn.so.9");
@@ -108,7 +108,7 @@ fn without_the_libraries_everything_is_built_in() {
     assert_all(&lines(&finished, "dense"), &[passes[0], "libcublasLt.so.13 (matrix products) is not there"]);
 }
 
-/// A library with nothing but the function by which it is recognised.
+/// A library that contains only the function by which it is recognised.
 fn stub(folder: &Path, function: &str) -> PathBuf {
     let (source, library) = (folder.join(format!("{function}.cpp")), folder.join(format!("{function}.so")));
     std::fs::write(&source, format!("extern \"C\" int {function}() {{ return 0; }}\n")).expect("a file");
@@ -119,7 +119,7 @@ fn stub(folder: &Path, function: &str) -> PathBuf {
 }
 
 #[test]
-fn a_library_that_lacks_a_function_is_left_alone() {
+fn a_library_without_a_required_function_is_not_used() {
     let cache = tempfile::tempdir().expect("a folder");
     let mut command = program(cache.path());
     command.env("MGPU_CUDNN_LIBRARY", stub(cache.path(), "cudnnGetConvolutionForwardAlgorithm_v7"));
@@ -136,7 +136,7 @@ fn a_library_that_lacks_a_function_is_left_alone() {
 }
 
 #[test]
-fn a_library_that_refuses_the_gpu_is_left_alone() {
+fn a_library_that_rejects_the_gpu_is_not_used() {
     let cache = tempfile::tempdir().expect("a folder");
     let finished = run(program(cache.path()).env("FAKE_CUDNN_CREATE", "0").env("FAKE_CUBLASLT_CREATE", "0"));
     assert_all(
@@ -150,7 +150,7 @@ fn a_library_that_refuses_the_gpu_is_left_alone() {
 }
 
 #[test]
-fn what_the_library_leaves_out_is_added() {
+fn missing_library_epilogues_are_added() {
     let cache = tempfile::tempdir().expect("a folder");
     let mut command = program(cache.path());
     command.env("FAKE_CUDNN_FUSED", "0").env("FAKE_CUBLASLT_FUSED", "0").env("FAKE_CUDNN_WIDE_GRADIENT", "1");
@@ -159,19 +159,19 @@ fn what_the_library_leaves_out_is_added() {
     assert_all(&lines(&finished, "dense"), &["forward cuBLASLt "]);
     for line in finished.stdout.lines() {
         let choices = line.split(" (").next().unwrap_or_default();
-        // A wide gradient of weights races with a narrow one; the program finds both right.
+        // A wide gradient of weights is benchmarked against a narrow one; the program finds both correct.
         assert!(!choices.contains("fused"), "{line}");
     }
 }
 
 #[test]
-fn a_library_with_other_results_is_not_chosen() {
+fn a_library_with_wrong_results_is_not_chosen() {
     let cache = tempfile::tempdir().expect("a folder");
     let finished = run(program(cache.path()).env("FAKE_CUDNN_WRONG", "1").env("FAKE_CUBLASLT_WRONG", "1"));
     let convs = lines(&finished, "conv");
     assert_all(&convs, &["backward input cuDNN ", "results deviate by 5e-1"]);
     for line in convs {
-        // What goes the other way round is another of the library's functions, which is right, or wrong.
+        // Passes computed by another function of the library are correct or wrong independently.
         let (forward, backward) = line.split_once(", backward input ").expect("both passes");
         assert!(forward.contains("forward built in ") || forward.contains(" turned "), "{line}");
         let backward = backward.split(", backward weights ").next().unwrap_or_default();

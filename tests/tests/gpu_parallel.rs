@@ -1,4 +1,4 @@
-//! Data parallelism on GPUs: what a step does, and the flags for it, on the fakes of `tests/gpu`.
+//! Data parallelism on GPUs: the options of a step and their flags, on the fake libraries of `tests/gpu`.
 
 use std::process::Command;
 
@@ -21,34 +21,34 @@ fn step(ranks: u32, mode: &str) -> Finished {
 }
 
 #[test]
-fn a_step_on_gpus_is_that_of_the_cpu_whatever_it_does() {
+fn gpu_and_cpu_steps_agree_with_every_option() {
     for ranks in [1, 2, 3] {
         step(ranks, "same").expect(0, &[&format!("the same on {ranks} ranks")]);
     }
 }
 
 #[test]
-fn a_training_goes_on_sharded_or_not() {
+fn a_training_resumes_sharded_or_replicated() {
     for ranks in [1, 2, 3] {
         step(ranks, "resume");
     }
 }
 
 #[test]
-fn gradients_that_are_no_numbers_and_weights_that_differ_are_named() {
+fn non_finite_gradients_and_differing_weights_are_named() {
     for ranks in [1, 2, 3] {
         step(ranks, "guards");
     }
 }
 
 #[test]
-fn tensors_and_ranks_that_are_not_alike_are_trained_as_on_the_cpu() {
+fn parameter_groups_and_uneven_ranks_train_as_on_the_cpu() {
     for ranks in [1, 2, 3] {
         step(ranks, "uneven");
     }
 }
 
-/// Generated digits, small batches, our own kernels.
+/// Generated digits, small batches, only our own kernels.
 fn train(ranks: u32, arguments: &[&str]) -> Finished {
     let mut program = on_gpus(ranks, TRAIN);
     program.args(["--synthetic", "--json", "--kernels", "builtin", "--skip-test"]);
@@ -60,7 +60,7 @@ fn weights(finished: &Finished) -> String {
     finished.json()["weights"].as_str().expect("a checksum of the weights").to_owned()
 }
 
-/// What a user may ask for, in several combinations.
+/// Combinations of options.
 const FLAGS: [&[&str]; 4] = [
     &["--accumulate", "4", "--clip-norm", "0.5", "--schedule", "cosine:0.1", "--warm-up", "3"],
     &["--shard-optimizer", "on", "--clip-norm", "0.5", "--schedule", "constant"],
@@ -69,9 +69,9 @@ const FLAGS: [&[&str]; 4] = [
 ];
 
 #[test]
-fn a_graph_gives_the_bits_of_single_launches_whatever_a_step_does() {
+fn a_graph_gives_the_bits_of_single_launches_with_every_option() {
     for flags in FLAGS {
-        // Past the first steps, with a longer launch, and some single ones.
+        // Beyond the first steps, with a larger graph and some single steps.
         let all = [&["--batch", "4", "--steps", "14"][..], flags].concat();
         let graph = weights(&train(2, &all));
         assert_eq!(graph, weights(&train(2, &[&all[..], &["--no-graph"]].concat())), "{flags:?}");
@@ -79,10 +79,10 @@ fn a_graph_gives_the_bits_of_single_launches_whatever_a_step_does() {
 }
 
 #[test]
-fn a_run_that_was_cut_off_goes_on_to_the_same_bits() {
+fn an_interrupted_run_resumes_bit_equal() {
     for flags in FLAGS {
         let all = [&["--batch", "4", "--steps", "7"][..], flags].concat();
-        // The schedule is that of the whole run.
+        // The schedule covers the whole run.
         let expected = weights(&train(2, &all));
         let folder = tempfile::tempdir().unwrap();
         let saving = ["--checkpoint-every", "2", "--checkpoint-dir", folder.path().to_str().unwrap()];
@@ -104,7 +104,7 @@ fn a_run_that_was_cut_off_goes_on_to_the_same_bits() {
 }
 
 #[test]
-fn the_number_of_ranks_makes_no_difference_where_that_is_asked_for() {
+fn world_size_invariant_training_is_bit_equal() {
     // keras has batch normalisation and dropout.
     for (net, batch, steps) in [("lenet5", 8, "5"), ("keras", 4, "1")] {
         let run = |ranks: u32| {
@@ -121,7 +121,7 @@ fn the_number_of_ranks_makes_no_difference_where_that_is_asked_for() {
 }
 
 #[test]
-fn a_loss_that_is_no_number_ends_the_training_and_is_named() {
+fn a_non_finite_loss_ends_the_training_and_is_named() {
     let finished = train(2, &["--batch", "4", "--steps", "20", "--lr", "1e30"]);
     finished.expect(1, &["gradients that are not finite numbers, in tensor `", "in step "]);
 }

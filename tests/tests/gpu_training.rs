@@ -1,7 +1,7 @@
-//! The whole GPU path, from the launcher to the optimizer, on fakes of NVIDIA's libraries.
+//! The whole GPU path, from the launcher to the optimizer, on fake NVIDIA libraries.
 //!
-//! The kernels run for real, as C++ on the CPU, on streams that are threads and graphs that are replayed; what a GPU would
-//! compute they compute. What it would take for that, nothing here says.
+//! The kernels run as C++ on the CPU, on streams that are threads and on replayed graphs, and compute what a GPU
+//! would. Their speed says nothing about a GPU.
 
 use std::fs;
 use std::path::PathBuf;
@@ -15,7 +15,7 @@ const LAUNCHER: &str = env!("CARGO_BIN_EXE_t-mgpurun");
 const TRAIN: &str = env!("CARGO_BIN_EXE_t-train_mnist");
 const GOLDEN: &str = env!("CARGO_BIN_EXE_t-golden_check");
 
-/// Generated digits, small batches of the smallest network, our own kernels.
+/// Generated digits, small batches of the smallest network, only our own kernels.
 const SMALL: [&str; 6] = ["--synthetic", "--json", "--batch", "8", "--kernels", "builtin"];
 
 /// `program` on `ranks` fake GPUs.
@@ -48,7 +48,7 @@ fn two_ranks_train_on_a_gpu_each() {
 
 #[test]
 fn a_graph_gives_the_bits_of_single_launches() {
-    // Past the first steps, with a longer launch, and some single ones.
+    // Beyond the first steps, with a larger graph and some single steps.
     let arguments = ["--steps", "16", "--skip-test"];
     for ranks in [1, 2] {
         let graph = train(ranks, &arguments).weights();
@@ -58,7 +58,7 @@ fn a_graph_gives_the_bits_of_single_launches() {
 }
 
 #[test]
-fn work_that_comes_late_changes_nothing() {
+fn late_stream_work_does_not_change_the_result() {
     let arguments = ["--steps", "5", "--skip-test"];
     let prompt = train(2, &arguments).weights();
     let mut late = on_gpus(2, TRAIN);
@@ -66,7 +66,7 @@ fn work_that_comes_late_changes_nothing() {
     assert_eq!(prompt, run(&mut late).weights());
 }
 
-/// Loss of the only epoch in a file of metrics, and the test's.
+/// Training and test loss of the only epoch in a metrics file.
 fn losses(metrics: &std::path::Path) -> [f64; 2] {
     let text = fs::read_to_string(metrics).unwrap();
     let epoch: Value = serde_json::from_str(text.lines().next().expect("an epoch")).unwrap();
@@ -74,9 +74,9 @@ fn losses(metrics: &std::path::Path) -> [f64; 2] {
 }
 
 #[test]
-fn a_gpu_trains_as_the_cpu_does() {
+fn gpu_and_cpu_training_agree() {
     let folder = tempfile::tempdir().unwrap();
-    // Dropout and batch normalisation, L2 and a moving average, pooling that rounds up.
+    // Dropout and batch normalisation, L2 penalty and moving average, pooling that rounds up.
     for (net, tolerance) in [("lenet5", 1e-4), ("keras", 2e-3), ("deep", 1e-4), ("ensemble2400", 2e-3)] {
         let train = |mut program: Command, name: &str| {
             let metrics = folder.path().join(format!("{net}-{name}"));
@@ -106,7 +106,7 @@ fn a_gpu_trains_as_the_cpu_does() {
 }
 
 #[test]
-fn a_test_set_is_judged_whole_by_any_number_of_ranks() {
+fn evaluation_covers_the_whole_test_set_on_any_number_of_ranks() {
     let folder = tempfile::tempdir().unwrap();
     let mut found = Vec::new();
     for ranks in [1, 2] {
@@ -133,10 +133,10 @@ fn a_test_set_is_judged_whole_by_any_number_of_ranks() {
 }
 
 #[test]
-fn a_run_goes_on_from_its_checkpoint_to_the_same_bits() {
+fn a_resumed_run_is_bit_equal() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path().to_str().unwrap();
-    // An epoch of generated digits is long; the steps of this run end within the first.
+    // An epoch of generated digits is long; this run ends within the first.
     let whole = train(1, &["--steps", "9", "--schedule", "constant", "--skip-test"]).weights();
     let kept = ["--schedule", "constant", "--skip-test", "--checkpoint-dir", folder];
     train(1, &[&["--steps", "5"], &kept[..]].concat());
@@ -146,7 +146,7 @@ fn a_run_goes_on_from_its_checkpoint_to_the_same_bits() {
 }
 
 #[test]
-fn a_checkpoint_of_the_cpu_goes_on_on_a_gpu() {
+fn a_cpu_checkpoint_resumes_on_a_gpu() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path().to_str().unwrap();
     let kept =
@@ -158,7 +158,7 @@ fn a_checkpoint_of_the_cpu_goes_on_on_a_gpu() {
 }
 
 #[test]
-fn the_precisions_of_a_gpu_are_told_from_those_of_a_cpu() {
+fn gpu_only_precisions_are_refused_on_a_cpu() {
     for precision in ["tf32", "bf16"] {
         let finished = train(1, &["--steps", "4", "--precision", precision, "--skip-test"]);
         assert_eq!(finished.json()["dtype"], precision);
@@ -167,7 +167,7 @@ fn the_precisions_of_a_gpu_are_told_from_those_of_a_cpu() {
     finished.expect(2, &["--precision tf32 needs a GPU"]);
 }
 
-/// The golden run of lenet5 and the data, or a word on what is skipped.
+/// The golden run of lenet5 and the data, or a message that the test is skipped.
 fn golden() -> Option<(PathBuf, PathBuf)> {
     let folder = |name| std::env::var_os(name).map(PathBuf::from);
     let (Some(golden), Some(data)) = (folder("MGPU_GOLDEN"), folder("MGPU_DATA")) else {

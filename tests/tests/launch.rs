@@ -1,4 +1,4 @@
-//! What the launcher promises: output, exit codes, signals, and that nothing survives.
+//! The launcher: output, exit codes, signals, and that nothing survives.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -8,7 +8,7 @@ use mgpu_tests::process::{Finished, command, finish, run, survivors, until};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-/// The launcher, with no signal ignored, whatever the test itself was started under.
+/// The launcher with default signal dispositions, whatever the test itself inherited.
 fn mgpurun() -> Command {
     let mut launcher = command("env");
     launcher.args(["--default-signal", env!("CARGO_BIN_EXE_t-mgpurun")]);
@@ -22,7 +22,7 @@ fn shell(ranks: u32, options: &[&str], script: &str) -> Command {
     launcher
 }
 
-/// Starts a launcher whose ranks touch `ready-RANK` in `folder` and then run `script`.
+/// Starts a launcher whose ranks create `ready-RANK` in `folder` and then run `script`.
 fn start(folder: &tempfile::TempDir, ranks: u32, options: &[&str], script: &str) -> Child {
     let script = format!("{script}\n: > ready-$RANK\nwhile :; do sleep 0.05; done");
     let mut launcher = shell(ranks, options, &script);
@@ -41,7 +41,7 @@ fn send(child: &Child, signal: Signal) {
 }
 
 #[test]
-fn lines_carry_their_rank() {
+fn lines_have_a_rank_prefix() {
     let finished = run(&mut shell(3, &[], "echo out $RANK of $WORLD_SIZE; echo err $LOCAL_RANK >&2"));
     assert_eq!(finished.code, Some(0));
     for rank in 0..3 {
@@ -60,7 +60,7 @@ fn lines_carry_their_rank() {
 }
 
 #[test]
-fn lines_are_never_cut_into_each_other() {
+fn lines_are_never_interleaved() {
     let script = "i=0; while [ $i -lt 300 ]; do printf \"$RANK\"; printf \"$RANK$RANK\\n\"; i=$((i+1)); done";
     let finished = run(&mut shell(4, &["--no-prefix"], script));
     assert_eq!(finished.stdout.lines().count(), 1200);
@@ -71,7 +71,7 @@ fn lines_are_never_cut_into_each_other() {
 }
 
 #[test]
-fn standard_input_is_closed_and_the_environment_is_the_contract() {
+fn standard_input_is_empty_and_the_environment_is_complete() {
     let finished = run(&mut shell(2, &["--no-prefix", "--backend", "cpu"], "cat; env | sort"));
     finished.expect(0, &["MASTER_ADDR=127.0.0.1\n", "MGPU_BACKEND=cpu\n", "MGPU_RESTART_COUNT=0\n"]);
     for name in ["MASTER_PORT", "MGPU_RENDEZVOUS", "MGPU_RUN_ID"] {
@@ -83,7 +83,7 @@ fn standard_input_is_closed_and_the_environment_is_the_contract() {
 }
 
 #[test]
-fn the_first_failure_decides_and_speaks_last() {
+fn the_first_failure_decides_the_exit_code_and_is_reported_last() {
     let script = "[ $RANK = 1 ] || sleep 60; echo the reason; echo more >&2; exit 3";
     let finished = run(&mut shell(3, &[], script));
     assert_eq!(finished.code, Some(3));
@@ -96,7 +96,7 @@ fn the_first_failure_decides_and_speaks_last() {
 }
 
 #[test]
-fn exit_codes_are_the_contract() {
+fn exit_codes_match_the_documentation() {
     for (script, code) in [("exit 0", 0), ("exit 77", 77), ("kill -SEGV $$", 139), ("kill -KILL $$", 137)] {
         assert_eq!(run(&mut shell(2, &[], script)).code, Some(code), "{script}");
     }
@@ -153,7 +153,7 @@ fn logs_hold_both_streams() {
     run(&mut shell(1, &["--log-dir", "/proc/none"], "true")).expect(1, &["/proc/none/rank-0.log"]);
 }
 
-/// Sends `signal` to a launcher whose ranks note the signals they get, and returns its end and the notes.
+/// Sends `signal` to a launcher whose ranks record the signals they get; returns its end and the records.
 fn interrupt(signal: Signal, times: usize, trap: &str) -> (Finished, Vec<String>) {
     let folder = tempfile::tempdir().unwrap();
     let mut child = start(&folder, 2, &["--grace", "30"], trap);
@@ -204,7 +204,7 @@ fn the_second_signal_kills() {
 }
 
 #[test]
-fn ranks_that_ignore_the_end_are_killed_after_the_grace_time() {
+fn ranks_that_ignore_sigterm_are_killed_after_the_grace_time() {
     let folder = tempfile::tempdir().unwrap();
     let script = "trap '' TERM; if [ $RANK = 1 ]; then until [ -e ready-0 ]; do :; done; exit 5; fi";
     let script = format!("{script}\n: > ready-$RANK\nwhile :; do sleep 0.05; done");
@@ -231,12 +231,12 @@ fn ranks_die_with_the_launcher() {
     assert!(survivors(&mark(&folder)).len() >= 4);
     child.kill().unwrap();
     child.wait().unwrap();
-    // The shells die at once; their `sleep`s end by themselves within a twentieth of a second.
+    // The shells die at once; their `sleep`s end by themselves within 50 ms.
     until(|| survivors(&mark(&folder)).is_empty());
 }
 
 #[test]
-fn children_of_a_rank_go_with_its_group() {
+fn children_of_a_rank_are_killed_with_its_process_group() {
     let folder = tempfile::tempdir().unwrap();
     let mut launcher = shell(2, &[], "sleep 1000 & echo started");
     launcher.env("MGPU_TEST_MARK", folder.path());
@@ -252,7 +252,7 @@ fn no_folder_is_left() {
         run(shell(2, &[], script).env("XDG_RUNTIME_DIR", base.path()));
         assert_eq!(left(), 0);
     }
-    // Of a launcher that is killed, the process that is left removes it, or if it comes to nothing either, the next launch.
+    // After a killed launcher, its remaining process removes the folder, or else the next launch does.
     let folder = tempfile::tempdir().unwrap();
     let mut launcher = shell(1, &[], ": > ready-0; sleep 1000");
     let mut child = launcher.current_dir(folder.path()).env("XDG_RUNTIME_DIR", base.path()).spawn().unwrap();
@@ -264,7 +264,7 @@ fn no_folder_is_left() {
 }
 
 #[test]
-fn a_closed_reader_ends_the_ranks_as_without_a_launcher() {
+fn a_closed_pipe_ends_ranks_as_without_a_launcher() {
     let mut child = shell(2, &[], "while echo line; do :; done")
         .stdout(Stdio::piped())
         .stderr(Stdio::null())

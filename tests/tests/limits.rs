@@ -1,4 +1,4 @@
-//! What a launcher meets on a machine, other people's files and small limits, does not make it do harm.
+//! Foreign files and resource limits do not make the launcher do harm.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -10,14 +10,14 @@ use mgpu_tests::process::{Finished, command, run};
 
 const LAUNCHER: &str = env!("CARGO_BIN_EXE_t-mgpurun");
 
-/// `launcher` and its arguments after a shell has run `limit`, in an environment of its own.
+/// `launcher` and its arguments, after a shell has run `limit`, in its own environment.
 fn limited(folder: &Path, limit: &str, arguments: &[&str]) -> Finished {
     let mut shell = command("bash");
     shell.args(["-c", &format!("{limit} && exec \"$@\""), "bash", LAUNCHER]).args(arguments);
     run(shell.current_dir(folder).env("TMPDIR", folder).env_remove("XDG_RUNTIME_DIR"))
 }
 
-/// Files and folders of somebody whose names look like the launcher's.
+/// Foreign files and folders with names similar to the launcher's.
 fn put_foreign_files(base: &Path) {
     let file = |path: &str| {
         let path = base.join(path);
@@ -27,7 +27,7 @@ fn put_foreign_files(base: &Path) {
     file("mgpurun-checkpoints/step-1/weights");
     file("mgpurun-0123456789abcdef/weights");
     file("mgpurun-0123456789abcdef/nested/rendezvous");
-    // Names that are exactly a launcher's.
+    // Names exactly like a launcher's.
     file("mgpurun-socket-0123456789abcdef/weights");
     file("mgpurun-socket-0000000000000000/rendezvous");
     file("mgpurun-socket-1111111111111111/rendezvous/weights");
@@ -44,7 +44,7 @@ fn put_foreign_files(base: &Path) {
     drop(UnixListener::bind(base.join("mgpurun-socket-0123456789abcdef/rendezvous")).unwrap());
 }
 
-/// Every path below `base`, in order.
+/// All paths below `base`, sorted.
 fn paths(base: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for entry in fs::read_dir(base).unwrap().flatten() {
@@ -58,7 +58,7 @@ fn paths(base: &Path) -> Vec<PathBuf> {
 }
 
 #[test]
-fn foreign_files_stay_and_the_folder_of_a_killed_launcher_goes() {
+fn cleanup_removes_the_folder_of_a_killed_launcher_and_no_foreign_files() {
     let (temporary, runtime) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let bases = [temporary.path(), runtime.path()];
     bases.iter().for_each(|base| put_foreign_files(base));
@@ -92,7 +92,7 @@ fn few_descriptors_leave_no_folder() {
 }
 
 #[test]
-fn a_limit_of_file_sizes_ends_a_log_and_not_the_run() {
+fn a_file_size_limit_ends_the_log_but_not_the_run() {
     let folder = tempfile::tempdir().unwrap();
     let script = "head -c 300000 /dev/zero | tr '\\0' '\\n'; echo done $RANK >&2";
     let logged = ["-n", "2", "--log-dir", "logs", "--events", "events", "sh", "-c", script];
@@ -106,13 +106,13 @@ fn a_limit_of_file_sizes_ends_a_log_and_not_the_run() {
     finished.expect(0, &["done 0", "done 1", "standard output", "File too large"]);
     assert_eq!(fs::metadata(folder.path().join("shown")).unwrap().len(), 102_400);
 
-    // For a rank the signal is what it is without a launcher.
+    // A rank gets the signal as it would without a launcher.
     let finished = limited(folder.path(), "ulimit -f 100", &["-n", "1", "sh", "-c", "exec yes >big"]);
     finished.expect(153, &["rank 0 was killed by SIGXFSZ"]);
 }
 
 #[test]
-fn shared_memory_beyond_the_limit_of_file_sizes_is_an_error_that_names_it() {
+fn shared_memory_beyond_the_file_size_limit_is_a_named_error() {
     let folder = tempfile::tempdir().unwrap();
     let named = "raise the limit with `ulimit -f`";
     let finished = limited(folder.path(), "ulimit -f 1", &["-n", "2", "true"]);
@@ -124,7 +124,7 @@ fn shared_memory_beyond_the_limit_of_file_sizes_is_an_error_that_names_it() {
 }
 
 #[test]
-fn without_proc_the_error_says_so() {
+fn a_missing_proc_file_system_is_named() {
     let isolated = |arguments: &[&str]| -> Command {
         let mut isolated = command("unshare");
         isolated.args(["--mount", "sh", "-c", "mount -t tmpfs none /proc && exec \"$@\"", "sh"]);

@@ -1,12 +1,12 @@
-//! The real NCCL, as far as it goes without a GPU: found among Python's packages, asked for an id, which travels to the
-//! other ranks over the rendezvous.
+//! The real NCCL, as far as it works without a GPU: found among Python's packages, it creates a unique id, which the
+//! rendezvous sends to the other ranks.
 
 use std::collections::BTreeSet;
 
 use mgpu_tests::process::{command, run};
 
 #[test]
-fn ranks_get_the_id_that_the_real_library_made() {
+fn ranks_receive_the_unique_id_of_the_real_library() {
     if let Err(error) = nccl_sys::Library::open() {
         println!("skipped: {}", error.summary());
         return;

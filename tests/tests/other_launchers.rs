@@ -1,5 +1,5 @@
-//! Ranks without `mgpurun`: started as torchrun, Open MPI, hydra and Slurm start them, with the variables that those set,
-//! they find each other through rank 0, name whoever dies, and leave nothing behind.
+//! Ranks without `mgpurun`, started with the variables of torchrun, Open MPI, hydra and Slurm: they find each other
+//! through rank 0, name a rank that dies, and leave nothing behind.
 
 use std::fs::{self, File};
 use std::os::fd::AsFd;
@@ -16,7 +16,7 @@ const HELLO_RING: &str = env!("CARGO_BIN_EXE_t-hello_ring");
 const MISBEHAVE: &str = env!("CARGO_BIN_EXE_t-misbehave");
 const TRAIN: &str = env!("CARGO_BIN_EXE_t-train_mnist");
 
-/// Who has started the ranks.
+/// The launchers.
 #[derive(Debug, Clone, Copy)]
 enum Launcher {
     Torchrun,
@@ -26,7 +26,7 @@ enum Launcher {
 }
 use Launcher::{Hydra, OpenMpi, Slurm, Torchrun};
 
-/// A job of this name, which no other test uses.
+/// A job with a name that no other test uses.
 #[derive(Debug, Clone)]
 struct Job {
     launcher: Launcher,
@@ -39,14 +39,14 @@ impl Job {
         Job { launcher, name: format!("{name}-{}", std::process::id()), ranks }
     }
 
-    /// The command that starts `rank`. There is no GPU for it.
+    /// The command of `rank`, without GPUs.
     fn rank(&self, rank: u32, program: &str, arguments: &[&str]) -> Command {
         let mut command = command(program);
         command.args(arguments).env("CUDA_VISIBLE_DEVICES", "");
         self.tell(rank, command)
     }
 
-    /// Adds what the launcher tells `rank`.
+    /// Sets the variables of the launcher for `rank`.
     fn tell(&self, rank: u32, mut command: Command) -> Command {
         let (rank, ranks) = (rank.to_string(), self.ranks.to_string());
         command.env_remove("MGPU_BACKEND");
@@ -92,7 +92,7 @@ impl Job {
         spawn(&mut self.rank(rank, program, arguments))
     }
 
-    /// Runs all ranks to their ends.
+    /// Runs all ranks until they end.
     fn run(&self, program: &str, arguments: &[&str]) -> Vec<Finished> {
         let children: Vec<Child> = (0..self.ranks).map(|rank| self.start(rank, program, arguments)).collect();
         children.into_iter().map(|mut child| finish(&mut child)).collect()
@@ -110,7 +110,7 @@ fn serves(child: &Child) -> bool {
     let links = links.filter_map(|entry| fs::read_link(entry.path()).ok()?.to_str().map(str::to_owned));
     let sockets: Vec<String> =
         links.filter_map(|link| Some(link.strip_prefix("socket:[")?.strip_suffix(']')?.to_owned())).collect();
-    // Number, reference count, protocol, flags (listening), type, state, inode, name.
+    // The columns: number, reference count, protocol, flags (listening), type, state, inode, name.
     let listens = |line: &str| {
         let fields: Vec<&str> = line.split_ascii_whitespace().collect();
         matches!(&fields[..], [_, _, _, "00010000", _, _, inode, name]
@@ -136,7 +136,7 @@ fn the_ranks_of_each_launcher_find_each_other() {
     }
 }
 
-/// Hydra gives its job no name: its process on the host names it, whatever lies between that and a rank.
+/// Hydra gives its job no name; the process id of hydra on the host identifies it, whatever processes are in between.
 #[test]
 fn hydras_ranks_find_each_other_by_the_process_that_started_them() {
     let folder = tempfile::tempdir().unwrap();
@@ -203,13 +203,13 @@ fn a_rank_that_dies_is_named_by_all_others() {
 }
 
 #[test]
-fn a_rank_that_dies_is_named_although_its_child_lives() {
+fn a_dead_rank_is_named_while_its_child_lives() {
     let folder = tempfile::tempdir().unwrap();
     let job = Job::new(Slurm, "linger", 3);
     let start = |rank| {
         let arguments = ["linger", "1", folder.path().to_str().unwrap()];
         let mut command = job.rank(rank, env!("CARGO_BIN_EXE_t-fork"), &arguments);
-        // The child would keep the pipes of its parent open.
+        // The child would otherwise keep the pipes of its parent open.
         let output = || if rank == 1 { Stdio::null() } else { Stdio::piped() };
         command.stdout(output()).stderr(output()).spawn().unwrap()
     };
@@ -220,13 +220,13 @@ fn a_rank_that_dies_is_named_although_its_child_lives() {
     }
 }
 
-/// Looks at the ranks as torchrun does: every 0.1 s, one after the other. The first of those that have failed by then is the
-/// one that it calls the root cause; the others are ended.
+/// Polls the ranks like torchrun: every 0.1 s, one after the other. The first failed rank found is the root cause;
+/// the others are terminated.
 fn root_cause(ranks: &mut [Child]) -> usize {
     loop {
-        let looks: Vec<_> = ranks.iter_mut().map(|rank| rank.try_wait().unwrap()).collect();
+        let statuses: Vec<_> = ranks.iter_mut().map(|rank| rank.try_wait().unwrap()).collect();
         let has_failed = |end: &Option<ExitStatus>| end.is_some_and(|end| !end.success());
-        if let Some(rank) = looks.iter().position(has_failed) {
+        if let Some(rank) = statuses.iter().position(has_failed) {
             ranks.iter_mut().for_each(|rank| _ = rank.kill());
             ranks.iter_mut().for_each(|rank| _ = rank.wait());
             return rank;
@@ -268,12 +268,12 @@ fn a_rank_that_stops_is_named_at_the_deadline() {
 }
 
 #[test]
-fn a_rank_that_never_comes_is_named_at_the_deadline() {
+fn a_rank_that_never_joins_is_named_at_the_deadline() {
     let mut waiting = Vec::new();
     for absent in 0..3 {
         let job = Job::new(Torchrun, &format!("absent-{absent}"), 3);
         for rank in (0..3).filter(|rank| *rank != absent) {
-            // Long enough for a busy machine to start the ranks that do come.
+            // Long enough for ranks to start on a busy machine.
             let child = spawn(job.rank(rank, HELLO_RING, &[]).env("MGPU_TIMEOUT", "6"));
             waiting.push((rank, absent, child));
         }
@@ -286,10 +286,10 @@ fn a_rank_that_never_comes_is_named_at_the_deadline() {
 }
 
 #[test]
-fn ranks_that_do_not_go_together_are_told_at_once() {
+fn incompatible_ranks_are_reported_at_once() {
     let job = Job::new(Slurm, "programs", 3);
     let [mut first, mut second] = [0, 1].map(|rank| job.start(rank, HELLO_RING, &[]));
-    // Whoever came later would find nobody: rank 0 ends when it is told.
+    // A later rank would find no server: rank 0 ends after the error.
     until(|| has_joined(&first, 1));
     let mut third = job.start(2, TRAIN, &["--synthetic", "--steps", "1"]);
     for rank in [&mut first, &mut second, &mut third] {
@@ -297,7 +297,7 @@ fn ranks_that_do_not_go_together_are_told_at_once() {
     }
 }
 
-/// True if `rank` has joined the rendezvous that `child` serves: its progress page says so.
+/// True if `rank` has joined the rendezvous served by `child`, according to its progress page.
 fn has_joined(child: &Child, rank: u32) -> bool {
     let descriptors = fs::read_dir(format!("/proc/{}/fd", child.id())).into_iter().flatten().flatten();
     let is_page = |path: &PathBuf| {
@@ -310,7 +310,7 @@ fn has_joined(child: &Child, rank: u32) -> bool {
 }
 
 #[test]
-fn jobs_side_by_side_do_not_meet() {
+fn concurrent_jobs_are_separate() {
     let jobs: Vec<Job> = [2, 3, 4].map(|ranks| Job::new(Torchrun, &format!("side-{ranks}"), ranks)).into();
     let start = |rank: u32| -> Vec<(&Job, Child)> {
         let with_this_rank = jobs.iter().filter(|job| rank < job.ranks);
@@ -324,7 +324,7 @@ fn jobs_side_by_side_do_not_meet() {
 }
 
 #[test]
-fn a_second_run_of_a_name_is_refused_while_the_first_one_starts() {
+fn a_second_run_with_the_same_name_is_refused_while_the_first_starts() {
     let job = Job::new(OpenMpi, "twice", 2);
     let mut first = job.start(0, HELLO_RING, &[]);
     until(|| serves(&first));
@@ -333,12 +333,12 @@ fn a_second_run_of_a_name_is_refused_while_the_first_one_starts() {
     let mut second = job.start(1, HELLO_RING, &[]);
     finish(&mut first).expect(0, &["the token came back with 1"]);
     finish(&mut second).expect(0, &[]);
-    // Afterwards it is free.
+    // Afterwards the name is free.
     job.run(HELLO_RING, &[])[0].expect(0, &["the token came back with 1"]);
 }
 
 #[test]
-fn a_killed_run_leaves_nothing_in_the_way_of_the_next() {
+fn a_killed_run_does_not_block_the_next() {
     let job = Job::new(Slurm, "killed", 2);
     let mut killed = job.start(0, HELLO_RING, &[]);
     until(|| serves(&killed));
@@ -348,7 +348,7 @@ fn a_killed_run_leaves_nothing_in_the_way_of_the_next() {
 }
 
 #[test]
-fn mgpuruns_own_variables_win() {
+fn mgpurun_variables_take_precedence() {
     let mut launcher = Job::new(Slurm, "outer", 1).rank(0, env!("CARGO_BIN_EXE_t-mgpurun"), &[]);
     launcher.envs([("OMPI_COMM_WORLD_RANK", "5"), ("OMPI_COMM_WORLD_SIZE", "7")]);
     launcher.envs([("TORCHELASTIC_RESTART_COUNT", "2"), ("MASTER_ADDR", "elsewhere")]);
@@ -356,7 +356,7 @@ fn mgpuruns_own_variables_win() {
     finished.expect(0, &["hello from rank 2 of 3", "the token came back with 3"]);
 }
 
-/// Runs all ranks of a job that none tells which backend to take, on fakes of so many GPUs.
+/// Runs all ranks of a job without a given backend, with this number of fake GPUs.
 fn on_gpus(job: &Job, gpus: u32, visible: Option<&str>, program: &str, arguments: &[&str]) -> Vec<Finished> {
     let start = |rank| {
         let mut command = fake_gpu::command(program);
@@ -369,14 +369,14 @@ fn on_gpus(job: &Job, gpus: u32, visible: Option<&str>, program: &str, arguments
 }
 
 #[test]
-fn the_gpus_there_are_decide_the_backend() {
+fn the_number_of_gpus_decides_the_backend() {
     for finished in on_gpus(&Job::new(Slurm, "gpus", 2), 4, None, HELLO_RING, &[]) {
         finished.expect(0, &["of 2 (nccl backend): the ranks sum to 1"]);
     }
     for finished in on_gpus(&Job::new(OpenMpi, "few", 3), 2, None, HELLO_RING, &[]) {
         finished.expect(1, &["MGPU_BACKEND is missing, with 3 ranks and 2 GPUs", "cpu for 3 ranks"]);
     }
-    // What looks like a GPU for each rank alone is one for both.
+    // What statuses like one GPU for each rank is the same GPU.
     for finished in on_gpus(&Job::new(Torchrun, "one", 2), 1, Some("0"), HELLO_RING, &[]) {
         finished.expect(1, &["both use", "give each rank a GPU of its own"]);
     }
@@ -397,7 +397,7 @@ fn a_rank_that_dies_in_nccl_is_named_by_all_others() {
 }
 
 #[test]
-fn what_cannot_be_is_said() {
+fn impossible_configurations_are_reported() {
     for (launcher, name, value, text) in [
         (
             Torchrun,

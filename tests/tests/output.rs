@@ -1,4 +1,4 @@
-//! What the launcher promises of the ranks' output: whole lines, nothing lost in silence, nobody blocked for good.
+//! The launcher's handling of the ranks' output: whole lines, no silent loss, nobody blocked for good.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -23,7 +23,7 @@ fn shell(ranks: u32, options: &[&str], script: &str) -> Command {
     launcher
 }
 
-/// What a launcher writes to a standard output that takes everything, to the byte.
+/// All bytes that a launcher writes to an unlimited standard output.
 fn stdout_of(launcher: &mut Command) -> Vec<u8> {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("stdout");
@@ -33,13 +33,13 @@ fn stdout_of(launcher: &mut Command) -> Vec<u8> {
 }
 
 #[test]
-fn bytes_come_through_unchanged() {
+fn output_bytes_are_unchanged() {
     let script = r"printf '\377\376\000\033x\n\200'; printf 'no end'";
     assert_eq!(stdout_of(&mut shell(1, &[], script)), b"[0] \xff\xfe\0\x1bx\n[0] \x80no end\n");
 }
 
 #[test]
-fn long_lines_are_not_cut_into_each_other() {
+fn long_lines_are_not_interleaved() {
     let script = r"for i in 1 2 3; do head -c 1000000 /dev/zero | tr '\0' $RANK; echo; done";
     let bytes = stdout_of(&mut shell(4, &["--no-prefix"], script));
     let mut counts = [0; 4];
@@ -51,7 +51,7 @@ fn long_lines_are_not_cut_into_each_other() {
 }
 
 #[test]
-fn lines_of_both_streams_are_not_cut_into_each_other_in_one_pipe() {
+fn stdout_and_stderr_lines_are_not_interleaved_in_one_pipe() {
     let script = "yes out$RANK | head -n 50000 & yes err$RANK | head -n 50000 >&2; wait";
     let (mut reader, writer) = io::pipe().unwrap();
     let mut launcher = shell(2, &[], script);
@@ -70,7 +70,7 @@ fn lines_of_both_streams_are_not_cut_into_each_other_in_one_pipe() {
 }
 
 #[test]
-fn lines_in_bits_are_put_together_and_progress_is_dropped() {
+fn partial_lines_are_joined_and_progress_lines_are_dropped() {
     let script = r"for bit in a b c; do printf $bit; done; printf '\n10%%\r20%%\r\r30%%\rdone\r\n'";
     let finished = run(&mut shell(2, &["--no-prefix"], script));
     let mut lines: Vec<&str> = finished.stdout.lines().collect();
@@ -79,7 +79,7 @@ fn lines_in_bits_are_put_together_and_progress_is_dropped() {
 }
 
 #[test]
-fn the_last_words_are_kept_however_they_end() {
+fn the_last_line_is_kept_with_or_without_a_newline() {
     let folder = tempfile::tempdir().unwrap();
     let options = ["--log-dir", folder.path().to_str().unwrap(), "--tee"];
     let finished = run(&mut shell(1, &options, r"printf 'step 1\rstep 2 loss nan\r'; exit 3"));
@@ -92,7 +92,7 @@ fn the_last_words_are_kept_however_they_end() {
 const ORPHANED: &str = "while grep -q '^State:.[^Z]' /proc/$$/status 2>/dev/null; do sleep 0.01; done";
 
 #[test]
-fn what_a_rank_leaves_running_may_finish() {
+fn leftover_processes_may_finish_their_output() {
     let folder = tempfile::tempdir().unwrap();
     let script = format!(
         "({ORPHANED}; echo late; exec >&- 2>&-; sleep 0.1; : > part-$RANK; mv part-$RANK saved-$RANK) & echo early"
@@ -107,7 +107,7 @@ fn what_a_rank_leaves_running_may_finish() {
 }
 
 #[test]
-fn what_a_rank_leaves_running_for_long_is_named_and_killed() {
+fn long_running_leftover_processes_are_named_and_killed() {
     let finished = run(&mut shell(1, &[], "sleep 1000 & echo $!"));
     let pid = finished.stdout.trim().strip_prefix("[0] ").unwrap();
     let said = format!(
@@ -119,7 +119,7 @@ fn what_a_rank_leaves_running_for_long_is_named_and_killed() {
 }
 
 #[test]
-fn a_signal_ends_what_a_rank_has_left_running() {
+fn a_signal_ends_leftover_processes() {
     let folder = tempfile::tempdir().unwrap();
     let script = "trap '' TERM; sleep 1000 & echo $! > part; mv part pid";
     let mut launcher = shell(1, &[], script);
@@ -133,7 +133,7 @@ fn a_signal_ends_what_a_rank_has_left_running() {
 }
 
 #[test]
-fn ranks_have_nothing_to_read() {
+fn ranks_have_an_empty_standard_input() {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("input"), "text\n").unwrap();
     let mut launcher = shell(2, &["--no-prefix"], "cat; echo end");
@@ -142,7 +142,7 @@ fn ranks_have_nothing_to_read() {
 }
 
 #[test]
-fn python_does_not_hold_its_output_back() {
+fn python_output_is_unbuffered() {
     let value = |set: Option<&str>| {
         let mut launcher = shell(1, &["--no-prefix"], "echo ${PYTHONUNBUFFERED-unset}");
         launcher.env_remove("PYTHONUNBUFFERED");
@@ -153,9 +153,9 @@ fn python_does_not_hold_its_output_back() {
 }
 
 #[test]
-fn raw_output_is_the_same_to_the_byte() {
+fn raw_output_is_byte_identical() {
     let folder = tempfile::tempdir().unwrap();
-    // Every byte there is, carriage returns and an unfinished line, more than all pipes hold.
+    // All byte values, carriage returns and an unfinished line, more than all pipes hold.
     let bytes: Vec<u8> =
         (0..3_000_001u32).map(|index| (index.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
     fs::write(folder.path().join("bytes"), &bytes).unwrap();
@@ -172,7 +172,7 @@ fn raw_output_is_the_same_to_the_byte() {
 }
 
 #[test]
-fn raw_output_that_is_lost_is_a_failure() {
+fn lost_raw_output_is_a_failure() {
     let mut launcher = shell(1, &["--raw"], "echo lost");
     let full = File::options().write(true).open("/dev/full").unwrap();
     let child = launcher.stdout(full).stderr(Stdio::piped()).spawn().unwrap();
@@ -185,10 +185,10 @@ fn raw_output_that_is_lost_is_a_failure() {
     );
 }
 
-/// Runs a command whose standard output nobody reads, or if `reads`, nobody after the first bytes.
+/// Runs a command whose standard output has no reader or, if `reads`, none after the first bytes.
 fn abandoned(launcher: &mut Command, reads: bool) -> (Option<i32>, String) {
     let (reader, writer) = io::pipe().unwrap();
-    // A reader that reads nothing has left before the command starts.
+    // Without a reader, the read end is closed before the command starts.
     let reader = reads.then_some(reader);
     let mut child = launcher.stdout(writer).stderr(Stdio::piped()).spawn().unwrap();
     launcher.stdout(Stdio::null());
@@ -223,14 +223,14 @@ fn programs() -> Vec<Command> {
 }
 
 #[test]
-fn programs_end_quietly_when_their_reader_has_left() {
+fn programs_exit_quietly_on_a_closed_pipe() {
     for mut program in programs() {
         assert_eq!(abandoned(&mut program, false), (Some(141), String::new()), "{program:?}");
     }
 }
 
 #[test]
-fn programs_say_that_standard_output_is_full() {
+fn programs_report_a_full_standard_output() {
     for mut program in programs() {
         let full = File::options().write(true).open("/dev/full").unwrap();
         let output = program.stdout(full).stderr(Stdio::piped()).spawn().unwrap().wait_with_output().unwrap();
@@ -242,11 +242,11 @@ fn programs_say_that_standard_output_is_full() {
 }
 
 #[test]
-fn ranks_whose_reader_has_left_did_not_crash() {
+fn a_closed_pipe_is_not_reported_as_a_crash() {
     let launcher = env!("CARGO_BIN_EXE_t-mgpurun");
     for arguments in [
         &["--max-restarts", "3", "--restart-always", "yes"][..],
-        // Rank 1 notices that rank 0 has ended, and says so in vain.
+        // Rank 1 notices that rank 0 has ended, and fails to report it.
         &[env!("CARGO_BIN_EXE_t-allreduce_perf"), "--max", "16777216"],
     ] {
         let mut job = command("env");
@@ -271,30 +271,30 @@ fn the_order_within_a_rank_is_kept() {
 }
 
 #[test]
-fn nobody_waits_for_a_reader_that_never_reads() {
+fn a_reader_that_never_reads_blocks_nobody() {
     let folder = tempfile::tempdir().unwrap();
     let script = "seq -f %0100.0f 50000; : > done-$RANK";
     let mut launcher = command(env!("CARGO_BIN_EXE_t-impatient"));
     launcher.args(["2", script]).current_dir(folder.path());
     let mut child = launcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    // Ten megabytes are more than all pipes and queues hold.
+    // Ten megabytes exceed all pipes and queues.
     until(|| (0..2).all(|rank| folder.path().join(format!("done-{rank}")).exists()));
     let finished = finish(&mut child);
     assert_eq!(finished.code, Some(0));
-    let told = |line: &str| {
+    let missed_lines = |line: &str| {
         let line = line.strip_prefix("mgpurun: ")?;
         let count =
             line.strip_suffix(" lines of standard output are not shown: nobody took any for 0.05 s")?;
         count.parse::<usize>().ok()
     };
-    let missed: usize = finished.stderr.lines().filter_map(told).sum();
+    let missed: usize = finished.stderr.lines().filter_map(missed_lines).sum();
     assert!(missed > 50_000, "{}", finished.stderr);
     assert_eq!(finished.stdout.lines().count() + missed, 100_000);
     assert!(finished.stdout.lines().all(|line| line.len() == 104));
 }
 
 #[test]
-fn a_full_disk_costs_the_log_only() {
+fn a_full_disk_loses_only_the_log() {
     let folder = tempfile::tempdir().unwrap();
     symlink("/dev/full", folder.path().join("rank-0.log")).unwrap();
     let options = ["--log-dir", folder.path().to_str().unwrap()];
@@ -307,7 +307,7 @@ fn a_full_disk_costs_the_log_only() {
 }
 
 #[test]
-fn a_tee_goes_both_ways() {
+fn tee_writes_to_the_terminal_and_to_log_files() {
     let folder = tempfile::tempdir().unwrap();
     let logs = folder.path().to_str().unwrap();
     let log = |rank: u32| fs::read_to_string(folder.path().join(format!("rank-{rank}.log"))).unwrap();
@@ -321,7 +321,7 @@ fn a_tee_goes_both_ways() {
 }
 
 #[test]
-fn timestamps_are_in_front_of_every_line() {
+fn every_line_has_a_timestamp() {
     let folder = tempfile::tempdir().unwrap();
     let logs = folder.path().to_str().unwrap();
     let options = ["--timestamps", "--log-dir", logs, "--tee"];
@@ -340,13 +340,13 @@ fn timestamps_are_in_front_of_every_line() {
 }
 
 #[test]
-fn colours_are_for_terminals() {
+fn colours_are_used_only_on_terminals() {
     let terminal = openpty(None, None).unwrap();
     let mut launcher = shell(1, &[], r"printf '10%%\rdone\n'");
     let mut child = launcher.env_remove("NO_COLOR").stdout(terminal.slave).spawn().unwrap();
     drop(launcher);
     let mut shown = Vec::new();
-    // The end of a terminal is an error: nobody is left on its other side.
+    // The end of a terminal is an error: the other side is closed.
     let _ = File::from(terminal.master).read_to_end(&mut shown);
     assert_eq!(child.wait().unwrap().code(), Some(0));
     let prefix = "\x1b[38;5;30m[0]\x1b[0m ";
@@ -355,8 +355,8 @@ fn colours_are_for_terminals() {
     assert_eq!(stdout_of(&mut shell(1, &[], "echo done")), b"[0] done\n");
 }
 
-/// What a launcher on a terminal of 20 columns shows. While it runs, `meanwhile` gets the terminal and what was shown so
-/// far.
+/// The output of a launcher on a terminal of 20 columns. While it runs, `meanwhile` gets the terminal and the output
+/// so far.
 fn shown_on_a_narrow_terminal(
     launcher: &mut Command,
     meanwhile: impl FnOnce(&OwnedFd, &Mutex<Vec<u8>>),
@@ -372,7 +372,7 @@ fn shown_on_a_narrow_terminal(
         let shown = &shown;
         scope.spawn(move || {
             let mut bytes = [0; 1024];
-            // The end of a terminal is an error: nobody is left on its other side.
+            // The end of a terminal is an error: the other side is closed.
             while let Ok(count @ 1..) = master.read(&mut bytes) {
                 shown.lock().unwrap().extend_from_slice(&bytes[..count]);
             }
@@ -385,7 +385,7 @@ fn shown_on_a_narrow_terminal(
 }
 
 #[test]
-fn progress_lines_are_cut_to_the_width_of_the_terminal() {
+fn progress_lines_are_truncated_to_the_terminal_width() {
     let folder = tempfile::tempdir().unwrap();
     let text = "0123456789abcdefghijklmnopqrstuvwxyz";
     let script = format!(
@@ -400,28 +400,28 @@ fn progress_lines_are_cut_to_the_width_of_the_terminal() {
         File::create(folder.path().join("resized")).unwrap();
     });
     let mark = "[0] _\x1b[K\r";
-    // The line that was there may have been put on two rows: all of it is erased.
+    // The line may occupy two rows after the resize: both are cleared.
     assert!(shown.contains("\x1b[J\r"), "{shown:?}");
     let shown = shown.replace("\x1b[J", "\x1b[K");
     assert_eq!(shown, format!("{}{mark}{}{mark}[0] {text}\x1b[K\r\n", line(20), line(15)));
 }
 
 #[test]
-fn a_terminal_of_another_launcher_is_none() {
+fn a_terminal_provided_by_another_launcher_is_ignored() {
     let mut launcher = shell(1, &[], r"printf '10%%\rdone\n'");
     let shown = shown_on_a_narrow_terminal(launcher.env("OMPI_COMM_WORLD_RANK", "0"), |_, _| {});
     assert_eq!(shown, "[0] done\r\n");
 }
 
 #[test]
-fn a_terminal_that_nobody_reads_does_not_hold_up_the_launcher() {
+fn an_unread_terminal_does_not_block_the_launcher() {
     let folder = tempfile::tempdir().unwrap();
     let terminal = openpty(None, None).unwrap();
     let script = "echo $$ > pid.part; mv pid.part pid; while :; do printf '%07d\\n' 1; done";
     let mut launcher = shell(1, &["--grace", "0.2"], script);
     let mut child = launcher.current_dir(folder.path()).stdout(terminal.slave).spawn().unwrap();
     drop(launcher);
-    // All is full when the rank has not come any further for a while.
+    // Everything is full once the rank has made no progress for a while.
     let (mut last, mut unchanged) = (String::new(), 0);
     until(|| {
         let rank = fs::read_to_string(folder.path().join("pid")).unwrap_or_default();
@@ -441,7 +441,7 @@ fn a_terminal_that_nobody_reads_does_not_hold_up_the_launcher() {
 }
 
 #[test]
-fn a_pipe_for_events_that_nobody_reads_is_an_error() {
+fn an_events_pipe_without_a_reader_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("events");
     mkfifo(&path, Mode::S_IRWXU).unwrap();
@@ -469,7 +469,7 @@ fn of<'a>(events: &'a [Value], kind: &str) -> Vec<&'a Value> {
 }
 
 #[test]
-fn events_of_a_good_run() {
+fn events_of_a_successful_run() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("events.jsonl");
     let mut launcher = command(env!("CARGO_BIN_EXE_t-mgpurun"));
@@ -489,7 +489,7 @@ fn events_of_a_good_run() {
     assert!(of(&events, "fault").is_empty());
     let end = serde_json::json!({"event": "end", "exit_code": 0, "message": null, "culprit": null});
     assert_eq!(events.last(), Some(&end));
-    // Another run's come behind.
+    // Events of another run are appended.
     run(&mut launcher).expect(0, &[]);
     assert_eq!(self::events(&path)[..events.len()], events);
 }
@@ -522,7 +522,7 @@ fn events_of_an_interrupted_run() {
     launcher.current_dir(folder.path());
     let mut child = launcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     until(|| (0..2).all(|rank| folder.path().join(format!("ready-{rank}")).exists()));
-    // What happened is there to be read while the run goes on.
+    // Events can be read while the run continues.
     until(|| !events(&path).is_empty());
     assert_eq!(events(&path)[0]["event"], "start");
     kill(Pid::from_raw(child.id() as i32), Signal::SIGINT).unwrap();

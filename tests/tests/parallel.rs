@@ -1,4 +1,4 @@
-//! The flags for how ranks train together, as a user gives them.
+//! The flags for data-parallel training.
 
 use mgpu_tests::mnist;
 use mgpu_tests::process::{Finished, Program, command, run};
@@ -11,7 +11,7 @@ fn train(ranks: u32, arguments: &[&str]) -> Finished {
 }
 
 #[test]
-fn the_number_of_ranks_makes_no_difference_where_that_is_asked_for() {
+fn world_size_invariant_training_is_bit_equal() {
     // keras has batch normalisation and dropout.
     for (net, steps) in [("lenet5", "10"), ("keras", "3")] {
         let run = |ranks: u32, flags: &[&str]| {
@@ -29,9 +29,9 @@ fn the_number_of_ranks_makes_no_difference_where_that_is_asked_for() {
     }
 }
 
-/// Killed after the fifth step, of which four were saved.
+/// Killed after the fifth step, with four steps saved.
 #[test]
-fn whatever_a_step_does_a_killed_run_goes_on_to_the_same_bits() {
+fn a_killed_run_resumes_bit_equal_with_every_option() {
     for flags in [
         &["--schedule", "cosine:0.1", "--warm-up", "3", "--clip-norm", "0.5"][..],
         &["--accumulate", "4", "--schedule", "step:3:0.5", "--shard-optimizer", "on"],
@@ -51,9 +51,9 @@ fn whatever_a_step_does_a_killed_run_goes_on_to_the_same_bits() {
     }
 }
 
-/// Begun by four ranks, gone on by two, which give the bits of one.
+/// Started on four ranks, resumed on two, with the bits of one.
 #[test]
-fn a_run_goes_on_with_other_ranks_to_the_same_bits() {
+fn a_world_size_invariant_run_resumes_on_other_ranks_bit_equal() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path().to_str().unwrap();
     let run = |ranks: u32, steps: &str, flags: &[&str]| {
@@ -65,13 +65,13 @@ fn a_run_goes_on_with_other_ranks_to_the_same_bits() {
     run(4, "3", &["--checkpoint-dir", folder]).expect(0, &[]);
     let resumed = run(2, "8", &["--checkpoint-dir", folder, "--resume"]);
     assert_eq!(resumed.weights(), expected);
-    assert!(!resumed.stdout.contains("will not have the bits"), "{resumed:#?}");
+    assert!(!resumed.stdout.contains("will not be bit-equal"), "{resumed:#?}");
     let other = ["--checkpoint-dir", folder, "--resume", "--clip-norm", "1", "--warm-up", "2"];
     run(2, "8", &other).expect(1, &["--clip-norm: none in the checkpoint, 1 here", "--warm-up: 0 in the"]);
 }
 
 #[test]
-fn micro_batches_take_less_memory_and_train_as_well() {
+fn micro_batches_use_less_memory() {
     let run = |flags: &[&str]| {
         let all = ["--net", "conv6", "--steps", "1", "--batch", "32", "--skip-test"];
         let finished = train(2, &[&all[..], flags].concat());
@@ -87,20 +87,24 @@ fn micro_batches_take_less_memory_and_train_as_well() {
 }
 
 #[test]
-fn what_cannot_be_divided_is_told_by_its_flag() {
-    let told = |ranks, flags: &[&str], text| {
+fn indivisible_batches_name_the_flag() {
+    let expect_error = |ranks, flags: &[&str], text| {
         train(ranks, &[&["--steps", "1"], flags].concat()).expect(1, &[text]);
     };
-    told(2, &["--world-size-invariant", "6"], "--world-size-invariant 6: it should be a power of two");
-    told(3, &["--world-size-invariant", "8"], "and a multiple of the 3 ranks");
-    told(1, &["--accumulate", "5"], "16 images a step on each rank cannot be cut into 5 micro-batches");
+    expect_error(2, &["--world-size-invariant", "6"], "--world-size-invariant 6 must be a power of two");
+    expect_error(3, &["--world-size-invariant", "8"], "a multiple of the number of ranks, 3");
+    expect_error(
+        1,
+        &["--accumulate", "5"],
+        "the batch of 16 images on each rank cannot be split into 5 equal micro-batches",
+    );
     train(1, &["--clip-norm", "0"]).expect(2, &["--clip-norm", "it should be a number above 0"]);
     train(1, &["--accumulate", "2", "--world-size-invariant", "2"]).expect(2, &["cannot be used with"]);
 }
 
 #[test]
-fn reductions_on_a_thread_of_their_own_leave_the_bits_as_they_are() {
-    // keras sums over ranks in between; deep has sharded buckets.
+fn overlap_does_not_change_the_weights() {
+    // keras also sums over ranks in its passes; deep has sharded buckets.
     for (ranks, net, flags) in [
         (3, "lenet5", &[][..]),
         (3, "keras", &["--clip-norm", "1"]),
@@ -113,7 +117,7 @@ fn reductions_on_a_thread_of_their_own_leave_the_bits_as_they_are() {
     }
 }
 
-/// Three ranks with `arguments`, of which rank 1 has `others` as well.
+/// Three ranks with `arguments`; rank 1 also has `others`.
 fn train_unequally(arguments: &[&str], others: &str) -> Finished {
     let script = format!(r#"if [ "$RANK" = 1 ]; then set -- "$@" {others}; fi; exec "$@""#);
     let mut launcher = command(TRAIN.launcher);
@@ -121,7 +125,7 @@ fn train_unequally(arguments: &[&str], others: &str) -> Finished {
     run(&mut launcher)
 }
 
-/// They would train something that nobody has asked for, or wait for each other in vain.
+/// Ranks with different flags would train something unintended, or wait for each other forever.
 #[test]
 fn flags_that_differ_between_ranks_are_named_before_the_first_step() {
     for (others, text) in [
@@ -154,11 +158,11 @@ fn flags_that_differ_between_ranks_are_named_before_the_first_step() {
 }
 
 #[test]
-fn digits_that_differ_between_ranks_are_named() {
+fn data_that_differs_between_ranks_is_named() {
     let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
     folders.iter().for_each(|folder| mnist::write_tiny(folder.path()));
     let [first, second] = folders.each_ref().map(|folder| folder.path().to_str().unwrap());
-    // What the digits are decides, not where they lie.
+    // The contents of the data matter, not its path.
     let script = r#"if [ "$RANK" = 1 ]; then set -- "$@" --data "$1"; else set -- "$@" --data "$2"; fi; shift 2; exec "$@""#;
     let train = || {
         let mut launcher = command(TRAIN.launcher);

@@ -1,4 +1,4 @@
-//! Where ranks run: bound as asked, within the launcher's own cores, and told their share.
+//! CPU placement of ranks: bound as requested, within the launcher's affinity mask, with their share of cores.
 
 use std::collections::BTreeSet;
 use std::process::Command;
@@ -7,7 +7,7 @@ use mgpu_tests::process::{command, run};
 use nix::sched::{CpuSet, sched_getaffinity};
 use nix::unistd::Pid;
 
-/// The cores this test may use.
+/// The cores available to this test.
 fn own_cores() -> BTreeSet<usize> {
     let set = sched_getaffinity(Pid::from_raw(0)).unwrap();
     (0..CpuSet::count()).filter(|core| set.is_set(*core).unwrap()).collect()
@@ -20,14 +20,14 @@ fn mgpurun(ranks: usize, options: &[&str]) -> Command {
     launcher
 }
 
-/// Prints a rank's threads and its cores.
+/// Prints a rank's thread count and its cores.
 const SHOW: [&str; 3] = [
     "sh",
     "-c",
     "echo $MGPU_THREADS $OMP_NUM_THREADS $(grep Cpus_allowed_list: /proc/self/status | cut -f2)",
 ];
 
-/// Threads, those of OpenMP, and the cores as the kernel writes them, a line for each rank.
+/// Thread count, OpenMP thread count, and the cores in the kernel's format, one line per rank.
 fn shown(launcher: &mut Command) -> Vec<(usize, usize, BTreeSet<usize>)> {
     let finished = run(launcher.args(SHOW));
     assert_eq!(finished.code, Some(0), "{finished:#?}");
@@ -46,7 +46,7 @@ fn shown(launcher: &mut Command) -> Vec<(usize, usize, BTreeSet<usize>)> {
 }
 
 #[test]
-fn shares_are_all_cores_and_nobody_elses() {
+fn core_shares_are_disjoint_and_cover_all_cores() {
     let own = own_cores();
     let ranks = own.len().min(4);
     let places = shown(&mut mgpurun(ranks, &["--bind", "core"]));
@@ -64,7 +64,7 @@ fn more_ranks_than_cores_are_not_bound() {
 }
 
 #[test]
-fn nothing_leaves_the_launchers_own_cores() {
+fn ranks_stay_within_the_launchers_affinity_mask() {
     let first = *own_cores().first().unwrap();
     let mut only = CpuSet::new();
     only.set(first).unwrap();
@@ -77,7 +77,7 @@ fn nothing_leaves_the_launchers_own_cores() {
 }
 
 #[test]
-fn a_report_says_where_each_rank_is() {
+fn report_bindings_lists_the_cores_of_each_rank() {
     let own = own_cores();
     let report = |options: &[&str]| run(mgpurun(1, options).arg("true"));
     let bound = report(&["--bind", "core", "--report-bindings"]);
@@ -90,7 +90,7 @@ fn a_report_says_where_each_rank_is() {
 }
 
 #[test]
-fn the_users_own_threads_stay() {
+fn user_set_thread_counts_are_kept() {
     let places = shown(mgpurun(2, &[]).env("MGPU_THREADS", "7").env("OMP_NUM_THREADS", "5"));
     assert!(places.iter().all(|(threads, omp, _)| (*threads, *omp) == (7, 5)), "{places:?}");
     let wrong = run(mgpurun(1, &[]).env("MGPU_THREADS", "many").arg("t-hello_ring"));
@@ -99,7 +99,7 @@ fn the_users_own_threads_stay() {
 }
 
 #[test]
-fn a_launcher_within_a_rank_divides_its_share() {
+fn a_nested_launcher_divides_its_share() {
     let mut outer = mgpurun(1, &[]);
     let outer_share = shown(&mut mgpurun(1, &[]))[0].0;
     outer.args([env!("CARGO_BIN_EXE_t-mgpurun"), "-n", "2", "--no-prefix", "--backend", "cpu"]);
@@ -109,7 +109,7 @@ fn a_launcher_within_a_rank_divides_its_share() {
 }
 
 #[test]
-fn bound_ranks_train_as_unbound_ones_do() {
+fn binding_does_not_change_training() {
     let ranks = own_cores().len().min(2);
     let weights = |bind: &str| {
         let mut launcher = mgpurun(ranks, &["--bind", bind]);
@@ -129,12 +129,12 @@ fn bound_ranks_train_as_unbound_ones_do() {
 }
 
 #[test]
-fn the_doctor_finds_this_machine_healthy() {
+fn doctor_reports_this_machine_as_healthy() {
     let doctor = |arguments: &[&str]| run(command(env!("CARGO_BIN_EXE_t-mgpurun")).args(arguments));
     doctor(&["doctor"])
         .expect(0, &["Machine\n", "  ok       cores", "libnccl.so.2", "Backends: cpu can be used"]);
     doctor(&["doctor", "--help"]).expect(0, &["Usage: mgpurun doctor", "mgpurun -- doctor"]);
     doctor(&["doctor", "now"]).expect(2, &["unexpected argument 'now'"]);
-    // A program of the name is within reach.
+    // After `--`, `doctor` is a program.
     doctor(&["--", "doctor"]).expect(1, &["no program `doctor`"]);
 }

@@ -1,5 +1,5 @@
-//! Optimizers, parameter groups, schedules, clipping, unused tensors and ranks that run out of data do what PyTorch's do: see
-//! fixtures/pytorch.py, which has recorded them in double precision.
+//! Optimizers, parameter groups, schedules, clipping, unused parameters and uneven inputs match PyTorch, as recorded
+//! in double precision by fixtures/pytorch.py.
 
 use mgpu::optimizer::{Adam, AdamW, Decay, OptimizerConfig, RmsProp, Rule, Schedule, Sgd};
 use mgpu::{DataParallel, DataParallelConfig, Layout, ParameterGroup, Unused, World};
@@ -10,19 +10,19 @@ use std::collections::BTreeMap;
 #[derive(Deserialize)]
 struct Recorded {
     start: Vec<f64>,
-    /// By step.
+    /// Per step.
     gradients: Vec<Vec<f64>>,
-    /// Parameters by step.
+    /// Parameters per step.
     optimizers: BTreeMap<String, Vec<Vec<f64>>>,
-    /// Learning rates by step.
+    /// Learning rates per step.
     schedules: BTreeMap<String, Vec<f64>>,
     clipped: Vec<Clipped>,
-    /// Parameters by step and tensor.
+    /// Parameters per step and tensor.
     groups: BTreeMap<String, Vec<Vec<Vec<f64>>>>,
     unused: Vec<Vec<Vec<f64>>>,
-    /// Steps of each rank.
+    /// Number of steps of each rank.
     batches: Vec<usize>,
-    /// Parameters by tensor, after the last step.
+    /// Parameters per tensor, after the last step.
     joined: Vec<Vec<f64>>,
 }
 
@@ -73,7 +73,7 @@ fn floats(values: &[f64]) -> Vec<f32> {
 }
 
 #[test]
-fn optimizers_move_parameters_as_pytorchs_do() {
+fn optimizers_match_pytorch() {
     let recorded = recorded();
     assert_eq!(recorded.optimizers.len(), rules().len());
     for (name, rule) in rules() {
@@ -94,7 +94,7 @@ fn optimizers_move_parameters_as_pytorchs_do() {
 }
 
 #[test]
-fn schedules_are_those_of_pytorch() {
+fn schedules_match_pytorch() {
     let recorded = recorded();
     let schedules = [
         ("constant", Schedule::CONSTANT),
@@ -113,7 +113,7 @@ fn schedules_are_those_of_pytorch() {
 }
 
 #[test]
-fn gradients_are_clipped_as_by_pytorch() {
+fn gradient_clipping_matches_pytorch() {
     for Clipped { most, norm, gradients } in recorded().clipped {
         let optimizer = OptimizerConfig::new(Rule::Sgd(Sgd { lr: 0.0, ..Sgd::default() }));
         let config = DataParallelConfig::new(optimizer, 1).with_clip_norm(Some(most));
@@ -133,7 +133,7 @@ fn gradients_are_clipped_as_by_pytorch() {
     }
 }
 
-/// Asserts that `found` has these values, of numbers around `scale` or larger.
+/// Asserts that `found` has these values, relative to `scale` or larger.
 fn assert_close(what: &str, found: &[f32], expected: &[f64], scale: f64) {
     assert_eq!(found.len(), expected.len(), "{what}");
     for (found, expected) in found.iter().zip(expected) {
@@ -143,7 +143,7 @@ fn assert_close(what: &str, found: &[f32], expected: &[f64], scale: f64) {
 }
 
 #[test]
-fn parameter_groups_have_learning_rates_and_weight_decays_of_their_own() {
+fn parameter_groups_match_pytorch() {
     let recorded = recorded();
     let start = &recorded.start;
     for (name, rule) in rules().into_iter().filter(|(name, _)| recorded.groups.contains_key(*name)) {
@@ -172,7 +172,7 @@ fn parameter_groups_have_learning_rates_and_weight_decays_of_their_own() {
     assert_eq!(recorded.groups.len(), 6);
 }
 
-/// A rank of a model of two tensors, whose gradients are those of DistributedDataParallel's ranks.
+/// A rank of a model with two tensors, with the recorded gradients of DistributedDataParallel's ranks.
 fn rank_of(
     world: &mut World,
     recorded: &Recorded,
@@ -186,11 +186,11 @@ fn rank_of(
     DataParallel::with_config(world.communicator().unwrap(), layout, parameters, config).unwrap()
 }
 
-/// Gradients are up to 100, and so are what they leave.
+/// Gradients are up to 100, and so are parameters afterwards.
 const LARGE: f64 = 10.0;
 
 #[test]
-fn tensors_that_a_rank_does_not_use_are_averaged_as_by_distributed_data_parallel() {
+fn unused_parameters_match_distributed_data_parallel() {
     let recorded = recorded();
     threads::run(2, |mut world| {
         let mut model = rank_of(&mut world, &recorded, |config| config.with_unused(Unused::Zero));
@@ -208,7 +208,7 @@ fn tensors_that_a_rank_does_not_use_are_averaged_as_by_distributed_data_parallel
 }
 
 #[test]
-fn ranks_run_out_of_data_as_under_pytorchs_join() {
+fn uneven_inputs_match_pytorch_join() {
     let recorded = recorded();
     threads::run(recorded.batches.len() as u32, |mut world| {
         let mut model = rank_of(&mut world, &recorded, |config| config.with_join(true));

@@ -1,4 +1,4 @@
-//! Replicas begin equal, stay equal, and say what differs when they do not.
+//! Replicas start equal and stay equal; errors name the differences.
 
 use mgpu::optimizer::{Adam, OptimizerConfig, RmsProp, Rule, Sgd};
 use mgpu::replicate::{replicate, verify_equal};
@@ -18,12 +18,12 @@ fn adam() -> OptimizerConfig {
     OptimizerConfig::new(rule).with_decay_weights_only().with_average(0.9)
 }
 
-/// Five steps in which the gradient depends on rank and parameters; its mean over `ranks` ranks does not depend on
-/// how many there are.
+/// Five steps with gradients that depend on rank and parameters; their mean over `ranks` ranks does not depend on the
+/// number of ranks.
 fn train(mut world: World, config: OptimizerConfig) -> Result<(Vec<f32>, Option<Vec<f32>>)> {
     let (rank, ranks) = (world.rank(), world.size());
     let layout = layout();
-    // Only rank 0's parameters count.
+    // Only the parameters of rank 0 count.
     let parameters = vec![rank as f32 + 1.0; layout.len()];
     let mut model = DataParallel::new(world.communicator()?, layout, parameters, config, 1)?;
     let offset = rank as f32 - (ranks - 1) as f32 / 2.0;
@@ -54,7 +54,7 @@ fn replicas_follow_one_rank_with_every_optimizer() {
         let alone = train(World::from_env().unwrap(), config).unwrap();
         for ranks in [2, 3] {
             let replicas = threads::run(ranks, |world| train(world, config).unwrap());
-            assert!(replicas.iter().all(|replica| *replica == replicas[0]), "equal to the last bit");
+            assert!(replicas.iter().all(|replica| *replica == replicas[0]), "bit-equal");
             let close = |a: &[f32], b: &[f32]| a.iter().zip(b).all(|(a, b)| (a - b).abs() < 1e-5);
             assert!(close(&replicas[0].0, &alone.0), "{ranks} ranks with {}", config.rule.name());
             match (&replicas[0].1, &alone.1) {
@@ -81,13 +81,13 @@ fn different_models_are_named_on_every_rank() {
     }
 }
 
-/// Gradients of different tensors would be averaged.
+/// Otherwise, gradients of different tensors would be averaged.
 #[test]
 fn tensors_in_different_places_are_named_on_every_rank() {
     let errors = threads::run(4, |mut world| {
         let mut layout = Layout::new();
         layout.push("a", [60]);
-        // Rank 0 is the odd one.
+        // Rank 0 is the one that differs.
         let alignment = if world.rank() == 0 { 64 } else { 1 };
         layout.push_aligned("b", [10], alignment);
         let comm = world.communicator().unwrap();
@@ -102,7 +102,7 @@ fn tensors_in_different_places_are_named_on_every_rank() {
 }
 
 #[test]
-fn shapes_that_fit_no_memory_are_refused() {
+fn shapes_too_large_for_memory_are_refused() {
     let mut layout = Layout::new();
     layout.push("huge", [1 << 32, 1 << 32]);
     let mut world = World::from_env().unwrap();
@@ -127,7 +127,7 @@ fn a_flipped_bit_is_found() {
 }
 
 #[test]
-fn a_forgotten_gradient_is_named_and_changes_nothing() {
+fn a_missing_gradient_is_named_and_changes_nothing() {
     let mut world = World::from_env().unwrap();
     let comm = world.communicator().unwrap();
     let len = layout().len();

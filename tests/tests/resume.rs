@@ -1,4 +1,4 @@
-//! `train_mnist` goes on from its checkpoints: to the bits of a run that was not interrupted, or with a word about why not.
+//! `train_mnist` resumes from its checkpoints, bit-equal to an uninterrupted run, or with a message why not.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ fn train(mut program: Command, arguments: &[&str]) -> Finished {
     run(program.args(["--synthetic", "--json"]).args(arguments))
 }
 
-/// A small data set, and a folder for checkpoints.
+/// A small data set, and a checkpoint folder.
 struct Tiny {
     folder: tempfile::TempDir,
 }
@@ -32,7 +32,7 @@ impl Tiny {
         self.folder.path().join("checkpoints")
     }
 
-    /// Three epochs of eight steps of eight images, unless `arguments` say otherwise.
+    /// Three epochs of eight steps of eight images, unless `arguments` override that.
     fn run(&self, program: Command, arguments: &[&str]) -> Finished {
         run(&mut self.command(program, arguments))
     }
@@ -51,7 +51,7 @@ impl Tiny {
         program
     }
 
-    /// As [`run`](Self::run), saved and resumed.
+    /// As [`run`](Self::run), with `--checkpoint-dir` and `--resume`.
     fn saved(&self, program: Command, arguments: &[&str]) -> Finished {
         let folder = self.checkpoints();
         self.run(program, &[arguments, &["--checkpoint-dir", folder.to_str().unwrap(), "--resume"]].concat())
@@ -65,7 +65,7 @@ impl Tiny {
         names
     }
 
-    /// Changes the last byte of a file of the checkpoint after `step` steps.
+    /// Changes the last byte of a file in the checkpoint after `step` steps.
     fn damage(&self, step: u64, file: &str) {
         let path = self.checkpoints().join(format!("step-{step:08}")).join(file);
         let mut bytes = fs::read(&path).unwrap();
@@ -74,7 +74,7 @@ impl Tiny {
     }
 }
 
-/// The step that a run says it was resumed after.
+/// The step after which a run was resumed, according to its output.
 fn resumed_after(finished: &Finished) -> u64 {
     let line = finished.stdout.lines().find(|line| line.starts_with("resumed from"));
     let line = line.unwrap_or_else(|| panic!("not resumed: {finished:#?}"));
@@ -82,7 +82,7 @@ fn resumed_after(finished: &Finished) -> u64 {
 }
 
 #[test]
-fn a_run_that_was_killed_within_an_epoch_goes_on_at_the_very_step() {
+fn a_run_killed_within_an_epoch_resumes_at_the_next_step() {
     for precision in ["f32", "bf16"] {
         let tiny = Tiny::new();
         let all = ["--net", "keras", "--precision", precision, "--skip-test"];
@@ -91,7 +91,7 @@ fn a_run_that_was_killed_within_an_epoch_goes_on_at_the_very_step() {
         let killed =
             tiny.saved(TRAIN.launched_with(2, &["--inject", "rank=1,step=14,fault=sigkill"]), &every);
         assert_eq!(killed.code, Some(128 + 9), "{killed:#?}");
-        // Every third step and every eighth are saved; what was being written may be lost.
+        // Every third and every eighth step is saved; a checkpoint being written may be lost.
         let newest = mgpu::checkpoint::find(&tiny.checkpoints()).unwrap().unwrap().checkpoint;
         let step = newest.manifest().step;
         assert_eq!(newest.manifest().position, Some(Position { seed: 1, epoch: step / 8, step: step % 8 }));
@@ -105,7 +105,7 @@ fn a_run_that_was_killed_within_an_epoch_goes_on_at_the_very_step() {
 }
 
 #[test]
-fn as_many_as_are_wanted_are_kept() {
+fn keep_limits_the_number_of_checkpoints() {
     let tiny = Tiny::new();
     let finished = tiny.saved(TRAIN.launched(2), &["--checkpoint-every", "5", "--keep", "3", "--skip-test"]);
     assert_eq!(finished.json()["checkpoints"], 7, "after steps 5, 8, 10, 15, 16, 20 and 24");
@@ -116,11 +116,11 @@ fn as_many_as_are_wanted_are_kept() {
 }
 
 #[test]
-fn a_finished_run_tells_what_it_has_come_to() {
+fn resuming_a_finished_run_reports_its_result() {
     let tiny = Tiny::new();
     let first = tiny.saved(TRAIN.launched(2), &["--net", "deep"]);
     let again = tiny.saved(TRAIN.launched(2), &["--net", "deep"]);
-    again.expect(0, &["resumed from", "nothing left to train: 24 steps are made, 24 asked for; test"]);
+    again.expect(0, &["resumed from", "nothing left to train: 24 steps are done, 24 requested; test"]);
     let (first, again) = (first.json(), again.json());
     for key in ["weights", "epochs", "steps", "test_acc", "test_loss", "test_acc_average", "data"] {
         assert_eq!(first[key], again[key], "{key}");
@@ -130,7 +130,7 @@ fn a_finished_run_tells_what_it_has_come_to() {
 }
 
 #[test]
-fn another_run_is_refused_by_all_that_differs() {
+fn resuming_another_run_is_refused_with_every_difference() {
     let tiny = Tiny::new();
     let first = ["--skip-test", "--epochs", "1"];
     tiny.saved(TRAIN.launched(2), &first).expect(0, &[]);
@@ -148,19 +148,19 @@ fn another_run_is_refused_by_all_that_differs() {
     refused.expect(
         1,
         &[
-            "step-00000008 is of another run:\n",
+            "step-00000008 belongs to another run:\n",
             "\n  --net: lenet5 in the checkpoint, deep here\n",
             "\n  --seed: 1 in the checkpoint, 9 here\n",
             "\n  --batch: 8 images a step, 4 on each of 2 in the checkpoint, 16 images a step, 8 on each of 2 here\n",
             "\n  --lr: 0.001 in the checkpoint, 0.5 here\n",
-            "\n  --epochs or --steps: a learning rate that falls over 8 steps in the checkpoint, a learning rate that falls over 12 steps here\n",
+            "\n  --epochs or --steps: a learning rate that decays over 8 steps in the checkpoint, a learning rate that decays over 12 steps here\n",
             "\n  --precision: f32 in the checkpoint, bf16 here\n",
             "\n  --data: MNIST from ",
         ],
     );
     tiny.saved(TRAIN.launched(2), &["--skip-test", "--epochs", "1", "--schedule", "constant"])
         .expect(1, &["\n  --schedule: linear in the checkpoint, constant here"]);
-    // The same images in another place are the same data.
+    // The same images in another folder are the same data.
     let moved = tiny.folder.path().join("moved");
     fs::rename(tiny.folder.path().join("data"), &moved).unwrap();
     let again = [&first[..], &["--data", moved.to_str().unwrap()]].concat();
@@ -168,22 +168,22 @@ fn another_run_is_refused_by_all_that_differs() {
 }
 
 #[test]
-fn other_ranks_and_threads_may_go_on_and_are_told_of_the_bits() {
+fn resuming_with_other_ranks_or_threads_warns_about_rounding() {
     let tiny = Tiny::new();
     let all = ["--skip-test", "--schedule", "constant", "--steps"];
     tiny.saved(TRAIN.launched(2), &[&all[..], &["5"]].concat()).expect(0, &[]);
-    let note = "the weights will not have the bits of an uninterrupted run: ";
+    let note = "the weights will not be bit-equal to those of an uninterrupted run: ";
     let same = tiny.saved(TRAIN.launched(2), &[&all[..], &["6"]].concat());
     assert!(!same.expect(0, &["resumed from"]).stdout.contains(note), "{same:#?}");
     let alone = [&all[..], &["7", "--batch", "8", "--threads", "2"]].concat();
-    let text = format!("{note}ranks 1 in place of 2, threads 2 in place of 1");
+    let text = format!("{note}ranks 1 instead of 2, threads 2 instead of 1");
     tiny.saved(TRAIN.launched(1), &alone).expect(0, &[&text, "resumed from", "after step 6"]);
     let four = [&all[..], &["8", "--batch", "2"]].concat();
-    tiny.saved(TRAIN.launched(4), &four).expect(0, &["ranks 4 in place of 1", "after step 7"]);
+    tiny.saved(TRAIN.launched(4), &four).expect(0, &["ranks 4 instead of 1", "after step 7"]);
 }
 
 #[test]
-fn a_damaged_checkpoint_is_named_and_the_one_before_it_gives_the_same_bits() {
+fn a_damaged_checkpoint_is_named_and_the_previous_one_is_used() {
     let tiny = Tiny::new();
     let all = ["--skip-test", "--schedule", "constant"];
     let whole = tiny.run(TRAIN.launched(2), &all).weights();
@@ -191,11 +191,11 @@ fn a_damaged_checkpoint_is_named_and_the_one_before_it_gives_the_same_bits() {
     tiny.damage(16, "exp_avg.safetensors");
     let resumed = tiny.saved(TRAIN.launched(2), &all);
     let name = "step-00000016/exp_avg.safetensors: damaged: checksum";
-    let said = "it is now called damaged-step-00000016, and the one before it is taken:";
+    let said = "renamed to damaged-step-00000016; resuming from the previous checkpoint";
     resumed.expect(0, &[name, said]);
     assert_eq!((resumed_after(&resumed), resumed.weights()), (8, whole));
     assert_eq!(tiny.names(), ["damaged-step-00000016", "step-00000016", "step-00000024"]);
-    // No whole one is left: a run that begins anew would be a surprise.
+    // No valid checkpoint is left: starting again would be a surprise.
     tiny.damage(16, "weights.safetensors");
     fs::remove_file(tiny.checkpoints().join("step-00000024/manifest.json")).unwrap();
     tiny.saved(TRAIN.launched(2), &all).expect(
@@ -205,7 +205,7 @@ fn a_damaged_checkpoint_is_named_and_the_one_before_it_gives_the_same_bits() {
 }
 
 #[test]
-fn a_folder_that_another_run_writes_to_is_refused() {
+fn a_folder_in_use_by_another_run_is_refused() {
     let tiny = Tiny::new();
     let _writer = Writer::new(&tiny.checkpoints(), 1).unwrap();
     tiny.saved(TRAIN.launched(2), &["--skip-test"])
@@ -213,7 +213,7 @@ fn a_folder_that_another_run_writes_to_is_refused() {
 }
 
 #[test]
-fn on_a_full_disk_a_training_ends_with_its_earlier_checkpoints() {
+fn on_a_full_disk_earlier_checkpoints_survive() {
     let tiny = Tiny::new();
     let disk = tiny.checkpoints();
     fs::create_dir(&disk).unwrap();
@@ -221,7 +221,7 @@ fn on_a_full_disk_a_training_ends_with_its_earlier_checkpoints() {
     let mut program = process::on_a_small_disk(&disk, "2m", "true", TRAIN.path);
     program.args(["--batch", "4", "--epochs", "4", "--threads", "1", "--skip-test", "--checkpoint-dir"]);
     let finished = run(program.arg(&disk).arg("--data").arg(tiny.folder.path().join("data")));
-    if process::has_no_small_disk(&finished) {
+    if process::mounting_is_forbidden(&finished) {
         return;
     }
     finished.expect(1, &[".step-00000048.partial/", ": No space left on device (os error 28)"]);
@@ -232,7 +232,7 @@ fn on_a_full_disk_a_training_ends_with_its_earlier_checkpoints() {
 }
 
 #[test]
-fn other_files_in_the_folder_of_checkpoints_stay_over_saves_resumes_and_kills() {
+fn foreign_files_in_the_checkpoint_folder_survive() {
     let tiny = Tiny::new();
     let folder = tiny.checkpoints();
     let every = ["--skip-test", "--checkpoint-every", "2", "--keep", "1"];
@@ -255,14 +255,14 @@ fn other_files_in_the_folder_of_checkpoints_stay_over_saves_resumes_and_kills() 
     tiny.saved(TRAIN.launched(2), &every).expect(0, &["resumed from"]);
     for path in found {
         let name = path.strip_prefix(&folder).unwrap().to_str().unwrap();
-        // What somebody has hidden in a name of ours came to light.
+        // A foreign file hidden under one of our names is restored.
         let path = folder.join(name.replace(".step-00000004.partial", "step-00000004"));
         assert_eq!(fs::read_to_string(&path).unwrap(), name, "{}", path.display());
     }
     assert_eq!(mgpu::checkpoint::latest(&folder).unwrap().unwrap(), folder.join("step-00000024"));
 }
 
-/// Runs examples/python/load_in_torch.py with a Python that has no PyTorch.
+/// Runs examples/python/load_in_torch.py with a Python without PyTorch.
 fn load_in_torch(folder: &Path, arguments: &[&str]) -> Finished {
     fs::write(folder.join("torch.py"), "raise ModuleNotFoundError('none', name='torch')").unwrap();
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/python/load_in_torch.py");
@@ -274,7 +274,7 @@ fn load_in_torch(folder: &Path, arguments: &[&str]) -> Finished {
 }
 
 #[test]
-fn the_script_for_pytorch_takes_the_newest_checkpoint_and_names_what_is_wrong() {
+fn load_in_torch_reads_the_newest_checkpoint_and_reports_errors() {
     if Command::new("python3").arg("--version").output().is_err() {
         eprintln!("skipped: there is no python3");
         return;
@@ -285,16 +285,13 @@ fn the_script_for_pytorch_takes_the_newest_checkpoint_and_names_what_is_wrong() 
         .expect(0, &[]);
     let newest = "checkpoints/step-00000048";
     for (arguments, text) in [
-        (
-            ["checkpoints", "logits.json"],
-            "checkpoints/step-00000048 is to be loaded, but Python has no torch: pip install",
-        ),
-        (["checkpoints/step-00000032", "logits.json"], "checkpoints/step-00000032 is to be loaded"),
+        (["checkpoints", "logits.json"], "checkpoints/step-00000048: Python has no torch: pip install"),
+        (["checkpoints/step-00000032", "logits.json"], "checkpoints/step-00000032: Python has no torch"),
         ([newest, "none"], "none: No such file or directory"),
         ([newest, "torch.py"], "torch.py: not JSON: "),
         (
             [newest, "checkpoints/step-00000048/manifest.json"],
-            "manifest.json: not a file of train_mnist: it has no net, images",
+            "manifest.json: not a file of train_mnist: missing keys: net, images",
         ),
         (["none", "logits.json"], "none: there is no such folder"),
         (["logits.json", "logits.json"], "logits.json: not a folder"),
@@ -305,7 +302,7 @@ fn the_script_for_pytorch_takes_the_newest_checkpoint_and_names_what_is_wrong() 
 }
 
 #[test]
-fn logits_are_written_of_what_was_trained_and_of_what_was_resumed() {
+fn logits_are_written_after_training_and_after_resuming() {
     let tiny = Tiny::new();
     let file = tiny.folder.path().join("logits.json");
     let read =
@@ -325,7 +322,7 @@ fn logits_are_written_of_what_was_trained_and_of_what_was_resumed() {
 }
 
 #[test]
-fn a_sharded_run_goes_on_replicated_and_back() {
+fn a_run_resumes_between_sharded_and_replicated() {
     let folder = tempfile::tempdir().unwrap();
     let all = ["--batch", "16", "--skip-test", "--schedule", "constant"];
     let whole = train(TRAIN.launched(2), &[&all[..], &["--steps", "15"]].concat()).weights();
@@ -340,7 +337,7 @@ fn a_sharded_run_goes_on_replicated_and_back() {
 }
 
 #[test]
-fn a_prolonged_run_is_bit_equal() {
+fn an_extended_run_is_bit_equal() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path().to_str().unwrap();
     let all = ["--batch", "16", "--skip-test", "--schedule", "constant"];
@@ -350,9 +347,9 @@ fn a_prolonged_run_is_bit_equal() {
     let resumed = train(TRAIN.launched(2), &[&saving[..], &["--steps", "30"]].concat());
     resumed.expect(0, &["resumed from", "after step 18"]);
     assert_eq!(resumed.weights(), whole);
-    // Another run's checkpoint is refused by name.
+    // The error names the checkpoint of another run.
     let other = train(TRAIN.launched(2), &[&saving[..], &["--steps", "40", "--seed", "9"]].concat());
-    other.expect(1, &["step-00000030 is of another run"]);
+    other.expect(1, &["step-00000030 belongs to another run"]);
 }
 
 #[test]
@@ -372,7 +369,7 @@ fn a_run_that_is_killed_with_its_launcher_and_resumed_is_bit_equal() {
 }
 
 #[test]
-fn a_restarted_run_goes_on_from_its_checkpoint() {
+fn a_restarted_run_resumes_from_its_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path().to_str().unwrap();
     let restarted = |faults: &[&str]| {
@@ -389,13 +386,16 @@ fn a_restarted_run_goes_on_from_its_checkpoint() {
     let finished = run(restarted(&[&fault]).args(["--checkpoint-dir", folder]));
     finished.expect(0, &["rank 1 was killed by SIGKILL", "restart 1 of 1", "resumed from"]);
     assert_eq!(finished.weights(), whole);
-    // What is there is not overwritten by mistake.
+    // Existing checkpoints are not overwritten by mistake.
     let again = run(restarted(&[]).args(["--checkpoint-dir", folder]));
-    again.expect(1, &["is of an earlier run: go on with --resume, or choose another --checkpoint-dir"]);
+    again.expect(
+        1,
+        &["belongs to an earlier run: continue it with --resume, or choose another --checkpoint-dir"],
+    );
 }
 
 #[test]
-fn a_restart_does_not_take_up_the_checkpoints_of_an_earlier_launch() {
+fn a_restart_ignores_checkpoints_of_an_earlier_launch() {
     let tiny = Tiny::new();
     let folder = tiny.checkpoints();
     let all = ["--skip-test", "--epochs", "1", "--checkpoint-dir", folder.to_str().unwrap()];
@@ -406,16 +406,19 @@ fn a_restart_does_not_take_up_the_checkpoints_of_an_earlier_launch() {
         TRAIN.launched_with(2, &options)
     };
     tiny.run(TRAIN.launched(2), &all).expect(0, &[]);
-    // The restart is of the start that has refused, or of one that came to nothing before it looked.
+    // The restart follows a start that was refused, or one that failed before it read the folder.
     let early = "rank=1,phase=start,fault=exit:5";
     for fault in [&[][..], &[early]] {
         let refused = tiny.run(restarted(fault), &all);
-        refused.expect(1, &["restart 1 of 1", "step-00000008 is of an earlier run: go on with --resume"]);
+        refused.expect(
+            1,
+            &["restart 1 of 1", "step-00000008 belongs to an earlier run: continue it with --resume"],
+        );
         assert!(!refused.stdout.contains("resumed from"), "{refused:#?}");
     }
-    // Who asks for it gets it, and who has none of his own begins anew.
+    // With --resume a run continues; a launch without own checkpoints starts at step 0.
     let resuming = [&all[..], &["--resume"]].concat();
     tiny.run(restarted(&[early]), &resuming).expect(0, &["restart 1 of 1", "resumed from", "nothing left"]);
     fs::remove_dir_all(&folder).unwrap();
-    tiny.run(restarted(&[early]), &all).expect(0, &["restart 1 of 1", "beginning anew"]);
+    tiny.run(restarted(&[early]), &all).expect(0, &["restart 1 of 1", "starting at step 0"]);
 }

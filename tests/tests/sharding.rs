@@ -1,5 +1,5 @@
-//! The sharded optimizer: the bits of the replicated one, a part of the state on each rank, checkpoints for any number of
-//! ranks.
+//! The sharded optimizer: bit-equal to the replicated one, a shard of the state on each rank, checkpoints for any
+//! number of ranks.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use mgpu::{DType, DataParallel, DataParallelConfig, Layout, Pending, Result, Wor
 use mgpu_tests::models::{layout, model, optimizers, outcome};
 use mgpu_tests::threads;
 
-/// From fewer elements than ranks, by odd lengths, to buckets that go in place and in several blocks.
+/// From fewer elements than ranks, over odd lengths, to buckets that are reduced in place and in several blocks.
 fn layouts() -> Vec<Layout> {
     let mut gaps = Layout::new();
     gaps.push_aligned("bias", [5], 64);
@@ -59,7 +59,7 @@ fn saved(model: &mut DataParallel) -> Result<Saved> {
 }
 
 #[test]
-fn sharded_and_replicated_are_equal_to_the_last_bit() {
+fn sharded_and_replicated_training_are_bit_equal() {
     for ranks in 1..=4 {
         threads::run(ranks, |mut world| {
             for (layout, bucket) in layouts().iter().zip([1 << 20, 8, 200, 1 << 18, 1 << 20]) {
@@ -82,7 +82,7 @@ fn sharded_and_replicated_are_equal_to_the_last_bit() {
 }
 
 #[test]
-fn every_rank_has_its_part_of_the_state() {
+fn every_rank_holds_its_shard_of_the_optimizer_state() {
     let layout = layout(&[&[300, 401], &[7], &[1001]]);
     let adam = OptimizerConfig::new(Rule::Adam(Adam::default())).with_average(0.9);
     for ranks in 2..=4u32 {
@@ -92,7 +92,7 @@ fn every_rank_has_its_part_of_the_state() {
             model(&mut world, &layout, sharded(adam, 1 << 10)).unwrap().optimizer_len()
         });
         assert_eq!(lens.iter().sum::<usize>(), 3 * layout.len());
-        // Two buckets, so a rank may have an element more of each.
+        // There are two buckets, so a rank may have one more element of each.
         assert!(lens.iter().all(|len| *len <= 3 * (layout.len() / ranks as usize + 2)), "{lens:?}");
     }
 }
@@ -110,13 +110,13 @@ fn small_buckets_stay_replicated() {
         assert_eq!(outcome(&mut mixed).unwrap(), outcome(&mut whole).unwrap());
         mixed.optimizer_len()
     });
-    // The first bucket holds the weight of 4000 bytes alone, the second one the bias of 400.
+    // The first bucket holds the weight of 4000 bytes alone, the second the bias of 400 bytes.
     assert_eq!(lens, [100 + 1000 / 2; 2]);
 }
 
-/// A run of 3 + 2 steps, saved in between by n ranks, goes on with m ranks from the same state, sharded or not.
+/// A run of 3 + 2 steps, saved in between by n ranks, continues on m ranks, sharded or not.
 #[test]
-fn a_checkpoint_is_for_any_number_of_ranks() {
+fn a_checkpoint_loads_on_any_number_of_ranks() {
     let layout = layout(&[&[31, 41], &[41], &[5, 3]]);
     let rule = Rule::AdamW(AdamW { lr: 0.01, ..AdamW::default() });
     let optimizer = OptimizerConfig::new(rule).with_decay_weights_only().with_average(0.8);
@@ -162,7 +162,7 @@ fn a_checkpoint_is_for_any_number_of_ranks() {
 }
 
 #[test]
-fn ranks_that_shard_differently_are_told() {
+fn different_sharding_is_an_error() {
     let layout = layout(&[&[100, 100]]);
     let sgd = OptimizerConfig::new(Rule::Sgd(Sgd::default()));
     let errors = threads::run(2, |mut world| {
@@ -176,7 +176,7 @@ fn ranks_that_shard_differently_are_told() {
 }
 
 #[test]
-fn ranks_that_gather_different_segments_are_told() {
+fn gathering_different_segments_is_an_error() {
     let errors = threads::run(2, |mut world| {
         let mut comm = world.communicator().unwrap();
         let buffer = comm.allocate(DType::F32, 100).unwrap();
@@ -190,7 +190,7 @@ fn ranks_that_gather_different_segments_are_told() {
 }
 
 #[test]
-fn a_gradient_that_was_never_averaged_is_not_to_be_had() {
+fn an_unreduced_gradient_cannot_be_read() {
     let layout = layout(&[&[3]]);
     let mut world = World::from_env().unwrap();
     let sgd = OptimizerConfig::new(Rule::Sgd(Sgd::default()));

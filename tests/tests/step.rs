@@ -1,5 +1,5 @@
-//! What a step can do besides averaging: micro-batches, sums, clipping, compression, sums that do not depend on the number
-//! of ranks, and guards that name who is wrong. `groups` has tensors that are not all alike, `uneven` ranks that are not.
+//! The options of a step: micro-batches, sums, clipping, compression, world-size-invariant reduction, and checks that
+//! name the culprit. `groups` covers parameter groups, `uneven` uneven ranks.
 
 #[path = "step/groups.rs"]
 mod groups;
@@ -14,7 +14,7 @@ use mgpu::{DataParallel, DataParallelConfig, Error, Layout, MicroBatch, Result, 
 use mgpu_tests::models::{Outcome, layout, model, optimizers, outcome};
 use mgpu_tests::threads;
 
-/// Two buckets of one step at least, with all kinds of lengths.
+/// Two buckets of at least one step, with all kinds of lengths.
 fn shapes() -> Layout {
     layout(&[&[7, 5], &[13], &[2, 3, 11], &[0], &[101, 7]])
 }
@@ -31,18 +31,18 @@ fn sharded(optimizer: OptimizerConfig) -> DataParallelConfig {
     config(optimizer).with_shard_from(Some(0))
 }
 
-/// The gradient that sample `sample` has for element `index` in step `step`, whatever the parameters: any f32.
+/// The gradient of sample `sample` for element `index` in step `step`, independent of the parameters: any f32.
 fn rough(sample: usize, index: usize, step: u64) -> f32 {
     let bits = (sample * 7919 + index * 104_729 + step as usize * 31) % 10_007;
     (bits as f32 / 10_007.0 - 0.5) * 1.3f32.powi((bits % 40) as i32 - 20)
 }
 
-/// As [`rough`], of which sums and means are exact in any order and in bf16.
+/// As [`rough`], with sums and means that are exact in any order and in bf16.
 fn exact(sample: usize, index: usize, step: u64) -> f32 {
     ((sample * 3 + index + step as usize) % 8) as f32 - 4.0
 }
 
-/// Makes `steps` steps over `samples` samples, which are divided among ranks and then among `micro_batches`.
+/// Makes `steps` steps over `samples` samples, divided over ranks and then over `micro_batches`.
 fn train(
     model: &mut DataParallel,
     steps: u64,
@@ -102,7 +102,7 @@ fn micro_batches_make_the_step_of_the_whole_batch() {
     }
 }
 
-/// Buckets change after the first step where gradients come in another order than the layout's; what is trained does not.
+/// Buckets change after the first step if gradients come in another order than the layout's; results do not.
 #[test]
 fn buckets_follow_the_order_of_gradients() {
     let layout = shapes();
@@ -140,11 +140,11 @@ fn buckets_follow_the_order_of_gradients() {
 }
 
 #[test]
-fn gradients_are_summed_where_that_is_asked_for() {
+fn gradients_are_summed_on_request() {
     let mean = config(sgd());
     let sum = mean.with_reduction(Reduction::Sum);
     threads::run(2, |mut world| {
-        // 2 ranks with 3 micro-batches of 4 samples, of which means are exact.
+        // 2 ranks with 3 micro-batches of 4 samples, whose means are exact.
         let expected = run(&mut world, mean, (24, 3), exact);
         let found = run(&mut world, sum, (24, 3), exact);
         for (sum, mean) in found.gradients.iter().flatten().zip(expected.gradients.iter().flatten()) {
@@ -155,7 +155,7 @@ fn gradients_are_summed_where_that_is_asked_for() {
 }
 
 #[test]
-fn powers_of_two_of_ranks_give_the_same_bits_where_that_is_asked_for() {
+fn world_size_invariant_steps_are_bit_equal() {
     let mut differs = 0;
     for optimizer in optimizers() {
         for clip_norm in [None, Some(0.5)] {
@@ -176,13 +176,13 @@ fn powers_of_two_of_ranks_give_the_same_bits_where_that_is_asked_for() {
             }
         }
     }
-    // Otherwise this test would not see what the order of a sum does.
+    // Otherwise this test would not detect a different order of summation.
     assert!(differs > 0);
 }
 
-/// Running statistics: moved by every micro-batch in turn, or by all of them from the same place.
+/// Running statistics: updated by every micro-batch in turn, or by all from the same values.
 #[test]
-fn buffers_do_not_depend_on_the_number_of_ranks() {
+fn buffers_do_not_depend_on_the_world_size() {
     let invariant = config(sgd()).with_world_size_invariant(true);
     let run = |world: &mut World, micro_batches: usize| {
         let config = invariant.with_micro_batches(micro_batches);
@@ -237,7 +237,7 @@ fn gradients_are_clipped_by_their_global_norm() {
 }
 
 #[test]
-fn compressed_gradients_are_rounded_and_no_worse() {
+fn compressed_gradients_stay_within_rounding_errors() {
     threads::run(3, |mut world| {
         for optimizer in optimizers() {
             for config in [config(optimizer), sharded(optimizer)] {
@@ -261,14 +261,14 @@ fn compressed_gradients_are_rounded_and_no_worse() {
 }
 
 #[test]
-fn gradients_that_are_no_numbers_are_named_and_change_nothing() {
+fn non_finite_gradients_are_named_and_change_nothing() {
     for config in [config(sgd()), sharded(sgd())] {
         threads::run(3, |mut world| {
             let mut model = model(&mut world, &shapes(), config).unwrap();
             train(&mut model, 2, (3, 1), rough).unwrap();
             let before = model.parameters().to_vec();
             let bad = |sample: usize, index: usize, step| {
-                // Rank 1 alone, in tensors 1 and 2, of which the backward pass comes to 2 first.
+                // Only rank 1, in tensors 1 and 2; the backward pass reaches 2 first.
                 if sample == 1 && (index == 40 || index == 50) {
                     f32::INFINITY
                 } else {
@@ -286,7 +286,7 @@ fn gradients_that_are_no_numbers_are_named_and_change_nothing() {
             assert_eq!(model.steps(), 3);
         });
     }
-    // Who does not want to know trains on.
+    // Without the check, training continues.
     let mut alone = World::from_env().unwrap();
     let unchecked = config(sgd()).with_check_finite(false);
     let mut model = model(&mut alone, &shapes(), unchecked).unwrap();
@@ -294,7 +294,7 @@ fn gradients_that_are_no_numbers_are_named_and_change_nothing() {
     assert!(model.parameters()[0].is_nan());
 }
 
-/// The mean of finite gradients is not: the sum overflows.
+/// The mean of finite gradients overflows.
 #[test]
 fn sums_that_overflow_are_named_and_change_nothing() {
     let bf16 = |config: DataParallelConfig| config.with_compression(Compression::Bf16);
@@ -334,9 +334,9 @@ fn sums_that_overflow_are_named_and_change_nothing() {
     }
 }
 
-/// Too large to be checked whole before the reduction.
+/// A tensor too large to be checked completely before the reduction.
 #[test]
-fn a_single_bad_element_of_a_large_tensor_is_found_in_the_step() {
+fn one_non_finite_element_of_a_large_tensor_is_found() {
     let large = layout(&[&[3], &[700, 300]]);
     for shard_from in [None, Some(0)] {
         for ranks in [1, 3] {
@@ -424,7 +424,7 @@ fn settings_that_differ_are_named_before_the_first_step() {
             assert!(error.starts_with(&format!("rank 2 has {text}")), "{error}");
         }
     }
-    // How many threads a rank has is its own affair.
+    // Ranks may have different numbers of threads.
     threads::run(2, |mut world| {
         let config = plain.with_threads(1 + world.rank() as usize);
         train(&mut model(&mut world, &shapes(), config).unwrap(), 2, (2, 1), rough).unwrap()
@@ -432,7 +432,7 @@ fn settings_that_differ_are_named_before_the_first_step() {
 }
 
 #[test]
-fn ranks_that_make_different_steps_are_told_before_anything_changes() {
+fn different_steps_are_an_error_before_anything_changes() {
     for check_finite in [true, false] {
         threads::run(3, |mut world| {
             let config = config(sgd()).with_check_finite(check_finite);
@@ -451,9 +451,9 @@ fn ranks_that_make_different_steps_are_told_before_anything_changes() {
     }
 }
 
-/// Adam's corrections, for one, depend on the number of steps.
+/// Adam's bias correction, for example, depends on the number of steps.
 #[test]
-fn ranks_that_go_back_to_different_steps_are_told() {
+fn restoring_different_steps_is_an_error() {
     threads::run(2, |mut world| {
         let mut model = model(&mut world, &shapes(), config(sgd())).unwrap();
         let steps = 7 + u64::from(world.rank());
@@ -465,7 +465,7 @@ fn ranks_that_go_back_to_different_steps_are_told() {
 }
 
 #[test]
-fn arguments_that_make_no_sense_are_errors() {
+fn invalid_arguments_are_errors() {
     let mut world = World::from_env().unwrap();
     let none = config(sgd()).with_threads(0);
     let error = model(&mut world, &shapes(), none).err().unwrap().to_string();
@@ -486,7 +486,7 @@ fn arguments_that_make_no_sense_are_errors() {
 }
 
 #[test]
-fn a_gradient_handed_over_twice_is_named() {
+fn a_gradient_announced_twice_is_named() {
     let mut world = World::from_env().unwrap();
     let mut model = model(&mut world, &layout(&[&[2], &[3]]), config(sgd())).unwrap();
     let error = model.step(|_, gradients| [1, 1].into_iter().try_for_each(|tensor| gradients.ready(tensor)));
@@ -499,7 +499,7 @@ fn a_gradient_handed_over_twice_is_named() {
 }
 
 #[test]
-fn errors_of_the_program_come_back() {
+fn errors_of_the_step_closure_are_returned() {
     let mut world = World::from_env().unwrap();
     let mut model = model(&mut world, &shapes(), config(sgd())).unwrap();
     let error = model.step(|_, _| -> Result<()> { Err(Error::program("no more images")) }).unwrap_err();
@@ -507,7 +507,7 @@ fn errors_of_the_program_come_back() {
 }
 
 #[test]
-fn ranks_with_different_numbers_are_told() {
+fn ranks_with_different_weights_are_named() {
     let errors = threads::run(3, |mut world| {
         let steps = if world.rank() == 0 { 11 } else { 10 };
         verify_same(&mut world.communicator().unwrap(), "steps in epoch 3", steps).unwrap_err().to_string()
@@ -516,7 +516,7 @@ fn ranks_with_different_numbers_are_told() {
 }
 
 #[test]
-fn what_does_not_go_together_is_refused() {
+fn incompatible_options_are_refused() {
     let invariant = config(sgd()).with_world_size_invariant(true);
     let errors = threads::run(3, |mut world| {
         let mut refused = |config| model(&mut world, &shapes(), config).err().unwrap().to_string();

@@ -1,5 +1,5 @@
-//! Whatever goes wrong, whenever, the culprit is named, the exit code tells, and nothing survives. The matrix: every
-//! fault in every phase of a job, on 1, 2 and 5 ranks. (How fast, `bench/chaos.sh` measures.)
+//! Whatever fails, in any phase: the culprit is named, the exit code tells the failure, and nothing survives. The
+//! matrix: every fault in every phase of a job, on 1, 2 and 5 ranks. (`bench/chaos.sh` measures how fast.)
 
 use std::collections::VecDeque;
 use std::fs;
@@ -16,14 +16,14 @@ use nix::unistd::Pid;
 const PHASES: [&str; 6] =
     ["phase=start", "phase=join", "phase=collective", "step=3", "phase=checkpoint", "phase=finalise"];
 
-/// Faults that end a rank, and the exit code they give.
+/// Faults that end a rank, and the resulting exit code.
 const DEADLY: [(&str, i32); 6] =
     [("abort", 134), ("exit:3", 3), ("sigkill", 137), ("segv", 139), ("oom", 134), ("panic", 101)];
 
-/// Exit code of ranks that lose another.
+/// Exit code of ranks that lose another rank.
 const VICTIM: i32 = 9;
 
-/// A launcher in an environment of its own, whose processes can be told from all others.
+/// A launcher with its own environment, whose processes can be identified.
 fn launcher(folder: &Path) -> Command {
     let mut launcher = command("env");
     launcher.args(["--default-signal", env!("CARGO_BIN_EXE_t-mgpurun"), "--backend", "cpu"]);
@@ -32,20 +32,20 @@ fn launcher(folder: &Path) -> Command {
     launcher
 }
 
-fn left_of(folder: &Path) -> Vec<u32> {
+fn leftover_processes(folder: &Path) -> Vec<u32> {
     survivors(&format!("MGPU_TEST_MARK={}", folder.display()))
 }
 
-/// A cell of the matrix.
+/// One combination of the matrix.
 #[derive(Debug, Clone, Copy)]
-struct Cell {
+struct FaultCase {
     ranks: u32,
     culprit: u32,
     fault: &'static str,
     phase: &'static str,
 }
 
-impl Cell {
+impl FaultCase {
     fn run(self) {
         let folder = tempfile::tempdir().unwrap();
         let inject = format!("rank={},{},fault={}", self.culprit, self.phase, self.fault);
@@ -55,7 +55,7 @@ impl Cell {
             job.args(["--timeout", "1", "--progress-timeout", "1"]);
         }
         let finished = run(job.arg(env!("CARGO_BIN_EXE_t-job")));
-        assert_eq!(left_of(folder.path()), [] as [u32; 0], "{self:?}: {finished:#?}");
+        assert_eq!(leftover_processes(folder.path()), [] as [u32; 0], "{self:?}: {finished:#?}");
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0, "{self:?}: {finished:#?}");
         let (code, said) = self.expected();
         assert_eq!(finished.code, Some(code), "{self:?}: {finished:#?}");
@@ -66,13 +66,13 @@ impl Cell {
         }
     }
 
-    /// Exit code, and how the launcher's verdict begins.
+    /// Exit code, and the beginning of the launcher's verdict.
     fn expected(self) -> (i32, String) {
         let verdict = |code, what: &str| (code, format!("mgpurun: rank {} {what}", self.culprit));
         let deadly = DEADLY.iter().find(|(fault, _)| *fault == self.fault);
         match (self.fault, self.phase) {
             _ if deadly.is_some() => verdict(deadly.unwrap().1, ""),
-            // Nobody needs it any more.
+            // No other rank needs it any more.
             ("exit0", "phase=finalise") | ("leak-child", _) => (0, String::new()),
             ("exit0", _) if self.ranks == 1 => (0, String::new()),
             ("exit0", _) => verdict(VICTIM, "exited with code 0 while others needed it"),
@@ -90,27 +90,32 @@ impl Cell {
     }
 }
 
-/// Runs the cells of these faults, a few at a time.
+/// Runs the cases of these faults, a few at a time.
 fn run_all(faults: &[&'static str]) {
-    let cells = faults.iter().flat_map(|fault| PHASES.map(|phase| (*fault, phase)));
-    let sized = cells.flat_map(|(fault, phase)| [1, 2, 5].map(|ranks| (ranks, fault, phase)));
-    // A single rank that never joins is a program that does not use the runtime: nobody waits for it.
+    let cases = faults.iter().flat_map(|fault| PHASES.map(|phase| (*fault, phase)));
+    let sized = cases.flat_map(|(fault, phase)| [1, 2, 5].map(|ranks| (ranks, fault, phase)));
+    // A single rank that never joins is a program that does not use the runtime: no one waits for it.
     let is_possible = |(ranks, fault, phase): &(u32, &str, &str)| {
         !(*ranks == 1 && ["hang", "sigstop"].contains(fault) && ["phase=start", "phase=join"].contains(phase))
     };
-    let cells: VecDeque<Cell> = sized
+    let cases: VecDeque<FaultCase> = sized
         .filter(is_possible)
         .enumerate()
-        .map(|(index, (ranks, fault, phase))| Cell { ranks, culprit: index as u32 % ranks, fault, phase })
+        .map(|(index, (ranks, fault, phase))| FaultCase {
+            ranks,
+            culprit: index as u32 % ranks,
+            fault,
+            phase,
+        })
         .collect();
-    let queue = Mutex::new(cells);
+    let queue = Mutex::new(cases);
     std::thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
                 loop {
                     let next = queue.lock().unwrap().pop_front();
-                    let Some(cell) = next else { break };
-                    cell.run();
+                    let Some(case) = next else { break };
+                    case.run();
                 }
             });
         }
@@ -138,20 +143,20 @@ fn a_rank_that_leaves_a_child_in_any_phase() {
 }
 
 #[test]
-fn what_a_dead_rank_left_behind_goes_too() {
+fn leftover_processes_of_a_dead_rank_are_killed() {
     let folder = tempfile::tempdir().unwrap();
     let mut job = launcher(folder.path());
     job.args(["-n", "2", "--inject", "rank=1,step=2,fault=leak-child"]);
     job.args(["--inject", "rank=1,step=3,fault=sigkill", env!("CARGO_BIN_EXE_t-job")]);
     run(&mut job).expect(137, &["rank 1 was killed by SIGKILL"]);
-    assert_eq!(left_of(folder.path()), [] as [u32; 0]);
+    assert_eq!(leftover_processes(folder.path()), [] as [u32; 0]);
 }
 
-/// A script that leaves a child in another session, says that it is ready, and stays.
+/// A script that starts a child in another session, reports that it is ready, and stays.
 const STUBBORN: &str = "trap '' TERM INT HUP; setsid sh -c 'trap \"\" TERM INT HUP; : > child-'$RANK'; \
                         while :; do sleep 1; done' & : > ready-$RANK; while :; do sleep 1; done";
 
-/// Starts a job of such scripts, and returns it with the processes of guardian and launcher.
+/// Starts a job of such scripts; returns it with the processes of guardian and launcher.
 fn start_stubborn(folder: &Path) -> (Child, Pid) {
     let mut job = launcher(folder);
     job.args(["-n", "2", "sh", "-c", STUBBORN]).current_dir(folder);
@@ -170,10 +175,10 @@ fn start_stubborn(folder: &Path) -> (Child, Pid) {
 fn nothing_survives_a_killed_guardian() {
     let folder = tempfile::tempdir().unwrap();
     let (mut child, _) = start_stubborn(folder.path());
-    assert!(left_of(folder.path()).len() >= 6);
+    assert!(leftover_processes(folder.path()).len() >= 6);
     child.kill().unwrap();
     child.wait().unwrap();
-    until(|| left_of(folder.path()).is_empty());
+    until(|| leftover_processes(folder.path()).is_empty());
 }
 
 #[test]
@@ -182,48 +187,48 @@ fn nothing_survives_a_killed_launcher() {
     let (mut child, launcher) = start_stubborn(folder.path());
     kill(launcher, Signal::SIGKILL).unwrap();
     finish(&mut child).expect(137, &["the launcher was killed by SIGKILL: so are its ranks"]);
-    assert_eq!(left_of(folder.path()), [] as [u32; 0]);
+    assert_eq!(leftover_processes(folder.path()), [] as [u32; 0]);
     let folders = fs::read_dir(folder.path()).unwrap().flatten().filter(|entry| entry.path().is_dir());
     assert_eq!(folders.count(), 0);
 }
 
 #[test]
-fn the_groups_of_ranks_go_when_launcher_and_guardian_are_killed_at_once() {
+fn rank_process_groups_end_when_launcher_and_guardian_are_killed_together() {
     let folder = tempfile::tempdir().unwrap();
     let stubborn = "trap '' TERM INT HUP; sh -c 'while :; do sleep 1; done' & : > ready-$RANK; \
                     while :; do sleep 1; done";
-    // A process that changes its user loses what ties it to its parent.
+    // A process that changes its user loses its parent-death signal.
     let is_root = nix::unistd::geteuid().is_root();
     let change = if is_root { "setpriv --reuid 65534 --clear-groups" } else { "" };
     let script = format!("{change} sh -c 'while :; do sleep 1; done' & {stubborn}");
     let (mut guardian, launcher) = start_script(folder.path(), 2, &script);
-    until(|| left_of(folder.path()).len() >= 8);
-    // Held up, the guardian does not see the launcher go.
+    until(|| leftover_processes(folder.path()).len() >= 8);
+    // While stopped, the guardian does not notice the launcher's end.
     kill(Pid::from_raw(guardian.id() as i32), Signal::SIGSTOP).unwrap();
     kill(launcher, Signal::SIGKILL).unwrap();
     guardian.kill().unwrap();
     guardian.wait().unwrap();
-    until(|| left_of(folder.path()).is_empty());
+    until(|| leftover_processes(folder.path()).is_empty());
 }
 
 #[test]
-fn processes_that_keep_starting_others_are_outrun() {
+fn processes_that_keep_forking_are_all_killed() {
     let folder = tempfile::tempdir().unwrap();
-    // Each daemon of a chain starts the next one, in the same session or in one of its own, and ends.
+    // Each daemon of a chain starts the next one, in the same or a new session, and exits.
     let fork = "chain() { chain & exit; }; chain";
     let session = "CHAIN='setsid sh -c \"$CHAIN\" & exit'; export CHAIN; eval \"$CHAIN\"";
     let script = format!(
         "exec >/dev/null 2>&1; for i in 1 2 3 4; do setsid sh -c '{fork}' & setsid sh -c \"$SESSION\" & done"
     );
     let mut job = launcher(folder.path());
-    // They are not to slow down the tests beside this one.
+    // They must not slow down the tests that run at the same time.
     job.args(["-n", "1", "nice", "-n", "19", "sh", "-c", &script]).env("SESSION", session);
     run(&mut job).expect(0, &[]);
-    assert_eq!(left_of(folder.path()), [] as [u32; 0]);
+    assert_eq!(leftover_processes(folder.path()), [] as [u32; 0]);
 }
 
 #[test]
-fn what_a_shell_started_before_it_became_mgpurun_is_left_alone() {
+fn processes_started_by_the_shell_before_exec_are_left_alone() {
     let folder = tempfile::tempdir().unwrap();
     let launcher = env!("CARGO_BIN_EXE_t-mgpurun");
     let script = format!("sleep 1000 & echo $!; exec {launcher} --no-prefix -n 2 true");
@@ -238,13 +243,13 @@ fn what_a_shell_started_before_it_became_mgpurun_is_left_alone() {
 }
 
 #[test]
-fn a_run_can_be_looked_at_from_inside_and_outside() {
+fn the_status_of_a_run_is_visible_from_inside_and_outside() {
     let folder = tempfile::tempdir().unwrap();
     let mut job = launcher(folder.path());
     job.args(["-n", "2", "--inject", "rank=1,step=3,fault=sigstop", env!("CARGO_BIN_EXE_t-job")]);
     let mut child = job.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let look = || run(launcher(folder.path()).arg("ps")).stdout;
-    // The launcher's `ps` is asked for by its first argument.
+    let list_runs = || run(launcher(folder.path()).arg("ps")).stdout;
+    // The launcher's `ps` is selected by its first argument.
     let ps = || run(command(env!("CARGO_BIN_EXE_t-mgpurun")).arg("ps")).stdout;
     let mut seen = String::new();
     until(|| {
@@ -253,7 +258,7 @@ fn a_run_can_be_looked_at_from_inside_and_outside() {
         seen.lines().any(own) && seen.lines().any(|line| line.ends_with("rank 1"))
     });
     assert!(seen.contains(": t-job on 2 ranks for "), "{seen}");
-    assert!(!look().contains("launcher "), "only as the first argument");
+    assert!(!list_runs().contains("launcher "), "only as the first argument");
     kill(Pid::from_raw(child.id() as i32), Signal::SIGQUIT).unwrap();
     kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
     let finished = finish(&mut child);
@@ -262,7 +267,7 @@ fn a_run_can_be_looked_at_from_inside_and_outside() {
 }
 
 #[test]
-fn ranks_that_never_join_are_seen_to_live() {
+fn ranks_that_never_join_are_shown_as_alive() {
     let folder = tempfile::tempdir().unwrap();
     let script = "[ $RANK = 0 ] && { : > ready-0; exit; }; : > ready-1; while :; do sleep 1; done";
     let (mut child, launcher) = start_script(folder.path(), 2, script);
@@ -303,18 +308,18 @@ fn the_culprit_is_named_before_the_others_have_ended() {
 }
 
 #[test]
-fn a_deadline_of_the_ranks_own_shows_the_table_too() {
+fn a_timeout_inside_a_rank_also_prints_the_status_table() {
     let folder = tempfile::tempdir().unwrap();
     let mut job = launcher(folder.path());
     job.env("MGPU_TIMEOUT", "1").args(["-n", "3", "--inject", "rank=2,step=3,fault=hang"]);
     let finished = run(job.arg(env!("CARGO_BIN_EXE_t-job")));
     finished
         .expect(65, &["mgpurun: rank 2 made no progress: ", "mgpurun: rank  pid", "waited 1.0 s for rank 2"]);
-    assert_eq!(left_of(folder.path()), [] as [u32; 0]);
+    assert_eq!(leftover_processes(folder.path()), [] as [u32; 0]);
 }
 
 #[test]
-fn ranks_that_do_not_go_together_are_told_apart() {
+fn incompatible_ranks_are_reported_by_rank() {
     let hello = env!("CARGO_BIN_EXE_t-hello");
     for (lists, code, said) in [
         (["2,2", "2,2", "GPU-a,GPU-b", "570,570", "2.27,2.27"], 0, ""),
@@ -328,12 +333,12 @@ fn ranks_that_do_not_go_together_are_told_apart() {
         let folder = tempfile::tempdir().unwrap();
         let finished = run(launcher(folder.path()).args(["-n", "2", hello]).args(lists));
         finished.expect(code, &[said]);
-        assert_eq!(left_of(folder.path()), [] as [u32; 0]);
+        assert_eq!(leftover_processes(folder.path()), [] as [u32; 0]);
     }
 }
 
 #[test]
-fn ranks_run_one_program() {
+fn ranks_must_run_the_same_program() {
     let folder = tempfile::tempdir().unwrap();
     let job = env!("CARGO_BIN_EXE_t-job");
     let other = folder.path().join("other");
@@ -352,7 +357,7 @@ fn a_failed_rank_is_restarted_with_all_others() {
         job.args(["-n", "2"]).args(options);
         faults.iter().for_each(|fault| _ = job.args(["--inject", fault]));
         let finished = run(job.arg(env!("CARGO_BIN_EXE_t-job")));
-        assert_eq!(left_of(folder.path()), [] as [u32; 0]);
+        assert_eq!(leftover_processes(folder.path()), [] as [u32; 0]);
         finished
     };
     let fault = "rank=1,step=3,fault=sigkill";
@@ -361,7 +366,7 @@ fn a_failed_rank_is_restarted_with_all_others() {
     finished.expect(0, &["mgpurun: rank 1 was killed by SIGKILL", "restart 1 of 2 in 0.5 s"]);
     finished.expect(0, &["mgpurun: rank 0 exited with code 5", "restart 2 of 2 in 1 s", "[1] life 2"]);
     restart(&["--max-restarts", "1"], &[fault, again]).expect(5, &["no restart is left"]);
-    // A broken start is not repeated.
+    // A failed start is not repeated.
     let early = "rank=1,phase=collective,fault=exit:6";
     restart(&["--max-restarts", "3"], &[early])
         .expect(6, &["not restarted, since no training step was made"]);
@@ -385,7 +390,7 @@ fn a_signal_in_the_pause_before_a_restart_ends_the_run() {
     let mut child = job.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut stderr = BufReader::new(child.stderr.take().unwrap());
     let mut said = String::new();
-    // A pause that is long enough for the signal to come within it.
+    // The pause is long enough for the signal to arrive during it.
     while !said.ends_with("restart 4 of 9 in 4 s\n") {
         assert_ne!(stderr.read_line(&mut said).unwrap(), 0, "{said}");
     }
@@ -396,7 +401,7 @@ fn a_signal_in_the_pause_before_a_restart_ends_the_run() {
 }
 
 #[test]
-fn a_fault_that_does_not_happen_is_told() {
+fn a_fault_that_was_not_injected_is_reported() {
     let job = env!("CARGO_BIN_EXE_t-job");
     let folder = tempfile::tempdir().unwrap();
     let inject = |faults: &[&str], program: &str| {
@@ -414,7 +419,7 @@ fn a_fault_that_does_not_happen_is_told() {
     ] {
         inject(&[fault], program).expect(0, &[&format!("mgpurun: the fault {fault} did not happen: {why}")]);
     }
-    // Another one came before it.
+    // Another fault happened first.
     inject(&["rank=0,step=2,fault=exit:3", late], job)
         .expect(3, &[&format!("the fault {late} did not happen")]);
     for fault in ["rank=1,phase=start,fault=exit0", "rank=1,phase=checkpoint,fault=leak-child"] {
@@ -425,13 +430,13 @@ fn a_fault_that_does_not_happen_is_told() {
 }
 
 #[test]
-fn a_rank_that_floods_the_rendezvous_keeps_nobody_out_and_is_named_in_a_line() {
+fn a_rank_that_floods_the_rendezvous_blocks_nobody_and_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let mut job = launcher(folder.path());
     let finished = run(job.args(["-n", "2", env!("CARGO_BIN_EXE_t-flood"), "1", "3000"]));
     finished.expect(0, &["[0] 2 ranks are here", "[1] 2 ranks are here"]);
     let refused: Vec<&str> = finished.stderr.lines().filter(|line| line.contains("refused")).collect();
-    // What comes within a moment is one line.
+    // Events within a short time are reported in one line.
     assert!((1..=5).contains(&refused.len()), "{finished:#?}");
     for line in refused {
         let parts = [
@@ -444,9 +449,9 @@ fn a_rank_that_floods_the_rendezvous_keeps_nobody_out_and_is_named_in_a_line() {
 }
 
 #[test]
-fn ranks_that_use_mpi_are_told_that_they_are_alone() {
+fn ranks_that_use_mpi_are_warned_about_their_world_of_one() {
     let folder = tempfile::tempdir().unwrap();
-    // Any library will do under that name.
+    // Any library serves under that name.
     let maps = fs::read_to_string("/proc/self/maps").unwrap();
     let library = maps.split_ascii_whitespace().find(|word| word.contains("/libgcc_s.so")).unwrap();
     let mpi = folder.path().join("libmpi.so.40");
@@ -455,16 +460,16 @@ fn ranks_that_use_mpi_are_told_that_they_are_alone() {
     job.args(["-n", "2", "env"]).arg(format!("LD_PRELOAD={}", mpi.display())).args(["sleep", "1000"]);
     let mut child = job.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
-    let told = lines.find_map(|line| line.ok().filter(|line| line.contains("MPI")));
-    let told = told.expect("a line about MPI");
-    assert!(told.starts_with("mgpurun: the ranks use MPI, ") && told.contains("mpirun"), "{told}");
+    let warning = lines.find_map(|line| line.ok().filter(|line| line.contains("MPI")));
+    let warning = warning.expect("a line about MPI");
+    assert!(warning.starts_with("mgpurun: the ranks use MPI, ") && warning.contains("mpirun"), "{warning}");
     kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
     child.wait().unwrap();
-    assert!(!lines.any(|line| line.unwrap().contains("MPI")), "it is told once");
+    assert!(!lines.any(|line| line.unwrap().contains("MPI")), "the warning is printed once");
 }
 
 #[test]
-fn a_forked_child_harms_nobody() {
+fn a_forked_child_does_no_harm() {
     let folder = tempfile::tempdir().unwrap();
     let finished = run(launcher(folder.path()).args(["-n", "3", env!("CARGO_BIN_EXE_t-fork")]));
     finished.expect(0, &["[0] 3 ranks went on", "[2] 3 ranks went on", "a forked child cannot use"]);
@@ -479,19 +484,19 @@ fn many_launches_at_once() {
             scope.spawn(|| {
                 let folder = tempfile::tempdir().unwrap();
                 run(launcher(folder.path()).args(["-n", "2", env!("CARGO_BIN_EXE_t-job")])).expect(0, &[]);
-                assert_eq!(left_of(folder.path()), [] as [u32; 0]);
+                assert_eq!(leftover_processes(folder.path()), [] as [u32; 0]);
             });
         }
     });
 }
 
 #[test]
-fn a_taken_port_and_no_network_at_all_do_not_matter() {
-    // Whoever holds it, it is taken.
+fn a_used_port_or_a_missing_network_does_not_matter() {
+    // The port is taken, whoever holds it.
     let _holder = std::net::TcpListener::bind(("127.0.0.1", 29500));
     let folder = tempfile::tempdir().unwrap();
     run(launcher(folder.path()).args(["-n", "2", env!("CARGO_BIN_EXE_t-job")])).expect(0, &[]);
-    // A network namespace of its own, in which not even the loopback interface is up.
+    // A separate network namespace, where even the loopback interface is down.
     let namespace = ["--user", "--map-root-user", "--net"];
     if run(command("unshare").args(namespace).arg("true")).code != Some(0) {
         return eprintln!("skipped: this machine makes no network namespaces for its users");
@@ -503,14 +508,14 @@ fn a_taken_port_and_no_network_at_all_do_not_matter() {
 }
 
 #[test]
-fn signals_that_somebody_ignored_do_no_harm() {
+fn inherited_ignored_signals_do_no_harm() {
     let folder = tempfile::tempdir().unwrap();
     let mut job = command("env");
     job.args(["--ignore-signal=CHLD", env!("CARGO_BIN_EXE_t-mgpurun"), "-n", "2"]);
     run(job.args(["sh", "-c", "exit 3"]).env("TMPDIR", folder.path())).expect(3, &["exited with code 3"]);
 }
 
-/// Starts ranks that run `script` once they have said that they are ready, and returns the child and its launcher.
+/// Starts ranks that report that they are ready and then run `script`; returns the child and its launcher.
 fn start_script(folder: &Path, ranks: u32, script: &str) -> (Child, Pid) {
     let mut job = launcher(folder);
     job.args(["-n", &ranks.to_string(), "sh", "-c", script]).current_dir(folder);
@@ -522,7 +527,7 @@ fn start_script(folder: &Path, ranks: u32, script: &str) -> (Child, Pid) {
 }
 
 #[test]
-fn a_signal_to_all_processes_is_one_signal() {
+fn a_signal_to_all_processes_counts_once() {
     let folder = tempfile::tempdir().unwrap();
     let script = "trap 'sleep 0.3; echo clean; exit 0' TERM; : > ready-$RANK; while :; do sleep 0.01; done";
     let (mut child, launcher) = start_script(folder.path(), 2, script);
@@ -532,28 +537,28 @@ fn a_signal_to_all_processes_is_one_signal() {
 }
 
 #[test]
-fn what_a_shell_runs_has_its_time_to_end() {
+fn children_of_a_shell_get_the_grace_time() {
     let folder = tempfile::tempdir().unwrap();
-    // The inner shell is the program; the outer one dies of the signal at once.
+    // The inner shell is the program; the outer one dies from the signal at once.
     let inner = "trap \"sleep 0.3; echo saved; exit 0\" TERM; : > ready-$RANK; while :; do sleep 0.01; done";
     let (mut child, _) = start_script(folder.path(), 2, &format!("sh -c '{inner}'; exit $?"));
     kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
     finish(&mut child).expect(143, &["[0] saved", "[1] saved"]);
-    assert_eq!(left_of(folder.path()), [] as [u32; 0]);
+    assert_eq!(leftover_processes(folder.path()), [] as [u32; 0]);
 }
 
 #[test]
-fn a_rank_that_leaves_its_group_is_reached_all_the_same() {
+fn a_rank_that_leaves_its_process_group_is_still_killed() {
     let folder = tempfile::tempdir().unwrap();
     let script =
         format!("[ $RANK = 1 ] && {{ sleep 0.2; exit 3; }}; exec {}", env!("CARGO_BIN_EXE_t-wander"));
     let finished = run(launcher(folder.path()).args(["--grace", "0.3", "-n", "2", "sh", "-c", &script]));
     finished.expect(3, &["[0] wandered", "rank 0 did not end within 0.3 s: killed"]);
-    assert_eq!(left_of(folder.path()), [] as [u32; 0]);
+    assert_eq!(leftover_processes(folder.path()), [] as [u32; 0]);
 }
 
 #[test]
-fn a_number_outside_of_the_world_is_refused() {
+fn a_rank_outside_the_world_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let mut job = launcher(folder.path());
     job.args(["-n", "2", "env", "RANK=5", "WORLD_SIZE=6", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=6"]);
@@ -561,7 +566,7 @@ fn a_number_outside_of_the_world_is_refused() {
 }
 
 #[test]
-fn nothing_is_lost_when_a_restart_does_not_come_about() {
+fn a_cancelled_restart_loses_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let (program, events) = (folder.path().join("prog"), folder.path().join("events"));
     fs::write(&program, "#!/bin/sh\nseq 1 60000\nrm -f \"$0\"\nexit 7\n").unwrap();
@@ -582,7 +587,7 @@ fn nothing_is_lost_when_a_restart_does_not_come_about() {
 }
 
 #[test]
-fn a_run_within_a_run_has_no_faults_of_the_outer_one() {
+fn a_nested_run_does_not_inherit_faults() {
     let folder = tempfile::tempdir().unwrap();
     let inner =
         format!("exec {} --no-prefix -n 1 sh -c 'echo faults:$MGPU_INJECT'", env!("CARGO_BIN_EXE_t-mgpurun"));

@@ -1,4 +1,4 @@
-//! The timeline of a training: a file that viewers open, a track for each rank, and one clock for all of them.
+//! The timeline of a training: a trace file for viewers, a track per rank, and one clock for all tracks.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -19,7 +19,7 @@ fn train(mut program: Command, timeline: &Path, arguments: &[&str]) -> Finished 
     run(program.args(["--synthetic", "--threads", "1", "--timeline"]).arg(timeline).args(arguments))
 }
 
-/// A span of the file, in nanoseconds.
+/// A span in the file, in nanoseconds.
 #[derive(Debug, Clone, PartialEq)]
 struct Span {
     name: String,
@@ -28,7 +28,7 @@ struct Span {
     arguments: Value,
 }
 
-/// The spans of every rank, in the order of the file.
+/// The spans of every rank, in file order.
 fn tracks(path: &Path) -> Vec<Vec<Span>> {
     let file: Value = serde_json::from_slice(&fs::read(path).unwrap()).unwrap();
     let (mut tracks, mut ranks) = (BTreeMap::<u64, Vec<Span>>::new(), Vec::new());
@@ -52,7 +52,7 @@ fn tracks(path: &Path) -> Vec<Vec<Span>> {
     ranks.sort_by_key(|(track, _)| *track);
     assert_eq!(tracks.keys().collect::<Vec<_>>(), ranks.iter().map(|(track, _)| track).collect::<Vec<_>>());
     let names: Vec<_> = ranks.iter().map(|(_, name)| name.as_str().unwrap()).collect();
-    // Ranks, and then their threads of reductions, if there are any.
+    // Tracks of the ranks, then of their reduction threads, if any.
     let each = names.iter().filter(|name| !name.contains("reductions")).count();
     let expected: Vec<_> = (0..ranks.len())
         .map(|track| format!("rank {}{}", track % each, if track < each { "" } else { ", reductions" }))
@@ -61,7 +61,7 @@ fn tracks(path: &Path) -> Vec<Vec<Span>> {
     tracks.into_values().collect()
 }
 
-/// For each span the one that it is in, and asserts that no two overlap without one being in the other.
+/// The parent of each span. Asserts that spans overlap only if one contains the other.
 fn parents(track: &[Span]) -> Vec<Option<usize>> {
     let (mut open, mut parents) = (Vec::<usize>::new(), Vec::new());
     for (place, span) in track.iter().enumerate() {
@@ -82,14 +82,14 @@ fn of<'a>(track: &'a [Span], name: &'a str) -> impl Iterator<Item = &'a Span> {
     track.iter().filter(move |span| span.name == name)
 }
 
-/// Collectives after which no rank goes on before all have come.
+/// Collectives that no rank leaves before all have arrived.
 const COLLECTIVES: [&str; 6] =
     ["allocate", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier"];
 
-/// All ranks made the same collectives, nobody left one before everybody had come, and waiting for that ended no sooner. So
-/// their clocks are one.
+/// All ranks ran the same collectives, no rank left one before all had arrived, and no wait ended earlier. So their
+/// clocks agree.
 fn assert_one_clock(tracks: &[Vec<Span>]) {
-    // Each with what it begins with.
+    // Each with the start of its name.
     let collectives = tracks.iter().map(|track| {
         let pairs = track.iter().zip(track.iter().skip(1).map(Some).chain([None]));
         pairs.filter(|(span, _)| COLLECTIVES.contains(&span.name.as_str())).collect::<Vec<_>>()
@@ -119,7 +119,7 @@ fn every_rank_has_a_track_on_the_same_clock() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("timeline.json");
     let steps = 4;
-    // Batch normalisation sums over ranks within the passes, and buckets are both sharded and not.
+    // Batch normalisation sums over ranks in its passes; buckets are both sharded and replicated.
     for (ranks, net) in [(2, "lenet5"), (3, "lenet5"), (2, "keras")] {
         train(TRAIN.launched(ranks), &path, &["--net", net, "--batch", "8", "--steps", "4", "--skip-test"])
             .expect(0, &[]);
@@ -155,7 +155,7 @@ fn every_rank_has_a_track_on_the_same_clock() {
                     assert!(outer.contains(&"backward"), "{span:?} in {outer:?}");
                 }
             }
-            // Every bucket once a step, in the same order.
+            // Every bucket once per step, in the same order.
             let buckets: Vec<_> = track.iter().filter_map(|span| span.arguments["bucket"].as_u64()).collect();
             let of_a_step = &buckets[..buckets.len() / steps];
             assert_eq!(buckets, of_a_step.repeat(steps));
@@ -166,7 +166,7 @@ fn every_rank_has_a_track_on_the_same_clock() {
 }
 
 #[test]
-fn reductions_behind_the_backward_pass_have_tracks_of_their_own() {
+fn overlapped_reductions_have_their_own_tracks() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("timeline.json");
     let arguments = ["--overlap", "--net", "deep", "--batch", "8", "--steps", "6", "--skip-test", "--json"];
@@ -181,7 +181,7 @@ fn reductions_behind_the_backward_pass_have_tracks_of_their_own() {
         let buckets: Vec<_> =
             reductions.iter().filter_map(|span| span.arguments["bucket"].as_u64()).collect();
         assert_eq!(buckets, (0..buckets.len() as u64 / 6).collect::<Vec<_>>().repeat(6));
-        // None begins before the backward pass has made its gradients.
+        // None starts before the backward pass has computed its gradients.
         let backward = of(own, "backward").next().unwrap();
         let first = reductions.iter().find(|span| span.arguments["bucket"] == 0).unwrap();
         assert!(backward.begin < first.begin, "{first:?} and {backward:?}");
@@ -206,7 +206,7 @@ fn a_world_of_one_has_a_timeline_too() {
 }
 
 #[test]
-fn only_the_steps_asked_for_are_recorded() {
+fn only_the_requested_steps_are_recorded() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("timeline.json");
     let arguments = ["--batch", "8", "--steps", "9", "--skip-test", "--timeline-steps", "4-6"];
@@ -216,14 +216,14 @@ fn only_the_steps_asked_for_are_recorded() {
     for track in &tracks {
         let steps: Vec<_> = of(track, "step").map(|step| step.arguments["step"].as_u64().unwrap()).collect();
         assert_eq!(steps, [4, 5, 6]);
-        // Nothing of what comes before the first and after the last.
+        // Nothing before the first or after the last requested step.
         let (first, last) = (of(track, "step").next().unwrap(), of(track, "step").last().unwrap());
         assert!(track.iter().all(|span| first.begin <= span.begin && span.end <= last.end));
     }
 }
 
 #[test]
-fn the_weights_do_not_depend_on_being_watched() {
+fn recording_a_timeline_does_not_change_the_weights() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("timeline.json");
     let weights = |watched: bool| {
@@ -248,11 +248,11 @@ fn the_weights_do_not_depend_on_being_watched() {
 }
 
 #[test]
-fn spans_beyond_the_room_are_counted_in_the_file() {
+fn spans_beyond_the_limit_are_counted_in_the_file() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("timeline.json");
     threads::run(2, |mut world| {
-        // Ranks need not have the same room.
+        // Capacities may differ between ranks.
         let timeline = Timeline::new(3 + world.rank() as usize).unwrap();
         let mut comm = timeline.observe(world.communicator().unwrap());
         let own = timeline.name("rank's own");
@@ -270,7 +270,7 @@ fn spans_beyond_the_room_are_counted_in_the_file() {
     };
     let left_out = |rank: usize| file["otherData"]["left_out"][rank].as_u64().unwrap();
     assert_eq!((own(0), own(1)), (3, 4));
-    // The all-reduce and the waiting in it are among them.
+    // The all-reduce and its wait are included.
     assert!((8..=9).contains(&left_out(0)) && (7..=8).contains(&left_out(1)), "{file:#}");
     assert_eq!(events.iter().filter(|event| event["ph"] == "i").count(), 2);
 }
@@ -287,7 +287,7 @@ fn bad_files_and_steps_are_named() {
     ] {
         run(TRAIN.alone().args(arguments)).expect(2, &[text]);
     }
-    // Known before the training, not after it.
+    // Detected before training.
     let nowhere = Path::new("/nonexistent/t.json");
     let finished = train(TRAIN.alone(), nowhere, &["--steps", "1"]);
     finished.expect(1, &["cannot write the timeline /nonexistent/t.json"]);
@@ -303,7 +303,7 @@ fn a_timeline_of_gpus_is_refused() {
 }
 
 #[test]
-fn communication_is_reported_where_there_is_any() {
+fn communication_is_reported_for_several_ranks() {
     let folder = tempfile::tempdir().unwrap();
     let metrics = folder.path().join("metrics.jsonl");
     let mut program = TRAIN.launched(2);
@@ -321,14 +321,14 @@ fn communication_is_reported_where_there_is_any() {
     assert!(share(&summary, "waiting") < share(&summary, "communication"));
     assert_rows_add_up(&summary);
 
-    // With an evaluation, which is no part of a step.
+    // With an evaluation, which is not part of a step.
     let alone = run(TRAIN.alone().args(["--synthetic", "--steps", "8", "--profile", "--json"]));
     let alone = alone.expect(0, &[]).json();
     assert!(alone["communication"].is_null() && alone["waiting"].is_null(), "{alone:#}");
     assert_rows_add_up(&alone);
 }
 
-/// The rows of a profile are parts of the step, and all of them.
+/// The rows of a profile add up to the step.
 fn assert_rows_add_up(summary: &Value) {
     let number = |value: &Value| value.as_f64().unwrap();
     let rest = summary["profile_ms"].as_object().unwrap();

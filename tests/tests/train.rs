@@ -1,4 +1,4 @@
-//! `train_mnist`: smoke tests, equality of ranks and runs, bad input. On generated digits, so anywhere.
+//! `train_mnist`: smoke tests, equality of ranks and runs, invalid input. Uses generated digits, so it runs anywhere.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -34,13 +34,13 @@ fn the_smoke_test_of_a_ci_job() {
 }
 
 #[test]
-fn alone_with_and_without_the_launcher_gives_the_same_bits() {
+fn one_rank_is_bit_equal_with_and_without_the_launcher() {
     let arguments = ["--steps", "12", "--skip-test", "--threads", "1"];
     assert_eq!(train(TRAIN.alone(), &arguments).weights(), train(TRAIN.launched(1), &arguments).weights());
 }
 
 #[test]
-fn a_seed_and_a_rank_count_give_the_same_bits_every_time() {
+fn training_is_reproducible_for_a_seed_and_rank_count() {
     let arguments = ["--steps", "12", "--skip-test", "--seed", "5"];
     for ranks in [2, 3] {
         let first = train(TRAIN.launched(ranks), &arguments).weights();
@@ -74,7 +74,7 @@ fn generated_digits_are_learned() {
 }
 
 #[test]
-fn images_kept_as_bf16_are_learned_from_alike_on_all_ranks() {
+fn training_on_bf16_images_is_equal_on_all_ranks() {
     let finished = train(TRAIN.launched(2), &["--steps", "800", "--precision", "bf16"]);
     finished.expect(0, &["the same on 2 ranks"]);
     let json = finished.json();
@@ -97,7 +97,7 @@ fn curves_are_drawn_and_written_for_tensorboard() {
     train(program, &["--steps", "20"]).expect(0, &[]);
     let text = fs::read_to_string(&plot).unwrap();
     assert!(text.starts_with("<svg") && text.contains("accuracy, %"), "{text}");
-    // Of rank 0 alone.
+    // Of rank 0 only.
     let files: Vec<_> = fs::read_dir(&events).unwrap().map(|entry| entry.unwrap().path()).collect();
     assert_eq!(files.len(), 1, "{files:?}");
     let bytes = fs::read(&files[0]).unwrap();
@@ -121,14 +121,14 @@ fn metrics_are_one_json_object_an_epoch() {
     assert_eq!(text.lines().count(), 1);
 }
 
-/// The lines of standard error that warn of a file.
+/// The lines of standard error that warn about a file.
 fn warnings(finished: &Finished, path: &str) -> usize {
-    let warns = |line: &&str| line.contains(path) && line.ends_with("the training goes on without this file");
+    let warns = |line: &&str| line.contains(path) && line.ends_with("training continues without this file");
     finished.stderr.lines().filter(warns).count()
 }
 
 #[test]
-fn a_file_beside_the_training_that_finds_no_room_costs_neither_checkpoint_nor_exit_code() {
+fn a_full_disk_for_a_by_product_file_affects_neither_checkpoint_nor_exit_code() {
     let folder = tempfile::tempdir().unwrap();
     mnist::write_tiny(folder.path());
     let small =
@@ -152,7 +152,7 @@ fn a_file_beside_the_training_that_finds_no_room_costs_neither_checkpoint_nor_ex
 }
 
 #[test]
-fn a_limit_of_file_sizes_is_a_full_disk() {
+fn a_file_size_limit_is_treated_as_a_full_disk() {
     let folder = tempfile::tempdir().unwrap();
     let (plot, checkpoints) = (folder.path().join("plot.svg"), folder.path().join("checkpoints"));
     let limited = |arguments: &[&str]| {
@@ -162,14 +162,14 @@ fn a_limit_of_file_sizes_is_a_full_disk() {
     };
     let finished = limited(&["--plot", plot.to_str().unwrap()]);
     finished.expect(0, &["cannot write --plot", "File too large (os error 27)"]);
-    // A checkpoint that cannot be written is an error, and no death by a signal.
+    // A checkpoint that cannot be written is an error, not death by a signal.
     let finished = limited(&["--checkpoint-dir", checkpoints.to_str().unwrap()]);
     finished.expect(1, &["File too large (os error 27)"]);
     assert!(mgpu::checkpoint::find(&checkpoints).unwrap().is_none());
 }
 
 #[test]
-fn on_a_full_disk_every_file_beside_the_training_is_warned_of_once() {
+fn on_a_full_disk_each_by_product_file_is_warned_about_once() {
     let folder = tempfile::tempdir().unwrap();
     mnist::write_tiny(folder.path());
     let (disk, checkpoints) = (folder.path().join("disk"), folder.path().join("checkpoints"));
@@ -187,7 +187,7 @@ fn on_a_full_disk_every_file_beside_the_training_is_warned_of_once() {
         process::on_a_small_disk(&disk, "1m", "echo old >plot.svg; cat /dev/zero >filler", TRAIN.path);
     program.args(["--batch", "4", "--epochs", "3", "--threads", "1", "--json", "--data"]).arg(folder.path());
     let finished = run(program.args(arguments).arg("--checkpoint-dir").arg(&checkpoints));
-    if process::has_no_small_disk(&finished) {
+    if process::mounting_is_forbidden(&finished) {
         return;
     }
     finished.expect(0, &["No space left on device", "epoch 3/3"]);
@@ -195,7 +195,7 @@ fn on_a_full_disk_every_file_beside_the_training_is_warned_of_once() {
         assert_eq!(warnings(&finished, name), 1, "{flag}: {finished:#?}");
     }
     assert!(mgpu::checkpoint::find(&checkpoints).unwrap().unwrap().checkpoint.verify().is_ok());
-    // What the disk held in the end: what was there is still there, and nothing half-written beside it.
+    // The final contents of the disk: the old file is intact, and there is no partial file.
     let listed = finished.stdout.lines().filter(|line| line.starts_with("on the disk: "));
     let listed: Vec<_> = listed.collect();
     assert!(listed.contains(&"on the disk: plot.svg old"), "{finished:#?}");
@@ -203,7 +203,7 @@ fn on_a_full_disk_every_file_beside_the_training_is_warned_of_once() {
 }
 
 #[test]
-fn a_file_that_cannot_be_is_known_before_the_training() {
+fn an_impossible_by_product_path_fails_before_training() {
     let folder = tempfile::tempdir().unwrap();
     let pipe = folder.path().join("pipe");
     nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
@@ -225,7 +225,7 @@ fn a_file_that_cannot_be_is_known_before_the_training() {
 }
 
 #[test]
-fn a_file_that_standard_output_goes_to_has_all_of_both() {
+fn a_by_product_file_may_share_standard_output() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("out");
     for (flag, marks) in [("--plot", ["<svg", "</svg>"]), ("--metrics", ["{\"epoch\":1", "generated digits"])]

@@ -1,4 +1,4 @@
-//! A small convolutional network for digits, in candle's own terms.
+//! A small convolutional network for digits, written with candle.
 
 use candle_core::{D, Device, Result, Tensor};
 use candle_nn::{Conv2d, Linear, Module, VarBuilder, conv2d, linear, loss};
@@ -13,7 +13,7 @@ pub struct Classifier {
 }
 
 impl Classifier {
-    /// Makes the network's variables in `builder`, initialised at random.
+    /// Creates the network's variables in `builder`, with random initial values.
     ///
     /// # Errors
     /// As candle's.
@@ -25,7 +25,7 @@ impl Classifier {
         })
     }
 
-    /// The mean cross entropy over `samples` of `data`, and how many of them are told right.
+    /// The mean cross entropy over `samples` of `data`, and the number of correct predictions.
     ///
     /// # Errors
     /// As candle's.

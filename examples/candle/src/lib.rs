@@ -1,8 +1,8 @@
-//! A candle model, trained data-parallel by mgpu.
+//! A candle model, trained data-parallel with mgpu.
 //!
-//! [`Replica`] is the bridge, for any model whose variables are in a `VarMap`; [`Classifier`] is a model to cross it with.
-//! candle computes loss and gradients of a rank's part of the batch; mgpu averages the gradients over ranks and updates the
-//! parameters.
+//! [`Replica`] connects any model whose variables are in a `VarMap` to mgpu; [`Classifier`] is an example model.
+//! candle computes the loss and the gradients of a rank's part of the batch; mgpu averages gradients over ranks and
+//! updates the parameters.
 #![forbid(unsafe_code)]
 
 mod classifier;

@@ -1,4 +1,4 @@
-//! `mgpurun -n 2 mgpu-candle`: trains a candle model on generated digits, on all ranks together.
+//! `mgpurun -n 2 mgpu-candle`: trains a candle model on generated digits, data-parallel.
 
 use std::error::Error;
 use std::io::{self, Write};
@@ -14,18 +14,18 @@ use mgpu::{ReduceOp, Sampler, World};
 use mgpu_candle::{Classifier, Replica};
 use mgpu_examples::data::{Dataset, Split, digits};
 
-/// Steps that are not timed: memory is touched for the first time.
+/// Steps that are not timed, because memory is touched for the first time.
 const WARM_UP: usize = 5;
-/// Samples a forward pass of the test takes at once.
+/// Batch size of evaluation.
 const TEST_BATCH: usize = 250;
 
 /// Trains a candle model on generated digits.
 #[derive(Parser)]
 struct Args {
-    /// Steps
+    /// Training steps
     #[arg(long, default_value_t = 200)]
     steps: usize,
-    /// Images a step on each rank
+    /// Batch size of each rank, in images
     #[arg(long, default_value_t = 64)]
     batch: usize,
     /// Learning rate
@@ -34,10 +34,10 @@ struct Args {
     /// Seed of the digits and of their order
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Digits to train with
+    /// Number of training images
     #[arg(long, default_value_t = 10_000)]
     train: usize,
-    /// Digits to test with
+    /// Number of test images
     #[arg(long, default_value_t = 2_000)]
     test: usize,
 }
@@ -46,7 +46,7 @@ fn main() -> ExitCode {
     match run(&Args::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // There is nobody left to be told that standard error takes nothing.
+            // If standard error fails too, there is nowhere to report it.
             let _ = writeln!(io::stderr(), "mgpu-candle: {error}");
             ExitCode::FAILURE
         }
@@ -56,7 +56,7 @@ fn main() -> ExitCode {
 fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     let mut world = World::from_env()?;
     let (rank, ranks, threads) = (world.rank(), world.size(), world.thread_share());
-    // candle computes on rayon's threads: this rank's share of the cores, not all of them.
+    // candle computes on rayon's threads: use this rank's share of the cores, not all of them.
     rayon::ThreadPoolBuilder::new().num_threads(threads).build_global()?;
 
     let variables = VarMap::new();
@@ -87,7 +87,7 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     let timed = args.steps.saturating_sub(WARM_UP) * args.batch * ranks as usize;
     let images_per_s = timed as f64 / start.elapsed().as_secs_f64();
 
-    // Each rank tests its shard; the counts are added up.
+    // Each rank tests its shard; the counts are summed.
     let test = generate(args.seed, Split::Test, args.test);
     let shard: Vec<u32> = evaluation_shard(test.len(), rank, ranks)?.map(|sample| sample as u32).collect();
     let mut right = [0i64];

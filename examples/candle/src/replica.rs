@@ -1,25 +1,25 @@
-//! The variables of a candle model as one flat arena of parameters, equal on all ranks, and back.
+//! Copies the variables of a candle model into one flat parameter arena, equal on all ranks, and back.
 //!
-//! candle keeps each variable in a tensor of its own and has all gradients at once when `backward` returns. mgpu wants them
-//! in one arena, in an order that all ranks have: that of the variables' names, since a `VarMap` has none. So a step copies
-//! each gradient into its place in the arena and each parameter back into its variable, a few hundred kilobytes here.
+//! candle stores each variable in a separate tensor and returns all gradients at once from `backward`. mgpu needs
+//! them in one arena, in the same order on all ranks. A `VarMap` has no order, so variables are sorted by name. Each
+//! step copies the gradients into the arena and the parameters back into the variables, here a few hundred kilobytes.
 
 use candle_core::{DType, Tensor, Var};
 use candle_nn::VarMap;
 use mgpu::optimizer::OptimizerConfig;
 use mgpu::{Communicator, DataParallel, Layout};
 
-/// What can go wrong, in candle or between ranks.
+/// Errors of candle or of the communication between ranks.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// candle refused something.
+    /// An error of candle.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
-    /// A rank failed, or this one's request makes no sense.
+    /// A rank failed, or the request of this rank is invalid.
     #[error(transparent)]
     Mgpu(#[from] mgpu::Error),
-    /// A variable is no parameter that ranks can share.
-    #[error("variable `{name}` has elements of type {dtype:?}; those of f32 can be trained")]
+    /// A variable whose type cannot be trained.
+    #[error("variable `{name}` has elements of type {dtype:?}; only f32 can be trained")]
     DType {
         /// The variable.
         name: String,
@@ -28,7 +28,7 @@ pub enum Error {
     },
 }
 
-/// A model's variables, replicated on every rank and updated together.
+/// The variables of a model, replicated on every rank and updated together.
 pub struct Replica {
     /// In the order of the layout.
     variables: Vec<Var>,
@@ -36,11 +36,11 @@ pub struct Replica {
 }
 
 impl Replica {
-    /// Sets every rank's `variables` to those of rank 0, whatever they were initialised with, and gets ready to train them.
-    /// Collective. The update runs on `threads` threads.
+    /// Overwrites the `variables` of all ranks with those of rank 0 and prepares to train them. Collective. The
+    /// update runs on `threads` threads.
     ///
     /// # Errors
-    /// If a variable is not of f32, the ranks' models differ, or as the communicator's.
+    /// If a variable is not f32, the models of the ranks differ, or the communicator fails.
     pub fn new(
         comm: Communicator,
         variables: &VarMap,
@@ -67,8 +67,8 @@ impl Replica {
         Ok(replica)
     }
 
-    /// Makes one step down the gradient of `loss`, the mean over this rank's part of the batch: averages the gradients over
-    /// ranks and updates the variables. Collective.
+    /// Makes one step with the gradient of `loss`, the mean over this rank's part of the batch: averages gradients
+    /// over ranks and updates the variables. Collective.
     ///
     /// # Errors
     /// As candle's backward pass and [`DataParallel::step`].
@@ -80,7 +80,7 @@ impl Replica {
             for (tensor, gradient) in gradients.iter().enumerate().rev() {
                 match gradient {
                     Some(gradient) => sink.gradient(tensor).copy_from_slice(gradient),
-                    // The loss does not depend on it.
+                    // The loss does not depend on this variable.
                     None => sink.gradient(tensor).fill(0.0),
                 }
                 sink.ready(tensor)?;
@@ -90,13 +90,13 @@ impl Replica {
         self.load()
     }
 
-    /// The parameters and what they were trained with: learning rate, gradients, checksum, communicator.
+    /// Parameters, learning rate, gradients, checksum and communicator.
     pub fn parallel(&mut self) -> &mut DataParallel {
         &mut self.parallel
     }
 
-    /// Sets the variables to the parameters: to be called where those have changed otherwise than by a step, from a
-    /// checkpoint.
+    /// Copies the parameters into the variables. Needed after the parameters changed in another way than by a step,
+    /// for example from a checkpoint.
     ///
     /// # Errors
     /// As candle's.

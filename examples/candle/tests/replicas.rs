@@ -1,4 +1,4 @@
-//! Training on several ranks is training on one with the whole batch.
+//! Training on several ranks equals training on one rank with the whole batch.
 
 use std::process::{Command, Stdio};
 
@@ -17,16 +17,16 @@ fn data() -> Dataset {
     Dataset { images, labels }
 }
 
-/// What a rank has after its steps.
+/// The results of a rank.
 #[derive(Debug)]
 struct Outcome {
-    /// Gradients of the first step, averaged over ranks, all in one.
+    /// All gradients of the first step, averaged over ranks.
     gradient: Vec<f32>,
     parameters: Vec<f32>,
 }
 
-/// Trains on this rank's part of each batch, from `start` on; without, from rank 0's random parameters, which are
-/// returned beside.
+/// Trains on this rank's part of each batch, from the parameters `start` or, without them, from rank 0's random ones.
+/// Returns the initial parameters too.
 fn train(comm: Communicator, start: Option<&[f32]>) -> (Vec<f32>, Outcome) {
     let (rank, ranks) = (comm.rank(), comm.size());
     let variables = VarMap::new();
@@ -34,7 +34,7 @@ fn train(comm: Communicator, start: Option<&[f32]>) -> (Vec<f32>, Outcome) {
     let sgd = OptimizerConfig::new(Rule::Sgd(Sgd { lr: 0.1, momentum: 0.9, ..Sgd::default() }));
     let mut replica = Replica::new(comm, &variables, sgd, 1).unwrap();
     if let Some(start) = start {
-        // Through the door of checkpoints.
+        // Set the parameters as a checkpoint would.
         replica
             .parallel()
             .restore(0, |name, layout| {
@@ -67,7 +67,7 @@ fn largest_difference(one: &[f32], other: &[f32]) -> f32 {
 }
 
 #[test]
-fn gradients_averaged_over_ranks_are_those_of_the_whole_batch() {
+fn averaged_gradients_equal_whole_batch_gradients() {
     let alone = World::threads(1).unwrap().remove(0).communicator().unwrap();
     let (start, whole) = train(alone, None);
     let scale = whole.gradient.iter().fold(0f32, |largest, value| largest.max(value.abs()));
@@ -87,7 +87,7 @@ fn gradients_averaged_over_ranks_are_those_of_the_whole_batch() {
                 "ranks of {ranks} hold different parameters"
             );
         }
-        // Sums of f32 in another order, through two convolutions, and in the parameters through four steps.
+        // f32 sums in another order: through two convolutions and, for the parameters, through four steps.
         let gradient = largest_difference(&outcomes[0].gradient, &whole.gradient);
         assert!(gradient <= 1e-5 * scale, "{ranks} ranks: gradients differ by {gradient} of {scale}");
         let parameters = largest_difference(&outcomes[0].parameters, &whole.parameters);
@@ -95,7 +95,7 @@ fn gradients_averaged_over_ranks_are_those_of_the_whole_batch() {
     }
 }
 
-/// The program, with the variables of a launcher that every MPI and PyTorch user has.
+/// The program, with the environment variables of a launcher, as MPI and PyTorch users have them.
 #[test]
 fn processes_end_with_the_same_weights() {
     let start = |rank: u32| {

@@ -10,20 +10,20 @@ use serde::Serialize;
 use super::collective::Collective;
 use crate::print;
 
-/// Measures a collective by size, in place, one JSON object a line.
+/// Benchmarks a collective for a range of sizes, in place. Prints one JSON object per size.
 #[derive(Debug, Parser)]
 #[command(name = "collective_perf", version)]
 pub(super) struct Args {
     /// Smallest size in bytes.
     #[arg(long, default_value_t = 4, value_name = "BYTES", value_parser = clap::value_parser!(u64).range(1..1 << 46))]
     pub(super) min: u64,
-    /// Largest size in bytes. Sizes are rounded up to whole elements, and to equal shards where ranks have shards.
+    /// Largest size in bytes. Sizes are rounded up to whole elements and, for sharded collectives, to equal shards.
     #[arg(long, default_value_t = 256 << 20, value_name = "BYTES", value_parser = clap::value_parser!(u64).range(1..1 << 46))]
     pub(super) max: u64,
-    /// Each size is this many times the one before.
+    /// Factor from one size to the next.
     #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
     pub(super) factor: u32,
-    /// Operation. A size is that of a rank's whole buffer, all shards together.
+    /// Collective. A size is that of a rank's whole buffer, all shards together.
     #[arg(long, default_value = "all_reduce", value_name = "NAME")]
     pub(super) collective: Collective,
     /// Element type: f32, f64, f16, bf16, i32, i64 or u8.
@@ -32,38 +32,39 @@ pub(super) struct Args {
     /// Reduction: sum, avg, min, max or prod.
     #[arg(long, default_value = "sum")]
     pub(super) op: ReduceOp,
-    /// How an all-reduce is carried out: auto, eager (small sizes only), direct or ring.
+    /// Algorithm of the all-reduce: auto, eager (small sizes only), direct or ring.
     #[arg(long, default_value = "auto")]
     pub(super) algo: Algorithm,
-    /// Memory of the buffers: arena or private, or under the nccl backend device or private. The first is the default.
+    /// Buffer memory: arena (shared memory that peers access directly) or private; with the nccl backend device or
+    /// private. The default is the first of the two.
     #[arg(long, value_name = "KIND", hide_possible_values = true)]
     pub(super) buffers: Option<Buffers>,
-    /// Compare every element of one operation of each size with the expected result.
+    /// Verify every element of one run of each size.
     #[arg(long)]
     pub(super) check: bool,
-    /// Measure how long memory alone needs for the traffic of an all-reduce (keys bound_us and scale_gbps).
+    /// Also measure how long the memory traffic of an all-reduce takes by itself (keys bound_us and scale_gbps).
     #[arg(long)]
     pub(super) bound: bool,
-    /// Lines of other programs (keys impl, ranks, bytes, us_p50 and perhaps collective): prints a table of ratios to
-    /// standard error at the end.
+    /// Results of other programs (keys impl, ranks, bytes, us_p50 and optionally collective). Prints a table of
+    /// ratios to standard error at the end.
     #[arg(long, value_name = "FILE.jsonl")]
     pub(super) vs: Option<PathBuf>,
 }
 
-/// Where buffers lie.
+/// Kinds of buffer memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Buffers {
-    /// Memory that peers reach in place.
+    /// Shared memory that peers access directly.
     Arena,
-    /// A rank's own memory.
+    /// Memory of one rank only.
     Private,
-    /// Memory of GPUs.
+    /// GPU memory.
     Device,
 }
 
 impl Args {
-    /// The arguments of this process. Ends it with a usage error where they do not go together.
+    /// Parses the arguments of this process. Exits with a usage error if they are incompatible.
     pub(super) fn parse_consistent() -> Self {
         let args: Args = print::parse_arguments();
         if let Err(problem) = args.check_consistent() {
@@ -78,17 +79,19 @@ impl Args {
         }
         if self.algo != Algorithm::Auto && self.collective != Collective::AllReduce {
             let (algo, collective) = (self.algo, self.collective);
-            return Err(format!("--algo {algo} is for all_reduce alone, not for --collective {collective}"));
+            return Err(format!(
+                "--algo {algo} works only with all_reduce, not with --collective {collective}"
+            ));
         }
         Ok(())
     }
 
-    /// The sizes to measure, in bytes: each a multiple of `unit`, ascending.
+    /// The sizes to measure in bytes: multiples of `unit`, ascending.
     pub(super) fn sizes(&self, unit: usize) -> Vec<usize> {
         let next = |size: &u64| Some(size.saturating_mul(self.factor.into()));
         let wanted = std::iter::successors(Some(self.min), next).take_while(|size| *size <= self.max);
         let mut sizes: Vec<usize> = wanted.map(|size| (size as usize).next_multiple_of(unit)).collect();
-        // Small sizes may round up to the same one.
+        // Small sizes may round up to the same size.
         sizes.dedup();
         sizes
     }
@@ -103,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_are_whole_shards_and_never_repeat() {
+    fn sizes_are_whole_shards_without_duplicates() {
         assert_eq!(parsed("--max 1024").sizes(4), [4, 16, 64, 256, 1024]);
         assert_eq!(parsed("--max 1024").sizes(4 * 8), [32, 64, 256, 1024]);
         assert_eq!(parsed("--min 1 --max 1 ").sizes(24), [24]);
@@ -114,14 +117,14 @@ mod tests {
     }
 
     #[test]
-    fn arguments_that_contradict_each_other_are_told() {
-        let told = |arguments: &str| parsed(arguments).check_consistent();
-        assert_eq!(told("--min 8 --max 8"), Ok(()));
-        assert_eq!(told("--min 8 --max 4"), Err("--min 8 is larger than --max 4".into()));
-        let refused = told("--algo ring --collective broadcast");
+    fn contradicting_arguments_are_errors() {
+        let check = |arguments: &str| parsed(arguments).check_consistent();
+        assert_eq!(check("--min 8 --max 8"), Ok(()));
+        assert_eq!(check("--min 8 --max 4"), Err("--min 8 is larger than --max 4".into()));
+        let refused = check("--algo ring --collective broadcast");
         assert_eq!(
             refused,
-            Err("--algo ring is for all_reduce alone, not for --collective broadcast".into())
+            Err("--algo ring works only with all_reduce, not with --collective broadcast".into())
         );
     }
 }

@@ -1,4 +1,4 @@
-//! The operations that can be measured, and what each leaves behind.
+//! The collectives that can be measured, and their results.
 
 use std::ops::Range;
 
@@ -6,10 +6,10 @@ use clap::ValueEnum;
 use mgpu::{Buffer, Communicator, ReduceOp};
 use serde::{Deserialize, Serialize};
 
-/// The rank that a broadcast and a scatter begin at, and a reduction and a gather end at.
+/// Root of broadcast, scatter, reduce and gather.
 pub(super) const ROOT: u32 = 0;
 
-/// An operation of the communicator.
+/// A collective of the communicator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[value(rename_all = "snake_case")]
@@ -39,19 +39,19 @@ impl std::fmt::Display for Collective {
     }
 }
 
-/// What a part of a buffer holds after an operation.
+/// The contents of a part of a buffer after a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Holds {
+pub(super) enum Contents {
     /// The reduction over all ranks.
     Reduction,
-    /// What this rank had there before.
+    /// The input of this rank at the same place.
     InputOf(u32),
-    /// What this rank had so many elements behind.
+    /// The input of `rank`, `by` elements further on.
     MovedInputOf { rank: u32, by: isize },
 }
 
 impl Collective {
-    /// Runs the operation to its end.
+    /// Runs the collective and waits for it.
     pub(super) fn run(self, comm: &mut Communicator, buffer: Buffer, op: ReduceOp) -> mgpu::Result<Buffer> {
         match self {
             Collective::AllReduce => comm.all_reduce(buffer, op),
@@ -66,22 +66,22 @@ impl Collective {
         .wait()
     }
 
-    /// Whether the buffer consists of one shard a rank.
+    /// Whether the buffer consists of one shard per rank.
     pub(super) fn is_sharded(self) -> bool {
         !matches!(self, Collective::AllReduce | Collective::Broadcast | Collective::Reduce)
     }
 
-    /// Whether anything is reduced.
+    /// Whether it is a reduction.
     pub(super) fn is_reduction(self) -> bool {
         matches!(self, Collective::AllReduce | Collective::ReduceScatter | Collective::Reduce)
     }
 
-    /// Whether it can be measured on one buffer in the memory of a GPU: an exchange of shards by NCCL's messages takes two.
+    /// Whether one buffer in GPU memory is enough: NCCL's send and receive need two for an exchange of shards.
     pub(super) fn works_in_place_on_devices(self) -> bool {
         self != Collective::AllToAll
     }
 
-    /// From bytes a second to bus bandwidth, as derived in nccl-tests' `doc/PERFORMANCE.md`.
+    /// Factor from bytes per second to bus bandwidth, as derived in nccl-tests' `doc/PERFORMANCE.md`.
     pub(super) fn bus_factor(self, ranks: u32) -> f64 {
         let n = f64::from(ranks);
         match self {
@@ -95,32 +95,32 @@ impl Collective {
         }
     }
 
-    /// What the `len` elements of `rank` hold afterwards. Parts that are not listed hold anything.
-    pub(super) fn outcome(self, rank: u32, ranks: u32, len: usize) -> Vec<(Range<usize>, Holds)> {
+    /// The contents of the `len` elements of `rank` afterwards. Parts that are not listed are unspecified.
+    pub(super) fn outcome(self, rank: u32, ranks: u32, len: usize) -> Vec<(Range<usize>, Contents)> {
         let shard = |rank: u32| {
             let shard = len / ranks as usize;
             rank as usize * shard..(rank as usize + 1) * shard
         };
-        let shards_of_all = || (0..ranks).map(|rank| (shard(rank), Holds::InputOf(rank))).collect();
+        let shards_of_all = || (0..ranks).map(|rank| (shard(rank), Contents::InputOf(rank))).collect();
         match self {
-            Collective::AllReduce => vec![(0..len, Holds::Reduction)],
-            Collective::ReduceScatter => vec![(shard(rank), Holds::Reduction)],
+            Collective::AllReduce => vec![(0..len, Contents::Reduction)],
+            Collective::ReduceScatter => vec![(shard(rank), Contents::Reduction)],
             Collective::AllGather => shards_of_all(),
             Collective::Gather if rank == ROOT => shards_of_all(),
-            Collective::Gather => vec![(0..len, Holds::InputOf(rank))],
+            Collective::Gather => vec![(0..len, Contents::InputOf(rank))],
             Collective::Scatter => {
                 let own = shard(rank);
-                let others = [0..own.start, own.end..len].map(|part| (part, Holds::InputOf(rank)));
-                others.into_iter().chain([(own, Holds::InputOf(ROOT))]).collect()
+                let others = [0..own.start, own.end..len].map(|part| (part, Contents::InputOf(rank)));
+                others.into_iter().chain([(own, Contents::InputOf(ROOT))]).collect()
             }
             Collective::AllToAll => {
                 let by = |peer: u32| (rank as isize - peer as isize) * (len / ranks as usize) as isize;
-                let from = |peer| (shard(peer), Holds::MovedInputOf { rank: peer, by: by(peer) });
+                let from = |peer| (shard(peer), Contents::MovedInputOf { rank: peer, by: by(peer) });
                 (0..ranks).map(from).collect()
             }
-            Collective::Broadcast => vec![(0..len, Holds::InputOf(ROOT))],
-            Collective::Reduce if rank == ROOT => vec![(0..len, Holds::Reduction)],
-            Collective::Reduce => vec![(0..len, Holds::InputOf(rank))],
+            Collective::Broadcast => vec![(0..len, Contents::InputOf(ROOT))],
+            Collective::Reduce if rank == ROOT => vec![(0..len, Contents::Reduction)],
+            Collective::Reduce => vec![(0..len, Contents::InputOf(rank))],
         }
     }
 }
@@ -141,8 +141,9 @@ mod tests {
     #[test]
     fn shards_tile_the_buffer() {
         let gathered = Collective::AllGather.outcome(1, 3, 12);
-        let expected = [(0..4, 0), (4..8, 1), (8..12, 2)].map(|(range, rank)| (range, Holds::InputOf(rank)));
+        let expected =
+            [(0..4, 0), (4..8, 1), (8..12, 2)].map(|(range, rank)| (range, Contents::InputOf(rank)));
         assert_eq!(gathered, expected);
-        assert_eq!(Collective::ReduceScatter.outcome(2, 3, 12), [(8..12, Holds::Reduction)]);
+        assert_eq!(Collective::ReduceScatter.outcome(2, 3, 12), [(8..12, Contents::Reduction)]);
     }
 }

@@ -1,16 +1,16 @@
-//! The measurement under the nccl backend: buffers in the memory of GPUs.
+//! Measurements with the nccl backend: buffers in GPU memory.
 //!
-//! An operation is captured in a graph, several times, and the graph is launched as one: so it is used in a training step,
-//! and so the time of a launch, which is longer than a small operation, does not count. A run's time is divided by the
-//! operations in it. The ranks come together and compare their times through another communicator.
+//! A CUDA graph of several captured operations is launched at once, as in a training step. That hides the launch
+//! time, which is longer than a small operation. The time of a run is divided by the number of operations in the
+//! graph. Ranks synchronise and compare times through a second communicator.
 
 use mgpu::{Buffer, Communicator, DeviceCommunicator, Group, ReduceOp, World};
 use mgpu_kernels::cuda::{Memory, Stream, View};
 
 use super::Failure;
 use super::collective::{Collective, ROOT};
-use super::measure::{Plan, Times, sample};
-use super::pattern::{self, Sums, Value};
+use super::measure::{RunLimits, Times, sample};
+use super::pattern::{self, ReductionOrder, Value};
 
 /// A GPU to measure on.
 pub(super) struct Gpu {
@@ -18,8 +18,8 @@ pub(super) struct Gpu {
     stream: Stream,
 }
 
-/// Operations in a graph.
-fn turns(bytes: usize) -> u32 {
+/// Number of operations in a graph.
+fn operations_per_graph(bytes: usize) -> u32 {
     match bytes {
         0..=65_536 => 20,
         65_537..=4_194_304 => 5,
@@ -27,7 +27,7 @@ fn turns(bytes: usize) -> u32 {
     }
 }
 
-/// What puts one operation into a group, in place.
+/// A closure that adds one in-place operation to a group.
 fn operation<'a>(
     collective: Collective,
     op: ReduceOp,
@@ -60,19 +60,19 @@ fn operation<'a>(
 }
 
 impl Gpu {
-    /// That of this rank. Collective.
+    /// The GPU of this rank. Collective.
     pub(super) fn new(world: &mut World) -> mgpu::Result<Self> {
         let comm = world.device_communicator()?;
         let stream = Stream::new(comm.device())?;
         Ok(Gpu { comm, stream })
     }
 
-    /// What it is sold as.
+    /// Product name of the GPU.
     pub(super) fn name(&self) -> String {
         self.comm.device().name().to_owned()
     }
 
-    /// Checks and times `collective` on `len` elements. The ranks come together by `host`.
+    /// Verifies and times `collective` on `len` elements. Ranks synchronise through `host`.
     pub(super) fn measure<T: Value>(
         &self,
         host: &mut Communicator,
@@ -93,22 +93,22 @@ impl Gpu {
             comm.group(operation)?;
             wait()?;
             let found = buffer.to_vec::<T>(stream).map_err(mgpu::Error::from)?;
-            pattern::compare(&found, rank, ranks, collective, op, Sums::Nccl)?;
+            pattern::compare(&found, rank, ranks, collective, op, ReductionOrder::Nccl)?;
         }
-        // Zeros stay zeros. Connections are set up before anything is captured.
+        // Zeros stay zeros under every reduction. This also sets up connections before the capture.
         stream.zero(buffer.view()).map_err(mgpu::Error::from)?;
         comm.group(operation)?;
         wait()?;
-        let turns = turns(bytes);
-        let captured = comm.capture(turns, operation)?;
-        let plan = Plan::for_size(bytes);
-        let plan = Plan { runs: (plan.runs / turns as usize).max(20), ..plan };
-        let (_, times) = sample(host, Buffer::zeroed::<u8>(0), plan, |_, nothing| {
+        let operations_per_graph = operations_per_graph(bytes);
+        let captured = comm.capture(operations_per_graph, operation)?;
+        let limits = RunLimits::for_size(bytes);
+        let limits = RunLimits { runs: (limits.runs / operations_per_graph as usize).max(20), ..limits };
+        let (_, times) = sample(host, Buffer::zeroed::<u8>(0), limits, |_, nothing| {
             captured.launch(stream)?;
             wait()?;
             Ok(nothing)
         })?;
-        let each = |time: f64| time / f64::from(turns);
+        let each = |time: f64| time / f64::from(operations_per_graph);
         Ok(Times { p50: each(times.p50), min: each(times.min) })
     }
 }

@@ -1,51 +1,51 @@
-//! How long an operation takes.
+//! Timing of an operation.
 //!
-//! Ranks leave a barrier, take the time, run the operation and take the time again; nothing else happens in
-//! between. All ranks' times are compared afterwards, and the slowest rank's is the operation's.
+//! Ranks leave a barrier, read the clock, run the operation and read the clock again. The times of all ranks are
+//! compared afterwards; the time of the operation is that of the slowest rank.
 
 use std::time::{Duration, Instant};
 
 use mgpu::{Buffer, Communicator, Result};
 
-/// How often to run an operation.
+/// Number and duration limits of the runs.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Plan {
+pub(super) struct RunLimits {
     /// Runs that do not count.
     pub(super) warm_up: usize,
     pub(super) runs: usize,
-    /// After this long, runs that are left are left out.
+    /// No new run starts after this time.
     pub(super) limit: Duration,
 }
 
-impl Plan {
-    /// The usual plan for `bytes` bytes.
+impl RunLimits {
+    /// The default limits for `bytes` bytes.
     pub(super) fn for_size(bytes: usize) -> Self {
         let runs = match bytes {
             0..=65_536 => 2000,
             65_537..=4_194_304 => 200,
             _ => 20,
         };
-        Plan { warm_up: runs / 10 + 2, runs, limit: Duration::from_secs(3) }
+        RunLimits { warm_up: runs / 10 + 2, runs, limit: Duration::from_secs(3) }
     }
 }
 
-/// What remains of many runs, in microseconds.
+/// Statistics of the runs, in microseconds.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Times {
     pub(super) p50: f64,
     pub(super) min: f64,
 }
 
-/// Runs `operation` on `buffer` as often as planned. Collective.
+/// Runs `operation` on `buffer` within `limits`. Collective.
 pub(super) fn sample(
     comm: &mut Communicator,
     mut buffer: Buffer,
-    plan: Plan,
+    limits: RunLimits,
     mut operation: impl FnMut(&mut Communicator, Buffer) -> Result<Buffer>,
 ) -> Result<(Buffer, Times)> {
-    let most = plan.warm_up + plan.runs;
-    // The ranks' clocks are compared 20 times at most, so that comparing stays cheap.
-    let between_looks = plan.runs.div_ceil(20);
+    let most = limits.warm_up + limits.runs;
+    // The ranks' clocks are compared at most 20 times, to keep that cheap.
+    let poll_interval = limits.runs.div_ceil(20);
     let mut micros = Vec::with_capacity(most);
     let begin = Instant::now();
     while micros.len() < most {
@@ -53,24 +53,24 @@ pub(super) fn sample(
         let start = Instant::now();
         buffer = operation(comm, buffer)?;
         micros.push(start.elapsed().as_secs_f64() * 1e6);
-        // A rank must not stop alone: all see the same clock, that of the slowest.
-        if micros.len() % between_looks == 0
-            && slowest(comm, &[begin.elapsed().as_secs_f64()])?[0] > plan.limit.as_secs_f64()
+        // All ranks must stop at the same run: all use the clock of the slowest rank.
+        if micros.len() % poll_interval == 0
+            && slowest(comm, &[begin.elapsed().as_secs_f64()])?[0] > limits.limit.as_secs_f64()
         {
             break;
         }
     }
-    Ok((buffer, summarise(slowest(comm, &micros)?, plan.warm_up)))
+    Ok((buffer, summarise(slowest(comm, &micros)?, limits.warm_up)))
 }
 
-/// For every value the largest of all ranks. By a gather: how a reduction is carried out may be what is measured.
+/// The maximum over ranks of each value. Uses a gather, because a reduction may be what is being measured.
 fn slowest(comm: &mut Communicator, values: &[f64]) -> Result<Vec<f64>> {
     let all = comm.all_gather_slice(values)?;
     let of_ranks = |index| all[index..].iter().step_by(values.len()).copied().fold(0.0, f64::max);
     Ok((0..values.len()).map(of_ranks).collect())
 }
 
-/// Leaves the warm-up out, or half of the runs where time was up before.
+/// Drops the warm-up, or half of the runs if the time limit ended them early.
 fn summarise(mut micros: Vec<f64>, warm_up: usize) -> Times {
     micros.drain(..warm_up.min(micros.len() / 2));
     micros.sort_by(f64::total_cmp);
@@ -89,8 +89,8 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_operation_is_cut_short_on_all_ranks_alike() {
-        let plan = Plan { warm_up: 2, runs: 100, limit: Duration::ZERO };
+    fn the_time_limit_stops_all_ranks_at_the_same_run() {
+        let limits = RunLimits { warm_up: 2, runs: 100, limit: Duration::ZERO };
         let worlds = mgpu::World::threads(3).unwrap();
         std::thread::scope(|scope| {
             for mut world in worlds {
@@ -102,8 +102,8 @@ mod tests {
                         runs += 1;
                         Ok(buffer)
                     };
-                    sample(&mut comm, buffer, plan, count).unwrap();
-                    assert_eq!(runs, 5, "up to the first look");
+                    sample(&mut comm, buffer, limits, count).unwrap();
+                    assert_eq!(runs, 5, "up to the first comparison");
                 });
             }
         });

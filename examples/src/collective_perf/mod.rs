@@ -1,19 +1,19 @@
-//! `mgpurun -n 2 collective_perf --check`: how long a collective takes, by size. `allreduce_perf` is another name of it.
+//! `mgpurun -n 2 collective_perf --check`: benchmarks a collective by size. `allreduce_perf` is another name for it.
 //!
-//! One JSON object a line, with the keys of the usual MPI and gloo measurements, so that lines of several programs
-//! can be put side by side; `--vs FILE` does that at once. An operation's time is that of its slowest rank. Bus
-//! bandwidth is the figure of NVIDIA's nccl-tests: `bytes / time` times the share of the bytes that has to cross a
-//! link, which does not depend on the number of ranks for an algorithm that is limited by its links.
+//! Prints one JSON object per line, with the keys of common MPI and gloo benchmarks, so that results of several
+//! programs can be compared; `--vs FILE` does that directly. The time of an operation is that of its slowest rank.
+//! Bus bandwidth is defined as in NVIDIA's nccl-tests: `bytes / time` times the share of the bytes that must cross a
+//! link. For an algorithm limited by its links it does not depend on the number of ranks.
 //!
-//! | file | question |
+//! | file | content |
 //! |---|---|
-//! | `args` | what was asked for? |
-//! | `collective` | which operation, and what does each rank hold after it? |
-//! | `pattern` | is every element right? |
-//! | `measure` | how long does it take? |
-//! | `device` | how long does it take on GPUs? |
-//! | `bound` | how fast could memory do it at best? |
-//! | `table` | how long do others take? |
+//! | `args` | command line |
+//! | `collective` | the collectives and their results |
+//! | `pattern` | verification of every element |
+//! | `measure` | timing |
+//! | `device` | timing on GPUs |
+//! | `bound` | lower bound from memory bandwidth |
+//! | `table` | comparison with other programs |
 
 mod args;
 mod bound;
@@ -29,7 +29,7 @@ use std::process::ExitCode;
 use args::{Args, Buffers};
 use collective::Collective;
 use half::{bf16, f16};
-use measure::{Plan, Times, sample};
+use measure::{RunLimits, Times, sample};
 use mgpu::{Algorithm, Buffer, Communicator, DType, Error, World};
 use pattern::Value;
 use serde::Serialize;
@@ -49,32 +49,30 @@ struct Line {
     busbw_gbps: f64,
     algo: &'static str,
     dtype: &'static str,
-    /// `none` for collectives that only move.
+    /// `none` for collectives without a reduction.
     op: &'static str,
     checked: bool,
     collective: Collective,
     /// `solo`, `cpu` or `nccl`.
     backend: &'static str,
-    /// The GPU, where buffers are in its memory.
+    /// Name of the GPU, for buffers in its memory.
     #[serde(skip_serializing_if = "Option::is_none")]
     device: Option<String>,
     buffers: Buffers,
-    /// How long memory alone needs for the traffic of an all-reduce.
+    /// Time of an all-reduce's memory traffic alone.
     #[serde(skip_serializing_if = "Option::is_none")]
     bound_us: Option<f64>,
-    /// The memory bandwidth behind it.
+    /// The memory bandwidth of that measurement.
     #[serde(skip_serializing_if = "Option::is_none")]
     scale_gbps: Option<f64>,
 }
 
-/// Why a measurement ended.
+/// Errors of a measurement.
 #[derive(Debug, thiserror::Error)]
 enum Failure {
     #[error(transparent)]
     Runtime(#[from] Error),
-    #[error(
-        "rank {rank}: {collective} of {len} elements left {found} in element {index} where {expected} is right"
-    )]
+    #[error("rank {rank}: {collective} of {len} elements: element {index} is {found}, expected {expected}")]
     WrongResult {
         rank: u32,
         collective: Collective,
@@ -97,18 +95,18 @@ pub fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<(), Failure> {
-    // Before the world is joined: a file that cannot be read should cost nobody a measurement.
+    // Before joining the world: an unreadable file should not cost a measurement.
     let peers = args.vs.as_deref().map(Peers::read).transpose()?;
     let mut world = World::from_env()?;
     let mut comm = world.communicator()?;
-    let place = Place::choose(args, &mut world)?;
+    let location = BufferLocation::choose(args, &mut world)?;
     comm.set_algorithm(args.algo);
     let unit = args.dtype.size() * if args.collective.is_sharded() { comm.size() as usize } else { 1 };
     let mut lines = Vec::new();
     for bytes in args.sizes(unit) {
-        match measure_size(&mut comm, &place, args, bytes) {
+        match measure_size(&mut comm, &location, args, bytes) {
             Ok(line) => lines.push(line),
-            // The algorithm asked for carries no more; all ranks are told the same, and nothing has been sent.
+            // The chosen algorithm supports no larger sizes. All ranks get this error, and nothing has been sent.
             Err(Failure::Runtime(refusal @ Error::InvalidArgument { .. })) if !lines.is_empty() => {
                 if comm.rank() == 0 {
                     errln!("collective_perf: stopped before {bytes} bytes: {refusal}");
@@ -127,13 +125,13 @@ fn run(args: &Args) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Where buffers lie, and what reaches them there.
-enum Place {
+/// Where buffers are, and what accesses them there.
+enum BufferLocation {
     Host(Buffers),
     Device(Box<device::Gpu>),
 }
 
-impl Place {
+impl BufferLocation {
     fn choose(args: &Args, world: &mut World) -> Result<Self, Failure> {
         let nccl = world.backend() == mgpu::Backend::Nccl;
         let on_device = args.collective.works_in_place_on_devices();
@@ -152,42 +150,47 @@ impl Place {
                 refused(format!("--buffers device has no {} in place; use private", args.collective))
             }
             _ if nccl && args.algo != Algorithm::Auto => refused(format!(
-                "--algo {} is of the cpu backend: NCCL chooses by itself (NCCL_ALGO)",
+                "--algo {} works only with the cpu backend: NCCL chooses its own algorithm (see NCCL_ALGO)",
                 args.algo
             )),
-            Buffers::Device => Ok(Place::Device(Box::new(device::Gpu::new(world)?))),
-            buffers => Ok(Place::Host(buffers)),
+            Buffers::Device => Ok(BufferLocation::Device(Box::new(device::Gpu::new(world)?))),
+            buffers => Ok(BufferLocation::Host(buffers)),
         }
     }
 
     fn buffers(&self) -> Buffers {
         match self {
-            Place::Host(buffers) => *buffers,
-            Place::Device(_) => Buffers::Device,
+            BufferLocation::Host(buffers) => *buffers,
+            BufferLocation::Device(_) => Buffers::Device,
         }
     }
 
     fn device(&self) -> Option<String> {
         match self {
-            Place::Host(_) => None,
-            Place::Device(gpu) => Some(gpu.name()),
+            BufferLocation::Host(_) => None,
+            BufferLocation::Device(gpu) => Some(gpu.name()),
         }
     }
 }
 
-fn measure_size(comm: &mut Communicator, place: &Place, args: &Args, bytes: usize) -> Result<Line, Failure> {
+fn measure_size(
+    comm: &mut Communicator,
+    location: &BufferLocation,
+    args: &Args,
+    bytes: usize,
+) -> Result<Line, Failure> {
     match args.dtype {
-        DType::F32 => measure_elements::<f32>(comm, place, args, bytes),
-        DType::F64 => measure_elements::<f64>(comm, place, args, bytes),
-        DType::F16 => measure_elements::<f16>(comm, place, args, bytes),
-        DType::Bf16 => measure_elements::<bf16>(comm, place, args, bytes),
-        DType::I32 => measure_elements::<i32>(comm, place, args, bytes),
-        DType::I64 => measure_elements::<i64>(comm, place, args, bytes),
-        DType::U8 => measure_elements::<u8>(comm, place, args, bytes),
+        DType::F32 => measure_elements::<f32>(comm, location, args, bytes),
+        DType::F64 => measure_elements::<f64>(comm, location, args, bytes),
+        DType::F16 => measure_elements::<f16>(comm, location, args, bytes),
+        DType::Bf16 => measure_elements::<bf16>(comm, location, args, bytes),
+        DType::I32 => measure_elements::<i32>(comm, location, args, bytes),
+        DType::I64 => measure_elements::<i64>(comm, location, args, bytes),
+        DType::U8 => measure_elements::<u8>(comm, location, args, bytes),
     }
 }
 
-/// Checks and times an operation on `len` elements of the host. Their buffer is allocated once and freed at the end.
+/// Verifies and times a collective on `len` elements in host memory. The buffer is allocated once.
 fn measure_on_host<T: Value>(
     comm: &mut Communicator,
     args: &Args,
@@ -202,25 +205,25 @@ fn measure_on_host<T: Value>(
     if args.check {
         buffer = pattern::check::<T>(comm, collective, op, buffer)?;
     }
-    // Zeros stay zeros whatever is reduced and however often. They are written, not left as the system gave them:
-    // untouched private memory is one shared page of zeros.
+    // Zeros stay zeros under every reduction. They are written explicitly, because untouched private memory is one
+    // shared page of zeros.
     buffer.as_mut_slice::<T>().fill(T::from_number(0));
-    let plan = Plan::for_size(len * T::DTYPE.size());
-    Ok(sample(comm, buffer, plan, |comm, buffer| collective.run(comm, buffer, op))?.1)
+    let limits = RunLimits::for_size(len * T::DTYPE.size());
+    Ok(sample(comm, buffer, limits, |comm, buffer| collective.run(comm, buffer, op))?.1)
 }
 
-/// Checks, times and bounds one size.
+/// Verifies and times one size, and measures its bound.
 fn measure_elements<T: Value>(
     comm: &mut Communicator,
-    place: &Place,
+    location: &BufferLocation,
     args: &Args,
     bytes: usize,
 ) -> Result<Line, Failure> {
     let (collective, op) = (args.collective, args.op);
     let len = bytes / T::DTYPE.size();
-    let times = match place {
-        Place::Host(buffers) => measure_on_host::<T>(comm, args, *buffers, len)?,
-        Place::Device(gpu) => gpu.measure::<T>(comm, collective, op, len, args.check)?,
+    let times = match location {
+        BufferLocation::Host(buffers) => measure_on_host::<T>(comm, args, *buffers, len)?,
+        BufferLocation::Device(gpu) => gpu.measure::<T>(comm, collective, op, len, args.check)?,
     };
     let bound = if args.bound && collective == Collective::AllReduce {
         Some(bound::measure(comm, bytes)?)
@@ -241,8 +244,8 @@ fn measure_elements<T: Value>(
         checked: args.check,
         collective,
         backend: comm.backend(),
-        device: place.device(),
-        buffers: place.buffers(),
+        device: location.device(),
+        buffers: location.buffers(),
         bound_us: bound.map(|bound| round(bound.micros, 10_000.0)),
         scale_gbps: bound.map(|bound| round(bound.gbps, 1000.0)),
     })

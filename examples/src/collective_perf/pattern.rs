@@ -1,48 +1,48 @@
-//! Inputs whose outcome is known exactly, and the comparison with it.
+//! Inputs whose results are known exactly, and the verification of results.
 //!
-//! Rank r holds at index i, as a whole number that every element type has exactly:
-//! - `1 + (i + 17 r) mod 251` in general. It tells ranks and positions apart, and the sum over n ranks stays below
-//!   2²⁴ up to 66 thousand ranks, exact in the single precision in which 16-bit floats are added up; they round it
-//!   once, as `expected` does.
-//! - For products 1, but on rank i mod n 2 or 3 by turns: the product is that 2 or 3 for any number of ranks, and a
-//!   contribution that is lost or counted twice changes it.
+//! The input of rank r at index i is a whole number that every element type represents exactly:
+//! - In general `1 + (i + 17 r) mod 251`. It distinguishes ranks and positions. The sum over n ranks stays below 2²⁴
+//!   for up to 66 thousand ranks, so it is exact in f32, in which 16-bit floats are accumulated; the result is
+//!   rounded once, as `expected` does.
+//! - For products: 1, except 2 or 3 in turn on rank i mod n. The product is that 2 or 3 for any number of ranks, and
+//!   a contribution that is lost or counted twice changes it.
 
 use half::{bf16, f16};
 use mgpu::{Communicator, DType, Element, ReduceOp};
 
 use super::Failure;
-use super::collective::{Collective, Holds};
+use super::collective::{Collective, Contents};
 
-/// Elements after which the general pattern repeats: prime, so that blocks of any size differ.
+/// Period of the general pattern: prime, so that blocks of any size differ.
 const PERIOD: usize = 251;
 
 /// Element types that hold small whole numbers.
 pub(super) trait Value: Element {
     fn from_number(number: u32) -> Self;
-    /// The average of `ranks` values that add up to `sum`.
+    /// The average of `ranks` values whose sum is `sum`.
     fn average(sum: u32, ranks: u32) -> Self;
-    /// The number, as exactly as a double has it.
+    /// The number as a double, exact or rounded.
     fn to_double(self) -> f64;
-    /// Relative distance between neighbouring numbers, 0 for those that are all there.
+    /// Relative distance between neighbouring numbers; 0 for integers.
     const STEP: f64;
 }
 
-/// How reductions are carried out.
+/// The order and precision of a reduction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Sums {
+pub(super) enum ReductionOrder {
     /// In rank order, in an accumulator, rounded once.
     InRankOrder,
-    /// In any order, in the element type, rounded at each step; sums of bytes wrap before they are divided.
+    /// In any order, in the element type, rounded at each step; sums of bytes wrap before the division.
     Nccl,
 }
 
-impl Sums {
-    /// True for a result that may come of the reduction of `ranks` values.
+impl ReductionOrder {
+    /// True if `found` is a possible result of reducing `ranks` values.
     fn allow<T: Value>(self, found: T, expected: T, ranks: u32) -> bool {
         let (found_number, expected_number) = (found.to_double(), expected.to_double());
         let tolerance = match self {
-            Sums::InRankOrder => return found == expected,
-            Sums::Nccl => T::STEP * f64::from(ranks),
+            ReductionOrder::InRankOrder => return found == expected,
+            ReductionOrder::Nccl => T::STEP * f64::from(ranks),
         };
         (found_number - expected_number).abs() <= tolerance * expected_number.abs()
     }
@@ -75,21 +75,21 @@ values! {
     u8: |x: u32| x as u8, |sum: u32, ranks: u32| (sum / ranks) as u8, f64::from, 0.0;
 }
 
-/// The inputs of a world of `ranks` ranks.
+/// The input pattern of a world of `ranks` ranks.
 #[derive(Debug, Clone, Copy)]
 struct Pattern {
     ranks: u32,
     op: ReduceOp,
-    sums: Sums,
+    sums: ReductionOrder,
 }
 
 impl Pattern {
-    /// Elements after which inputs and results repeat.
+    /// Number of elements after which inputs and results repeat.
     fn period(self) -> usize {
         if self.op == ReduceOp::Prod { 2 * self.ranks as usize } else { PERIOD }
     }
 
-    /// What `rank` holds at `index`.
+    /// The input of `rank` at `index`.
     fn input(self, rank: u32, index: usize) -> u32 {
         let (ranks, rank) = (self.ranks as usize, rank as usize);
         match self.op {
@@ -99,52 +99,55 @@ impl Pattern {
         }
     }
 
-    /// What an outcome has at `index`.
-    fn expected<T: Value>(self, holds: Holds, index: usize) -> T {
+    /// The expected value at `index`.
+    fn expected<T: Value>(self, contents: Contents, index: usize) -> T {
         let values = (0..self.ranks).map(|rank| self.input(rank, index));
-        match (holds, self.op) {
-            (Holds::InputOf(rank), _) => T::from_number(self.input(rank, index)),
-            (Holds::MovedInputOf { rank, by }, _) => {
+        match (contents, self.op) {
+            (Contents::InputOf(rank), _) => T::from_number(self.input(rank, index)),
+            (Contents::MovedInputOf { rank, by }, _) => {
                 let index = (index as isize + by).rem_euclid(self.period() as isize);
                 T::from_number(self.input(rank, index as usize))
             }
-            (Holds::Reduction, ReduceOp::Sum) => T::from_number(values.sum()),
-            (Holds::Reduction, ReduceOp::Avg) if T::DTYPE == DType::U8 && self.sums == Sums::Nccl => {
+            (Contents::Reduction, ReduceOp::Sum) => T::from_number(values.sum()),
+            (Contents::Reduction, ReduceOp::Avg)
+                if T::DTYPE == DType::U8 && self.sums == ReductionOrder::Nccl =>
+            {
                 T::average(values.sum::<u32>() % 256, self.ranks)
             }
-            (Holds::Reduction, ReduceOp::Avg) => T::average(values.sum(), self.ranks),
-            (Holds::Reduction, ReduceOp::Min) => T::from_number(values.min().unwrap_or_default()),
-            (Holds::Reduction, ReduceOp::Max) => T::from_number(values.max().unwrap_or_default()),
-            (Holds::Reduction, ReduceOp::Prod) => T::from_number(values.product()),
+            (Contents::Reduction, ReduceOp::Avg) => T::average(values.sum(), self.ranks),
+            (Contents::Reduction, ReduceOp::Min) => T::from_number(values.min().unwrap_or_default()),
+            (Contents::Reduction, ReduceOp::Max) => T::from_number(values.max().unwrap_or_default()),
+            (Contents::Reduction, ReduceOp::Prod) => T::from_number(values.product()),
         }
     }
 
-    /// One period of what an outcome has.
-    fn expected_period<T: Value>(self, holds: Holds) -> Vec<T> {
-        (0..self.period()).map(|index| self.expected(holds, index)).collect()
+    /// One period of the expected values.
+    fn expected_period<T: Value>(self, contents: Contents) -> Vec<T> {
+        (0..self.period()).map(|index| self.expected(contents, index)).collect()
     }
 }
 
-/// Writes what `rank` holds before a reduction by `op`.
+/// Writes the input of `rank` for a reduction by `op`.
 pub(super) fn fill<T: Value>(values: &mut [T], rank: u32, ranks: u32, op: ReduceOp) {
-    let inputs = Pattern { ranks, op, sums: Sums::InRankOrder }.expected_period::<T>(Holds::InputOf(rank));
+    let inputs = Pattern { ranks, op, sums: ReductionOrder::InRankOrder }
+        .expected_period::<T>(Contents::InputOf(rank));
     for part in values.chunks_mut(inputs.len()) {
         part.copy_from_slice(&inputs[..part.len()]);
     }
 }
 
-/// Compares every element of an outcome.
+/// Verifies every element of a result.
 pub(super) fn compare<T: Value>(
     values: &[T],
     rank: u32,
     ranks: u32,
     collective: Collective,
     op: ReduceOp,
-    sums: Sums,
+    sums: ReductionOrder,
 ) -> Result<(), Failure> {
     let (pattern, len) = (Pattern { ranks, op, sums }, values.len());
-    for (range, holds) in collective.outcome(rank, ranks, len) {
-        let expected = pattern.expected_period::<T>(holds);
+    for (range, contents) in collective.outcome(rank, ranks, len) {
+        let expected = pattern.expected_period::<T>(contents);
         let found = values[range.clone()].iter();
         let is_wrong = |index: usize, found: T| !sums.allow(found, expected[index % expected.len()], ranks);
         if let Some((index, found)) = range.zip(found).find(|(index, found)| is_wrong(*index, **found)) {
@@ -155,7 +158,7 @@ pub(super) fn compare<T: Value>(
     Ok(())
 }
 
-/// Runs the operation on the pattern and compares every element of its outcome.
+/// Runs the collective on the pattern and verifies every element of its result.
 pub(super) fn check<T: Value>(
     comm: &mut Communicator,
     collective: Collective,
@@ -165,7 +168,11 @@ pub(super) fn check<T: Value>(
     let (rank, ranks) = (comm.rank(), comm.size());
     fill::<T>(buffer.as_mut_slice(), rank, ranks, op);
     let buffer = collective.run(comm, buffer, op)?;
-    let sums = if comm.capabilities().sums_in_rank_order { Sums::InRankOrder } else { Sums::Nccl };
+    let sums = if comm.capabilities().sums_in_rank_order {
+        ReductionOrder::InRankOrder
+    } else {
+        ReductionOrder::Nccl
+    };
     compare::<T>(buffer.as_slice(), rank, ranks, collective, op, sums)?;
     Ok(buffer)
 }
@@ -175,28 +182,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_rounding_explains_is_allowed() {
-        let allowed = |found: f32| Sums::Nccl.allow(found, 1000.0, 4);
+    fn only_rounding_errors_are_allowed() {
+        let allowed = |found: f32| ReductionOrder::Nccl.allow(found, 1000.0, 4);
         assert!(allowed(1000.0) && allowed(1000.0001) && !allowed(1000.01) && !allowed(f32::NAN));
-        assert!(!Sums::InRankOrder.allow(1000.0001f32, 1000.0, 4));
-        assert!(!Sums::Nccl.allow(7u8, 8, 4) && Sums::Nccl.allow(8u8, 8, 4));
+        assert!(!ReductionOrder::InRankOrder.allow(1000.0001f32, 1000.0, 4));
+        assert!(!ReductionOrder::Nccl.allow(7u8, 8, 4) && ReductionOrder::Nccl.allow(8u8, 8, 4));
     }
 
     #[test]
     fn reductions_stay_exact_for_any_number_of_ranks() {
         for ranks in [1, 2, 3, 64, 1000] {
-            let pattern = Pattern { ranks, op: ReduceOp::Prod, sums: Sums::InRankOrder };
-            let product: Vec<u8> = pattern.expected_period(Holds::Reduction);
+            let pattern = Pattern { ranks, op: ReduceOp::Prod, sums: ReductionOrder::InRankOrder };
+            let product: Vec<u8> = pattern.expected_period(Contents::Reduction);
             assert!(product.iter().all(|value| [2, 3].contains(value)), "{ranks} ranks");
-            let pattern = Pattern { ranks, op: ReduceOp::Sum, sums: Sums::InRankOrder };
-            let sum: Vec<f32> = pattern.expected_period(Holds::Reduction);
+            let pattern = Pattern { ranks, op: ReduceOp::Sum, sums: ReductionOrder::InRankOrder };
+            let sum: Vec<f32> = pattern.expected_period(Contents::Reduction);
             assert!(sum.iter().all(|sum| *sum < (1 << 24) as f32), "{ranks} ranks");
         }
     }
 
     #[test]
     fn inputs_are_whole_in_every_type() {
-        let pattern = Pattern { ranks: 3, op: ReduceOp::Sum, sums: Sums::InRankOrder };
+        let pattern = Pattern { ranks: 3, op: ReduceOp::Sum, sums: ReductionOrder::InRankOrder };
         for index in 0..PERIOD {
             let input = pattern.input(2, index);
             assert_eq!(bf16::from_number(input).to_f32(), input as f32);

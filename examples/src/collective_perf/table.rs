@@ -1,4 +1,4 @@
-//! The measurements of other programs, and the table that compares them with ours.
+//! Results of other programs, and the table that compares them with ours.
 
 use std::fmt::Write;
 use std::fs::File;
@@ -10,7 +10,7 @@ use serde::Deserialize;
 use super::collective::Collective;
 use super::{Failure, Line};
 
-/// One line of another program.
+/// One result of another program.
 #[derive(Debug, Deserialize)]
 struct PeerLine {
     #[serde(rename = "impl")]
@@ -26,14 +26,14 @@ fn all_reduce() -> Collective {
     Collective::AllReduce
 }
 
-/// Measurements of other programs.
+/// Results of other programs.
 #[derive(Debug)]
 pub(super) struct Peers {
     lines: Vec<PeerLine>,
 }
 
 impl Peers {
-    /// Reads a file of JSON lines. Empty lines and keys that mean nothing here are passed over.
+    /// Reads a file of JSON lines. Ignores empty lines and unknown keys.
     pub(super) fn read(path: &Path) -> Result<Self, Failure> {
         let unreadable = |error| Failure::PeerFile { path: path.into(), problem: format!("{error}") };
         Self::parse(path, BufReader::new(File::open(path).map_err(unreadable)?))
@@ -57,14 +57,15 @@ impl Peers {
         Ok(Peers { lines })
     }
 
-    /// Our times, those of each peer and their ratio, by size. A ratio above 1 means that the peer takes longer.
+    /// A table of our times, those of each peer and their ratio, by size. A ratio above 1 means that the peer is
+    /// slower.
     pub(super) fn table(&self, collective: Collective, ranks: u32, ours: &[Line]) -> String {
         let comparable = |line: &&PeerLine| line.collective == collective && line.ranks == ranks;
         let lines: Vec<&PeerLine> = self.lines.iter().filter(comparable).collect();
         let plural = if ranks == 1 { "" } else { "s" };
         let heading = format!("{collective} on {ranks} rank{plural}");
         if lines.is_empty() {
-            return format!("no peer has a line of {heading}\n");
+            return format!("no peer has results for {heading}\n");
         }
         let mut peers: Vec<&str> = Vec::new();
         for line in &lines {
@@ -73,7 +74,7 @@ impl Peers {
             }
         }
         let mut table =
-            format!("{heading}: microseconds, and how many times ours\n{:>12} {:>12}", "bytes", "ours");
+            format!("{heading}: microseconds, and the ratio to ours\n{:>12} {:>12}", "bytes", "ours");
         for peer in &peers {
             let _ = write!(table, " {peer:>12}   ratio");
         }
@@ -94,7 +95,7 @@ impl Peers {
     }
 }
 
-/// The upper median: a peer may have been measured several times.
+/// The upper median: a peer may have several results for one size.
 fn median(mut times: Vec<f64>) -> Option<f64> {
     times.sort_by(f64::total_cmp);
     times.get(times.len() / 2).copied()
@@ -131,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn peers_stand_beside_ours() {
+    fn the_table_lists_peers_beside_our_times() {
         let peers = parse(concat!(
             r#"{"impl":"mpich","ranks":2,"bytes":4,"us_p50":1.5,"us_min":1}"#,
             "\n\n",
@@ -148,20 +149,20 @@ mod tests {
         .unwrap();
         let table = peers.table(Collective::AllReduce, 2, &[ours(4, 0.5), ours(16, 1.0)]);
         let expected = [
-            "all_reduce on 2 ranks: microseconds, and how many times ours",
+            "all_reduce on 2 ranks: microseconds, and the ratio to ours",
             "       bytes         ours        mpich   ratio         gloo   ratio",
             "           4         0.50         2.00    4.00            -       -",
             "          16         1.00            -       -        50.00   50.00",
         ];
         assert_eq!(table.lines().collect::<Vec<_>>(), expected);
         let none = peers.table(Collective::Reduce, 1, &[]);
-        assert_eq!(none, "no peer has a line of reduce on 1 rank\n");
+        assert_eq!(none, "no peer has results for reduce on 1 rank\n");
     }
 
     #[test]
-    fn a_garbled_file_is_told_by_line() {
+    fn parse_errors_name_the_line() {
         let good = r#"{"impl":"a","ranks":2,"bytes":4,"us_p50":1}"#;
-        let told = |line: &str| parse(&format!("{good}\n\n{line}")).unwrap_err();
+        let error_of = |line: &str| parse(&format!("{good}\n\n{line}")).unwrap_err();
         for (line, problem) in [
             ("mpiexec: warning", "not a measurement: expected value"),
             (r#"{"impl":"a","ranks":2,"bytes":4}"#, "missing field `us_p50`"),
@@ -169,7 +170,7 @@ mod tests {
             (r#"{"impl":"a","ranks":2,"bytes":4,"us_p50":1,"collective":"sort"}"#, "unknown variant `sort`"),
             (r#"{"impl":"a","ranks":2,"bytes":4,"us_p50":0}"#, "us_p50 is 0, not a time"),
         ] {
-            let error = told(line);
+            let error = error_of(line);
             assert!(error.starts_with("peers.jsonl:3: ") && error.contains(problem), "{error}");
         }
         assert!(

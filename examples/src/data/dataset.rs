@@ -7,23 +7,23 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::digits;
 
-/// Rows of an image, and columns.
+/// Rows and columns of an image.
 pub const SIDE: usize = 28;
 /// Pixels of an image.
 pub const IMAGE_LEN: usize = SIDE * SIDE;
-/// Labels run from 0 to one less.
+/// Labels are 0 to `CLASSES - 1`.
 pub const CLASSES: usize = 10;
 
 /// The training or the test set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Split {
-    /// To learn from.
+    /// For training.
     Train,
-    /// To be judged by.
+    /// For evaluation.
     Test,
 }
 
-/// Images of 28×28 bytes, row by row, with a label from 0 to 9 each.
+/// Images of 28×28 bytes, row by row, each with a label from 0 to 9.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Dataset {
     /// `len() * IMAGE_LEN` pixels.
@@ -43,7 +43,7 @@ impl Dataset {
         self.labels.is_empty()
     }
 
-    /// XXH3 of images and labels, 64 bits: the same for equal sets.
+    /// XXH3 checksum of images and labels, 64 bits.
     pub fn checksum(&self) -> u64 {
         let mut hash = Xxh3::new();
         hash.update(&self.images);
@@ -70,7 +70,7 @@ impl Dataset {
     /// ```
     ///
     /// # Panics
-    /// If there is no such sample, or the batch has another size.
+    /// If there is no such sample, or the slices do not have the size of the batch.
     pub fn gather(&self, samples: &[u32], images: &mut [f32], labels: &mut [u8]) {
         assert_eq!((images.len(), labels.len()), (samples.len() * IMAGE_LEN, samples.len()));
         for ((sample, image), label) in samples.iter().zip(images.chunks_exact_mut(IMAGE_LEN)).zip(labels) {
@@ -83,14 +83,14 @@ impl Dataset {
     }
 }
 
-/// Where the digits come from.
+/// The source of the digits.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Origin {
     /// The four MNIST files in this folder.
     Files(PathBuf),
-    /// The four MNIST files in this folder, which a download filled and whose content has been verified.
+    /// The four MNIST files in this folder, downloaded and verified.
     Downloaded(PathBuf),
-    /// Drawn by the generator.
+    /// Generated digits.
     Generated {
         /// Its seed.
         seed: u64,
@@ -110,16 +110,16 @@ impl fmt::Display for Origin {
 /// The training and the test set.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mnist {
-    /// 60,000 images, in the original.
+    /// 60,000 images in the original.
     pub train: Dataset,
-    /// 10,000 images, in the original.
+    /// 10,000 images in the original.
     pub test: Dataset,
-    /// Where they come from.
+    /// The source of both sets.
     pub origin: Origin,
 }
 
 impl Mnist {
-    /// Draws both sets, on one thread. Ranks that share the work call [`digits::generate`] for a part each.
+    /// Generates both sets on one thread. Ranks that share the work call [`digits::generate`] for one part each.
     pub fn generate(seed: u64) -> Self {
         let draw = |split| {
             let (images, labels) = digits::generate(seed, split, 0..digits::count(split));

@@ -1,43 +1,43 @@
-//! Digits drawn by a program: data that needs no download.
+//! Generated digits: training data without a download.
 //!
-//! A digit is a few strokes (`shapes`), moved about as a hand would (`Hand`) and drawn with a round pen
-//! (`canvas`):
+//! A digit consists of a few strokes (`glyphs`), distorted like handwriting (`Handwriting`) and drawn with a round
+//! pen (`canvas`):
 //!
 //! ```text
-//! (seed, split, index) ── label, way of writing ── points shaken ── size, slant, turn, place ── pen ── grain
+//! (seed, split, index) ── label, glyph ── jitter of points ── size, slant, rotation, position ── pen ── noise
 //! ```
 //!
-//! Every number of an image comes from a counter-based generator addressed by seed, split and index. An image
-//! therefore depends on nothing else: ranks can draw a share each, in any order, and get what one rank alone would
-//! have drawn. Only additions, multiplications, divisions and square roots are used, which IEEE 754 defines to the
-//! last bit, and no sine or cosine, whose last bit is the C library's choice: the same seed gives the same bytes
-//! on every machine. A test holds the hash of the first hundred images, so that a change to the generator, which
-//! makes results incomparable with earlier ones, does not happen by accident.
+//! All random numbers of an image come from a counter-based generator addressed by seed, split and index. An image
+//! depends on nothing else, so ranks can draw a share each, in any order, and get the same bytes as one rank. Only
+//! additions, multiplications, divisions and square roots are used, which IEEE 754 defines exactly. Sine and cosine
+//! are avoided, because their last bit depends on the C library. The same seed therefore gives the same bytes on
+//! every machine. A test holds the hash of the first hundred images, because changing the generator makes results
+//! incomparable with earlier ones.
 //!
-//! The digits are made to need a convolutional network. They move, turn, stretch and tremble so far that, with seed
-//! 1 and after three epochs, softmax regression on the pixels is right on 78% of the test set, one hidden layer of
-//! 100 units on 97% and `lenet5` on 99.7%. They are not MNIST, and an accuracy on them says nothing about MNIST.
+//! The digits need a convolutional network: they are shifted, rotated, stretched and jittered so much that, with seed
+//! 1 and after three epochs, softmax regression on pixels reaches 78% test accuracy, one hidden layer of 100 units
+//! 97%, and `lenet5` 99.7%. They are not MNIST, and an accuracy on them says nothing about MNIST.
 
 mod canvas;
-mod shapes;
+mod glyphs;
 #[cfg(test)]
 mod tests;
 
 use std::ops::Range;
 
 use canvas::Canvas;
+use glyphs::{GLYPHS, Point};
 use mgpu_kernels::rng::{Stream, splitmix64};
-use shapes::{Point, SHAPES};
 
 use super::{CLASSES, IMAGE_LEN, SIDE, Split};
 
 /// Half the height of a digit of scale 1, in pixels: MNIST's digits are 20 pixels high.
 const HALF_HEIGHT: f32 = 9.2;
 
-/// Sets the streams of digits apart from all other uses of a seed (weights, dropout, shuffling).
+/// Separates the random streams of digits from other uses of the seed (weights, dropout, shuffling).
 const PURPOSE: u64 = 0x0064_6967_6974_7300;
 
-/// Images in a generated split: as many as MNIST has.
+/// Number of images in a generated split: the same as in MNIST.
 ///
 /// ```
 /// use mgpu_examples::data::{Split, digits};
@@ -50,9 +50,9 @@ pub const fn count(split: Split) -> usize {
     }
 }
 
-/// Draws the digits of a range of indices; returns images (28 · 28 bytes each, row by row) and labels.
+/// Generates the digits of a range of indices. Returns images (28 · 28 bytes each, row by row) and labels.
 ///
-/// Drawing 0..a and a..b gives, one after the other, the same bytes as drawing 0..b.
+/// Generating 0..a and then a..b gives the same bytes as generating 0..b.
 ///
 /// ```
 /// use mgpu_examples::data::{Split, digits};
@@ -67,7 +67,7 @@ pub fn generate(seed: u64, split: Split, range: Range<usize>) -> (Vec<u8>, Vec<u
     (images, labels)
 }
 
-/// Draws one digit, white on black, and returns which one it is (0 to 9).
+/// Draws one digit, white on black, and returns its label (0 to 9).
 ///
 /// ```
 /// use mgpu_examples::data::{Split, digits};
@@ -76,70 +76,70 @@ pub fn generate(seed: u64, split: Split, range: Range<usize>) -> (Vec<u8>, Vec<u
 /// assert!(label < 10 && image.iter().any(|&pixel| pixel > 128));
 /// ```
 pub fn draw(seed: u64, split: Split, index: usize, image: &mut [u8; IMAGE_LEN]) -> u8 {
-    let mut dice = Dice::new(seed, split, index);
-    let label = dice.pick(CLASSES);
-    let ways = SHAPES[label];
-    let shape = ways[dice.pick(ways.len())];
-    let hand = Hand::new(&mut dice);
+    let mut rng = DigitRng::new(seed, split, index);
+    let label = rng.pick(CLASSES);
+    let ways = GLYPHS[label];
+    let glyph = ways[rng.pick(ways.len())];
+    let handwriting = Handwriting::new(&mut rng);
 
-    // Wider than any pen's radius with its soft edge.
+    // Larger than any pen's radius with its soft edge.
     let mut canvas = Canvas::new(2.5);
     let mut path = [(0.0, 0.0); MAX_POINTS];
-    for stroke in shape {
+    for stroke in glyph {
         let path = &mut path[..stroke.len()];
-        hand.place(stroke, &mut dice, path);
+        handwriting.place(stroke, &mut rng, path);
         canvas.stroke(path);
     }
-    // A slip of the pen, somewhere.
-    if dice.pick(4) == 0 {
-        let from = (dice.between(1.0, 27.0), dice.between(1.0, 27.0));
-        canvas.stroke(&[from, (from.0 + dice.between(-3.5, 3.5), from.1 + dice.between(-3.5, 3.5))]);
+    // An accidental pen mark.
+    if rng.pick(4) == 0 {
+        let from = (rng.between(1.0, 27.0), rng.between(1.0, 27.0));
+        canvas.stroke(&[from, (from.0 + rng.between(-3.5, 3.5), from.1 + rng.between(-3.5, 3.5))]);
     }
-    let (radius, softness) = (dice.between(0.65, 1.65), dice.between(0.8, 1.4));
+    let (radius, softness) = (rng.between(0.65, 1.65), rng.between(0.8, 1.4));
     let ink = canvas.ink(radius, softness);
-    shade(&ink, &mut dice, image);
+    shade(&ink, &mut rng, image);
     label as u8
 }
 
-/// Points of the longest stroke, with room to spare.
+/// Capacity for the points of the longest stroke.
 const MAX_POINTS: usize = 16;
 
-/// How this image's writer writes: from the digit's box to pixels.
-struct Hand {
-    /// Columns of the matrix: where one unit to the right and one unit down lead.
+/// The handwriting of one image: maps the digit's box to pixels.
+struct Handwriting {
+    /// Columns of the matrix: the images of one unit to the right and one unit down.
     right: Point,
     down: Point,
     centre: Point,
-    /// How far single points stray, in units of the box.
+    /// Jitter of single points, in units of the box.
     unrest: f32,
 }
 
-impl Hand {
-    fn new(dice: &mut Dice) -> Self {
-        let size = HALF_HEIGHT * dice.between(0.74, 1.08);
-        let (width, height) = (size * dice.between(0.70, 1.25), size * dice.between(0.90, 1.06));
-        // Letters lean to the right more often than to the left.
-        let slant = dice.between(-0.20, 0.42);
+impl Handwriting {
+    fn new(rng: &mut DigitRng) -> Self {
+        let size = HALF_HEIGHT * rng.between(0.74, 1.08);
+        let (width, height) = (size * rng.between(0.70, 1.25), size * rng.between(0.90, 1.06));
+        // Handwriting slants to the right more often than to the left.
+        let slant = rng.between(-0.20, 0.42);
         // Rotation by the tangent of half the angle: cos = (1 − h²) / (1 + h²), sin = 2h / (1 + h²).
-        let h = dice.between(-0.13, 0.13);
+        let h = rng.between(-0.13, 0.13);
         let (cos, sin) = ((1.0 - h * h) / (1.0 + h * h), 2.0 * h / (1.0 + h * h));
         let middle = SIDE as f32 / 2.0;
         Self {
             right: (width * cos, width * sin),
             down: (-height * (sin + slant * cos), height * (cos - slant * sin)),
-            centre: (middle + dice.between(-2.7, 2.7), middle + dice.between(-2.7, 2.7)),
-            unrest: dice.between(0.03, 0.11),
+            centre: (middle + rng.between(-2.7, 2.7), middle + rng.between(-2.7, 2.7)),
+            unrest: rng.between(0.03, 0.11),
         }
     }
 
-    /// The stroke's points in pixels, each shaken by its own amount. A corner, a point given twice, stays one.
-    fn place(&self, stroke: &[Point], dice: &mut Dice, path: &mut [Point]) {
+    /// The stroke's points in pixels, each with its own jitter. A corner (a point given twice) stays a corner.
+    fn place(&self, stroke: &[Point], rng: &mut DigitRng, path: &mut [Point]) {
         for (i, &point) in stroke.iter().enumerate() {
             path[i] = if i > 0 && stroke[i - 1] == point {
                 path[i - 1]
             } else {
-                let x = point.0 + self.unrest * dice.between(-1.0, 1.0);
-                let y = point.1 + self.unrest * dice.between(-1.0, 1.0);
+                let x = point.0 + self.unrest * rng.between(-1.0, 1.0);
+                let y = point.1 + self.unrest * rng.between(-1.0, 1.0);
                 (
                     self.centre.0 + x * self.right.0 + y * self.down.0,
                     self.centre.1 + x * self.right.1 + y * self.down.1,
@@ -149,14 +149,14 @@ impl Hand {
     }
 }
 
-/// From ink to grey: the pen's darkness and the grain of the paper, both different in every image.
-fn shade(ink: &[f32; IMAGE_LEN], dice: &mut Dice, image: &mut [u8; IMAGE_LEN]) {
-    let darkness = dice.between(140.0, 255.0);
-    let grain = dice.between(0.0, 48.0);
+/// From ink to grey: the darkness of the pen and noise, different for every image.
+fn shade(ink: &[f32; IMAGE_LEN], rng: &mut DigitRng, image: &mut [u8; IMAGE_LEN]) {
+    let darkness = rng.between(140.0, 255.0);
+    let grain = rng.between(0.0, 48.0);
     let (pixels, _) = image.as_chunks_mut::<8>();
     let (inks, _) = ink.as_chunks::<8>();
     for (pixels, inks) in pixels.iter_mut().zip(inks) {
-        let noise = dice.bits().to_le_bytes();
+        let noise = rng.bits().to_le_bytes();
         for ((pixel, ink), noise) in pixels.iter_mut().zip(inks).zip(noise) {
             // The cast saturates at 0 and 255.
             *pixel = (ink * darkness + grain * (f32::from(noise) / 128.0 - 1.0)) as u8;
@@ -165,12 +165,12 @@ fn shade(ink: &[f32; IMAGE_LEN], dice: &mut Dice, image: &mut [u8; IMAGE_LEN]) {
 }
 
 /// The random numbers of one image, drawn in order.
-struct Dice {
+struct DigitRng {
     stream: Stream,
     next: u64,
 }
 
-impl Dice {
+impl DigitRng {
     fn new(seed: u64, split: Split, index: usize) -> Self {
         let stream = splitmix64(PURPOSE + split as u64) ^ index as u64;
         Self { stream: Stream::new(seed, stream), next: 0 }

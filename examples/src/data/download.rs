@@ -1,23 +1,23 @@
-//! MNIST from a mirror, once, into a folder that keeps it.
+//! Downloads MNIST once from a mirror into a cache folder.
 //!
 //! The four files come over plain HTTP. The transport need not be trusted: the SHA-256 of each file's decompressed
-//! content is pinned in [`FILES`], and nothing gets its final name before it has that sum. TLS would protect nothing
-//! more (which digits somebody downloads is no secret) and would be by far the largest dependency of the examples.
-//! The sum is of the content, not of the gzip file, so mirrors may compress differently or not at all.
+//! content is pinned in [`FILES`], and a file gets its final name only after verification. TLS would protect nothing
+//! more (it is no secret which digits somebody downloads) and would be by far the largest dependency of the examples.
+//! The checksum is of the content, not of the gzip file, so mirrors may compress differently or not at all.
 //!
 //! ```text
 //! NAME there and verified? ── done
 //!     └── lock the folder ── for each mirror: NAME.part ← bytes ── verify ── fsync, rename to NAME ── done
 //!                                  ↑             │            └── remove NAME.part, once more, next mirror
-//!                                  └── cut off: go on from its end (Range)
+//!                                  └── interrupted: resume from its end (Range)
 //! ```
 //!
-//! A transfer that is cut off leaves its `.part` file, and the next attempt, of this run or a later one, asks for the
-//! rest only. If that ends in a wrong sum, the beginning may be to blame, so the same mirror is asked once more for the
-//! whole. Two processes that download into the same folder take turns by a lock on `download.lock`, which the kernel
-//! releases however its holder ends; the second one then finds the files there.
+//! An interrupted transfer leaves its `.part` file, and the next attempt, in this run or a later one, requests only
+//! the rest. If the resumed file has a wrong checksum, the old part may be to blame, so the same mirror is asked once
+//! more for the whole file. Two processes that download into the same folder are serialised by a lock on
+//! `download.lock`, which the kernel releases even if its holder is killed; the second one then finds the files.
 //!
-//! A file that has the name of one of the four and another content did not come from here. It is kept, as `NAME.other`.
+//! An existing file with the name of one of the four and other content is kept, as `NAME.other`.
 
 mod progress;
 #[cfg(test)]
@@ -34,18 +34,18 @@ use verify::Content;
 
 use super::{Attempt, DataError, Mnist, Origin, Reason, idx};
 
-/// Folders on the web that have the four files.
+/// Web folders with the four files.
 pub const MIRRORS: [&str; 2] =
     ["http://ossci-datasets.s3.amazonaws.com/mnist/", "http://storage.googleapis.com/cvdf-datasets/mnist/"];
 
-/// A file to download, and what it has to contain.
+/// A file to download, and its expected content.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RemoteFile<'a> {
-    /// Its name at the mirrors and in the folder.
+    /// File name on the mirrors and in the folder.
     pub name: &'a str,
     /// SHA-256 of the decompressed content, 64 lower-case hexadecimal digits.
     pub sha256: &'a str,
-    /// Bytes of the decompressed content. They bound what is accepted from a mirror.
+    /// Size of the decompressed content in bytes. It also limits what is accepted from a mirror.
     pub len: u64,
 }
 
@@ -73,7 +73,7 @@ pub const FILES: [RemoteFile<'static>; 4] = [
     },
 ];
 
-/// Downloads MNIST into the [default folder](default_folder), unless it is there, and reads it.
+/// Downloads MNIST into the [default folder](default_folder) unless it is there, and reads it.
 ///
 /// # Errors
 /// As [`default_folder`], [`download`] and [`idx::read`].
@@ -82,11 +82,11 @@ pub fn mnist(progress: Progress) -> Result<Mnist, DataError> {
     Ok(Mnist { origin: Origin::Downloaded(folder.clone()), ..idx::read(&folder)? })
 }
 
-/// MNIST of an earlier download, or `None` where there was none; never touches the network.
+/// MNIST from an earlier download, or `None`; never accesses the network.
 ///
 /// # Errors
-/// As [`idx::read`], if the files are there and damaged.
-pub fn earlier() -> Result<Option<Mnist>, DataError> {
+/// As [`idx::read`], if the files exist and are damaged.
+pub fn cached() -> Result<Option<Mnist>, DataError> {
     match default_folder() {
         Ok(folder) if is_complete(&folder) => {
             Ok(Some(Mnist { origin: Origin::Downloaded(folder.clone()), ..idx::read(&folder)? }))
@@ -95,40 +95,40 @@ pub fn earlier() -> Result<Option<Mnist>, DataError> {
     }
 }
 
-/// Where downloads are kept: `$XDG_CACHE_HOME/mgpu/mnist`, or else `~/.cache/mgpu/mnist`.
+/// The download folder: `$XDG_CACHE_HOME/mgpu/mnist`, or else `~/.cache/mgpu/mnist`.
 ///
 /// # Errors
 /// If neither `XDG_CACHE_HOME` nor `HOME` is an absolute path.
 pub fn default_folder() -> Result<PathBuf, DataError> {
-    folder_by(|name| std::env::var_os(name).map(PathBuf::from))
+    folder_from(|name| std::env::var_os(name).map(PathBuf::from))
 }
 
-/// [`default_folder`] by other variables than the process's own, which tests must not change.
-fn folder_by(variable: impl Fn(&str) -> Option<PathBuf>) -> Result<PathBuf, DataError> {
-    // The XDG base directory specification: relative paths are to be ignored.
+/// [`default_folder`] with other environment variables, for tests, which must not change those of the process.
+fn folder_from(variable: impl Fn(&str) -> Option<PathBuf>) -> Result<PathBuf, DataError> {
+    // The XDG base directory specification says to ignore relative paths.
     let absolute = |name: &str| variable(name).filter(|path| path.is_absolute());
     let cache = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")));
     Ok(cache.ok_or(DataError::NoCache)?.join("mgpu/mnist"))
 }
 
-/// True if the four files have their final names in `folder`, which they only get once verified.
+/// True if the four files have their final names in `folder`, which they get only after verification.
 pub fn is_complete(folder: &Path) -> bool {
     FILES.iter().all(|file| folder.join(file.name).is_file())
 }
 
-/// Downloads the four files of MNIST into `folder`, which is made if need be, and returns it. Files that are there
-/// and have the right content are left alone.
+/// Downloads the four files of MNIST into `folder`, which is created if needed, and returns it. Existing files with
+/// the right content are not downloaded again.
 ///
-/// `mirrors` are addresses that end in a slash (one is added if not), asked in order; see [`MIRRORS`].
+/// `mirrors` are addresses that end in a slash (otherwise one is added), tried in order; see [`MIRRORS`].
 ///
 /// # Errors
-/// [`DataError::Download`] with each mirror's reason if a file cannot be had; [`DataError::Io`] if the folder cannot
-/// be written.
+/// [`DataError::Download`] with the reason of each mirror if a file cannot be downloaded; [`DataError::Io`] if the
+/// folder cannot be written.
 pub fn download(folder: &Path, mirrors: &[&str], progress: Progress) -> Result<PathBuf, DataError> {
     download_files(folder, &FILES, mirrors, progress)
 }
 
-/// [`download`] of other files.
+/// [`download`] for other files.
 ///
 /// # Errors
 /// As [`download`].
@@ -138,7 +138,7 @@ pub fn download_files(
     mirrors: &[&str],
     progress: Progress,
 ) -> Result<PathBuf, DataError> {
-    // Without the lock first: a complete folder may be one that this process cannot write.
+    // First without the lock: this process may not be able to write to a complete folder.
     if missing(folder, files)?.is_empty() {
         return Ok(folder.to_owned());
     }
@@ -151,7 +151,7 @@ pub fn download_files(
     Ok(folder.to_owned())
 }
 
-/// The files that are not in `folder`, or not with the right content.
+/// The files that are absent from `folder` or have wrong content.
 fn missing<'f, 'a>(folder: &Path, files: &'f [RemoteFile<'a>]) -> Result<Vec<&'f RemoteFile<'a>>, DataError> {
     let mut missing = Vec::new();
     for file in files {
@@ -163,7 +163,7 @@ fn missing<'f, 'a>(folder: &Path, files: &'f [RemoteFile<'a>]) -> Result<Vec<&'f
     Ok(missing)
 }
 
-/// Waits for other downloads into `folder` to end. The lock lasts until the returned file is closed.
+/// Waits for other downloads into `folder`. The lock is held until the returned file is closed.
 fn lock(folder: &Path, progress: Progress) -> Result<File, DataError> {
     let path = folder.join("download.lock");
     let file =
@@ -178,7 +178,7 @@ fn lock(folder: &Path, progress: Progress) -> Result<File, DataError> {
     Ok(file)
 }
 
-/// Gets one file from the first mirror that has it.
+/// Downloads one file from the first mirror that has it.
 fn fetch(client: &Client, folder: &Path, file: &RemoteFile<'_>, mirrors: &[&str]) -> Result<(), DataError> {
     let part = folder.join(format!("{}.part", file.name));
     let mut attempts = Vec::new();
@@ -191,8 +191,8 @@ fn fetch(client: &Client, folder: &Path, file: &RemoteFile<'_>, mirrors: &[&str]
     Err(DataError::Download { file: file.name.to_owned(), attempts })
 }
 
-/// Gets one file's content into `part` and verifies it. The outer error is this machine's, which no other mirror
-/// mends; the inner one is the mirror's.
+/// Downloads one file into `part` and verifies it. The outer error is a local one, which no other mirror can fix; the
+/// inner one is the mirror's.
 fn from_mirror(
     client: &Client,
     mirror: &str,
@@ -220,9 +220,9 @@ fn from_mirror(
     }
 }
 
-/// Gives a verified file its final name, in one step: nobody ever sees half a file under it.
+/// Renames a verified file to its final name, atomically: there is never a partial file of that name.
 fn keep(folder: &Path, part: &Path, name: &str) -> Result<(), DataError> {
-    // The bytes reach the disk before the name does, or a crash could leave an empty file of that name.
+    // Flush the content before the rename; otherwise a crash could leave an empty file under the final name.
     File::open(part).and_then(|file| file.sync_all()).map_err(DataError::io(part))?;
     let path = folder.join(name);
     if path.symlink_metadata().is_ok() {
@@ -232,7 +232,7 @@ fn keep(folder: &Path, part: &Path, name: &str) -> Result<(), DataError> {
     File::open(folder).and_then(|folder| folder.sync_all()).map_err(DataError::io(folder))
 }
 
-/// `path.other`, or `path.other-2`, … if that is taken.
+/// `path.other`, or `path.other-2`, … if that exists.
 fn free_name(path: &Path) -> PathBuf {
     let numbered = |number: u64| {
         let mut name = path.as_os_str().to_owned();
@@ -243,7 +243,7 @@ fn free_name(path: &Path) -> PathBuf {
     names.find(|name| name.symlink_metadata().is_err()).expect("no folder has so many entries")
 }
 
-/// Removes a file that may be gone already.
+/// Removes a file that may be absent.
 fn remove(path: &Path) -> Result<(), DataError> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(DataError::io(path)(error)),

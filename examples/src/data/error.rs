@@ -1,4 +1,4 @@
-//! What can go wrong on the way to the data.
+//! Errors of loading data.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -17,7 +17,7 @@ pub enum DataError {
         folder: PathBuf,
         /// The files that are not there, by their original names.
         missing: Vec<String>,
-        /// What is there instead.
+        /// What the folder contains instead.
         found: Vec<String>,
     },
     /// A file or folder that cannot be read or written.
@@ -25,22 +25,22 @@ pub enum DataError {
     Io {
         /// The file or folder.
         path: PathBuf,
-        /// The system's reason.
+        /// The error of the system.
         source: std::io::Error,
     },
-    /// A file whose bytes are not what they should be.
+    /// A file with wrong bytes.
     #[error("{} at byte {offset}{}: {problem}", path.display(), if *gzip { " after decompression" } else { "" })]
     Format {
         /// The file.
         path: PathBuf,
-        /// Where in the content: of a gzipped file, of what is compressed in it.
+        /// Offset in the content; for gzipped files, in the decompressed content.
         offset: u64,
         /// True if the file is gzipped.
         gzip: bool,
         /// What is wrong.
         problem: String,
     },
-    /// Files that do not belong together.
+    /// Files that do not match each other.
     #[error("{}: {problem}", folder.display())]
     Mismatch {
         /// The folder.
@@ -48,7 +48,7 @@ pub enum DataError {
         /// What is wrong.
         problem: String,
     },
-    /// A file that no mirror has delivered as it should be.
+    /// A file that no mirror delivered.
     #[error(
         "cannot download {file}:{}\ngive a folder that has it with --data DIR, or train on generated digits with \
          --synthetic",
@@ -57,24 +57,24 @@ pub enum DataError {
     Download {
         /// The file's name.
         file: String,
-        /// What became of it at each mirror, in order.
+        /// The failed attempts, in the order of the mirrors.
         attempts: Vec<Attempt>,
     },
     /// Neither `XDG_CACHE_HOME` nor `HOME` says where downloads are kept.
     #[error(
-        "no folder to download to: set XDG_CACHE_HOME or HOME, or give a folder that has MNIST with --data DIR"
+        "no folder to download to: set XDG_CACHE_HOME or HOME, or give a folder with MNIST by --data DIR"
     )]
     NoCache,
 }
 
-/// As [`Display`](fmt::Display): `main` shows an error that it returns in this way.
+/// As [`Display`](fmt::Display), because Rust prints errors returned from `main` with `Debug`.
 impl fmt::Debug for DataError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }
 }
 
-/// A mirror, and why it did not deliver.
+/// A mirror, and why it failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Attempt {
     /// The mirror's address.
@@ -86,41 +86,41 @@ pub struct Attempt {
 /// Why a mirror did not deliver a file.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Reason {
-    /// It was not reached, or the connection broke and could not be taken up again.
+    /// The mirror could not be reached, or the connection broke and could not be resumed.
     #[error("{0}")]
     Connection(String),
-    /// It answered something else than the file.
+    /// The response was not the file.
     #[error("answered with HTTP status {0}")]
     Status(u16),
-    /// It sent more than the file can have.
+    /// The response was larger than the file can be.
     #[error("sent more than the {limit} bytes that {file} can have")]
     TooLong {
         /// The file's name.
         file: String,
-        /// Bytes after which the transfer was ended.
+        /// Limit of bytes at which the transfer was ended.
         limit: u64,
     },
-    /// It delivered a file with other content. What arrived has been removed.
-    #[error("sent a {file} of another content: expected SHA-256 {expected}, received {received}")]
+    /// The content was wrong. The received file has been removed.
+    #[error("sent {file} with wrong content: expected SHA-256 {expected}, received {received}")]
     Checksum {
         /// The file's name.
         file: String,
         /// The pinned sum of the decompressed content, in hexadecimal.
         expected: String,
-        /// The sum of what arrived, or why there is none.
+        /// The checksum of the received content, or why there is none.
         received: String,
     },
 }
 
 impl DataError {
-    /// For `map_err`: what the system said about `path`.
+    /// For `map_err`: an error of the system about `path`.
     pub(super) fn io(path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Self {
         let path = path.into();
         move |source| DataError::Io { path, source }
     }
 }
 
-/// File names on one line; of many only the first.
+/// File names on one line; if there are many, only the first ones.
 struct Listed<'a>(&'a [String]);
 
 impl fmt::Display for Listed<'_> {
@@ -143,7 +143,7 @@ struct Answers<'a>(&'a [Attempt]);
 impl fmt::Display for Answers<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.0.is_empty() {
-            return f.write_str(" no mirror was named");
+            return f.write_str(" no mirror was given");
         }
         self.0.iter().try_for_each(|Attempt { mirror, reason }| write!(f, "\n  {mirror}: {reason}"))
     }

@@ -1,8 +1,8 @@
 //! The IDX format of the MNIST files, gzipped or not.
 //!
-//! A file is a magic number (two zero bytes, 8 for unsigned bytes, the number of dimensions), a big-endian `u32` for
-//! each extent, and the elements. The bytes come from outside: nothing is allocated because a header says so, but
-//! only as data arrives, and every mistake names file and offset.
+//! A file consists of a magic number (two zero bytes, 8 for unsigned bytes, the number of dimensions), a big-endian
+//! `u32` for each dimension, and the elements. The bytes are untrusted: memory is allocated only as data arrives,
+//! never from the header alone, and every error names file and offset.
 
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, ErrorKind, Read};
@@ -13,7 +13,8 @@ use flate2::bufread::MultiGzDecoder;
 
 use super::{DataError, Dataset, IMAGE_LEN, Mnist, Origin, Split};
 
-/// Most images a file may hold: many times MNIST, and few enough that no small gzip file unfolds into all memory.
+/// Maximum number of images in a file: many times MNIST, and few enough that a small gzip file cannot fill the
+/// memory.
 const MOST_IMAGES: u64 = 1_000_000;
 const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
 
@@ -28,9 +29,9 @@ pub const fn names(split: Split) -> [&'static str; 2] {
 /// Reads both sets from `folder`.
 ///
 /// # Errors
-/// If a file is missing, unreadable or damaged, or files do not belong together; names file and byte.
+/// If a file is missing, unreadable or damaged, or the files do not match each other; names file and offset.
 pub fn read(folder: &Path) -> Result<Mnist, DataError> {
-    // All four before any is read, so that the error lists all that are missing.
+    // Look for all four first, so that the error lists all missing files.
     find_all(folder, &[names(Split::Train), names(Split::Test)].concat())?;
     let (train, test) = (read_split(folder, Split::Train)?, read_split(folder, Split::Test)?);
     Ok(Mnist { train, test, origin: Origin::Files(folder.to_owned()) })
@@ -75,7 +76,7 @@ fn find_all(folder: &Path, names: &[&str]) -> Result<Vec<PathBuf>, DataError> {
     }
 }
 
-/// The names of what is in a folder, in order.
+/// The sorted names of a folder's entries.
 fn listing(folder: &Path) -> Vec<String> {
     let entries = folder.read_dir().into_iter().flatten().flatten();
     let mut names: Vec<String> =
@@ -84,14 +85,14 @@ fn listing(folder: &Path) -> Vec<String> {
     names
 }
 
-/// The content of a file, decompressed if it is gzipped, and whether it is: its first bytes tell, not its name.
+/// The content of a file, decompressed if it is gzipped, and whether it is. The first bytes decide, not the name.
 pub(super) fn open_content(path: &Path) -> std::io::Result<(Box<dyn Read>, bool)> {
     let mut reader = BufReader::with_capacity(1 << 16, open(path)?);
     let gzip = reader.fill_buf()?.starts_with(&GZIP_MAGIC);
     Ok(if gzip { (Box::new(MultiGzDecoder::new(reader)), true) } else { (Box::new(reader), false) })
 }
 
-/// Opens a file. Anything else under its name could keep a reader waiting, or never come to an end.
+/// Opens a regular file. Anything else could block a reader, or never end.
 fn open(path: &Path) -> io::Result<File> {
     let kind = fs::metadata(path)?.file_type();
     let what = match kind {
@@ -104,14 +105,14 @@ fn open(path: &Path) -> io::Result<File> {
     Err(io::Error::new(ErrorKind::InvalidInput, format!("it is {what}, where a file is expected")))
 }
 
-/// The file called `name`, in any of the spellings that are about, or `None` if there is nothing of such a name. An error says why
-/// the first thing of such a name cannot be read, if none can.
+/// The file called `name`, in any of the common spellings, or `None` if there is none. If none of the existing ones
+/// can be read, the error is about the first.
 fn find(folder: &Path, name: &str) -> Result<Option<PathBuf>, DataError> {
     let dotted = name.replace("-idx", ".idx");
     let spellings = [name.to_owned(), format!("{name}.gz"), dotted.clone(), format!("{dotted}.gz")];
     let mut unreadable = None;
     for path in spellings.map(|spelling| folder.join(spelling)) {
-        // Not following links: one that leads nowhere is there, and is why the file cannot be read.
+        // Does not follow links: a dangling link exists, and is the reason why the file cannot be read.
         if fs::symlink_metadata(&path).is_err() {
             continue;
         }
@@ -184,14 +185,14 @@ impl<'a> Idx<'a> {
         self.offset += bytes.len() as u64;
         match result {
             Ok(_) => Ok(bytes),
-            // The decoder's words for damaged compressed data.
+            // The decoder reports damaged compressed data.
             Err(error) => {
                 Err(self.wrong(self.offset, format!("cannot be read: {error}; fetch the file again")))
             }
         }
     }
 
-    /// The extents.
+    /// The dimensions.
     fn header<const DIMENSIONS: usize>(&mut self) -> Result<[u64; DIMENSIONS], DataError> {
         let bytes = self.take(4 + 4 * DIMENSIONS as u64)?;
         if let Some(&magic) = bytes.first_chunk() {
@@ -209,14 +210,14 @@ impl<'a> Idx<'a> {
         Ok(std::array::from_fn(extent))
     }
 
-    /// Images where labels are expected are the likely mistake, so a wrong number of dimensions has its own words.
+    /// Labels and images are easily swapped, so a wrong number of dimensions has its own message.
     fn check_magic(&self, magic: [u8; 4], dimensions: u8) -> Result<(), DataError> {
         let [expected, found] = [[0, 0, 8, dimensions], magic];
         if found == expected {
             Ok(())
         } else if found[..3] == expected[..3] {
             let problem = format!(
-                "{} dimensions where {dimensions} are expected: are images and labels confused?",
+                "{} dimensions where {dimensions} are expected: are images and labels swapped?",
                 found[3]
             );
             Err(self.wrong(3, problem))
@@ -228,7 +229,7 @@ impl<'a> Idx<'a> {
         }
     }
 
-    /// Exactly `count` bytes and then the end.
+    /// Exactly `count` bytes, and then the end of the file.
     fn body(&mut self, count: u64) -> Result<Vec<u8>, DataError> {
         let begin = self.offset;
         let bytes = self.take(count)?;

@@ -1,14 +1,14 @@
-//! The digits: from MNIST's files, from a download, or generated.
+//! Training data: MNIST files, a download, or generated digits.
 //!
-//! | from | by | needs |
+//! | source | function | needs |
 //! |---|---|---|
-//! | the four files of MNIST, gzipped or not | [`idx::read`] | a folder that has them |
+//! | the four files of MNIST, gzipped or not | [`idx::read`] | a folder with them |
 //! | the same files from a mirror, verified | [`download::mnist`] | a network, the first time |
 //! | a generator | [`Mnist::generate`], [`digits`] | nothing |
 //!
-//! All three give a [`Mnist`]: two [`Dataset`]s and their [`Origin`], which programs print with every result, so that
-//! an accuracy on generated digits is never taken for one on MNIST. Images stay bytes, as in the files;
-//! [`Dataset::gather`] turns the samples of a batch into numbers from 0 to 1.
+//! All three return a [`Mnist`]: two [`Dataset`]s and their [`Origin`], which programs print with every result, so
+//! that an accuracy on generated digits is never mistaken for one on MNIST. Images stay bytes, as in the files;
+//! [`Dataset::gather`] converts a batch to numbers from 0 to 1.
 
 mod dataset;
 pub mod digits;

@@ -5,23 +5,23 @@ use std::error::Error;
 use mgpu::{Communicator, DataParallel, Layout, MicroBatch};
 use mgpu_kernels::Storage;
 
-use super::{Args, Golden, Replay, norm};
+use super::{Args, Golden, GoldenBackend, norm};
 use crate::data::{Dataset, IMAGE_LEN};
 use crate::nets::{LossReport, Mode, Net, Spec};
 
-/// Images between layers are kept as `E`.
+/// A golden run on the CPU; images between layers are stored as `E`.
 pub(super) struct Cpu<'a, E> {
     model: DataParallel,
     net: Net<E>,
     train: &'a Dataset,
     images: Vec<f32>,
     labels: Vec<u8>,
-    /// Of the last batch's first image.
+    /// Logits of the first image of the last batch.
     logits: Vec<f32>,
 }
 
 impl<'a, E: Storage> Cpu<'a, E> {
-    /// `batch` is this rank's part.
+    /// `batch` is the batch size of this rank.
     pub(super) fn new(
         golden: &Golden,
         train: &'a Dataset,
@@ -43,7 +43,7 @@ impl<'a, E: Storage> Cpu<'a, E> {
     }
 }
 
-impl<E: Storage> Replay for Cpu<'_, E> {
+impl<E: Storage> GoldenBackend for Cpu<'_, E> {
     fn layout(&self) -> &Layout {
         self.net.layout()
     }

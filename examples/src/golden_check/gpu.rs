@@ -8,7 +8,7 @@ use mgpu::{Communicator, DeviceCommunicator, Layout};
 use mgpu_kernels::Precision;
 use mgpu_kernels::cuda::{Options, Stream};
 
-use super::{Args, Golden, Replay, norm};
+use super::{Args, Golden, GoldenBackend, norm};
 use crate::data::Dataset;
 use crate::nets::{DeviceData, DeviceNet, Spec};
 
@@ -19,7 +19,7 @@ pub(super) struct Gpu {
 }
 
 impl Gpu {
-    /// `batch` is this rank's part.
+    /// `batch` is the batch size of this rank.
     pub(super) fn new(
         golden: &Golden,
         train: &Dataset,
@@ -34,7 +34,7 @@ impl Gpu {
         let spec = Spec::named(&golden.net)?;
         let net = DeviceNet::new(&spec, batch / micro_batches, args.precision, options, &set_up)?;
         let parameters = net.to_device(&net.golden_parameters(golden.seed));
-        // Every step has its own order, and so is at the beginning of an epoch.
+        // Every step sets a new sample order, so each step is the first step of an epoch.
         let config = DeviceConfig::new(args.parallel.config(golden.optimizer(), 1, micro_batches))
             .with_bf16_copy(args.precision == Precision::Bf16);
         let model = DeviceDataParallel::new(device, host, net.layout().clone(), parameters, config)?;
@@ -43,13 +43,13 @@ impl Gpu {
         Ok(Gpu { model, net, data })
     }
 
-    /// The norms of tensors of the device's order.
+    /// The norms of the tensors of an arena in device order.
     fn norms(&self, values: &[f32]) -> Vec<f64> {
         self.net.layout().tensors().iter().map(|tensor| norm(&values[tensor.range()])).collect()
     }
 }
 
-impl Replay for Gpu {
+impl GoldenBackend for Gpu {
     fn layout(&self) -> &Layout {
         self.net.host_layout()
     }
@@ -60,7 +60,8 @@ impl Replay for Gpu {
 
     fn step(&mut self, samples: &[u32]) -> mgpu::Result<f64> {
         let Gpu { model, net, data } = self;
-        // The micro-batch with the first sample comes last: its logits are those that stay.
+        // The micro-batch that contains the first sample comes last, because the logits of the last micro-batch
+        // remain.
         let mut order = samples.to_vec();
         order.rotate_left(samples.len() / model.micro_batches());
         data.set_order(model.stream(), &order)?;

@@ -1,8 +1,17 @@
-//! `mgpurun -n 2 golden_check FILE.json…`: repeats recorded training runs and compares.
+//! `mgpurun -n 2 golden_check FILE.json…`: repeats recorded training runs and compares the results.
 //!
-//! A golden file holds what five steps of a network gave in double precision, and how far single precision alone
-//! lands from that. A correct implementation stays within ten times that distance (or 1e-5, whichever is larger),
-//! also when the batch is split over ranks.
+//! A golden file records a short training run (five steps) of a network in double precision, and how far PyTorch's
+//! single precision deviates from it. golden_check trains on the same batches, split over the ranks, and compares
+//!
+//! - the names and shapes of all parameter tensors, which must be equal;
+//! - the loss of each step;
+//! - the L2 norm of each tensor's averaged gradient in the first step;
+//! - the L2 norm of each parameter tensor after the last step;
+//! - the logits (ten) of the first image of the last batch.
+//!
+//! It does not compare single elements of gradients or parameters. In f32 each of the four lists must stay within ten
+//! times the deviation of PyTorch's f32, or 1e-5 (1e-3 on GPUs) if that is larger. Finally all ranks must hold the
+//! same parameters.
 
 mod cpu;
 mod gpu;
@@ -29,33 +38,37 @@ use crate::nets::Choice;
 use crate::parallel::Parallel;
 use crate::print::{outln, parse_arguments};
 
-/// Repeats golden runs and compares loss, gradients, parameters and logits. Exit code 1 past a bound.
+/// Repeats golden runs and compares losses, norms of gradients and of parameters, and the logits of one image.
+///
+/// Compares the loss of each step, the L2 norm of each tensor's gradient in the first step, the L2 norm of each
+/// parameter tensor after the last step, and the ten logits of the first image of the last batch. Exit code 1 if a
+/// deviation exceeds its bound.
 #[derive(Debug, Parser)]
 #[command(name = "golden_check", version)]
 struct Args {
     /// Golden files.
     #[arg(required = true, value_name = "FILE.json")]
     files: Vec<PathBuf>,
-    /// Folder with the four MNIST files [default: $MGPU_DATA].
+    /// Folder with the four MNIST files [default: $MGPU_DATA; if that is empty, the current folder].
     #[arg(long, value_name = "DIR")]
     data: Option<PathBuf>,
     /// Threads of each rank [default: the cores divided by the ranks].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
-    /// Arithmetic: f32, bf16, or on a GPU tf32, the latter two with wider bounds.
+    /// Precision: f32, bf16 or, on GPUs only, tf32. bf16 and tf32 have wider bounds.
     #[arg(long, value_name = "P", default_value_t = Precision::F32)]
     precision: Precision,
-    /// Convolutions and dense layers on a GPU: auto (the fastest there are) or builtin (our own).
+    /// Kernels of convolutions and dense layers on a GPU: auto (the fastest) or builtin (our own).
     #[arg(long, value_name = "NAME", default_value_t = Libraries::Auto)]
     kernels: Libraries,
-    /// Convolutions on the CPU: auto (what is expected to be the fastest for each layer) or direct (by their definition).
+    /// Convolution algorithm on the CPU: auto (the one expected to be fastest for each layer) or direct.
     #[arg(long, value_name = "NAME", default_value = "auto")]
     conv: Choice,
     #[command(flatten)]
     parallel: Parallel,
 }
 
-/// What a golden file holds.
+/// The content of a golden file.
 #[derive(Debug, Deserialize)]
 struct Golden {
     net: String,
@@ -84,7 +97,7 @@ struct GoldenTensor {
     shape: Vec<usize>,
 }
 
-/// Largest deviation within each list: relative, but for the logits.
+/// Largest deviation within each list: relative, except for logits.
 #[derive(Debug, Clone, Copy, Deserialize)]
 struct Deviations {
     loss: f64,
@@ -93,19 +106,19 @@ struct Deviations {
     logits: f64,
 }
 
-/// The lists of a run.
+/// The results of a run.
 #[derive(Debug, Default)]
-struct Lists {
+struct RunResults {
     loss: Vec<f64>,
     grad_norm: Vec<f64>,
     param_norm: Vec<f64>,
     logits: Vec<f64>,
 }
 
-/// The smallest bound in f32 on GPUs. A sum in another order can change which of two nearly equal values is the largest of
-/// a window, or the sign of one near 0; after that much a run on an H100 deviated by up to 7e-4, and PyTorch's own f32 on
-/// the CPU, with other seeds than the recorded runs have, by up to 1e-3.
-const LEAST_ON_GPUS: f64 = 1e-3;
+/// The smallest bound in f32 on GPUs. Sums in another order can change which of two nearly equal values is the
+/// maximum of a window, or the sign of a value near 0. For that reason a run on an H100 deviated by up to 7e-4, and
+/// PyTorch's own f32 on the CPU, with other seeds than the recorded runs, by up to 1e-3.
+const MIN_BOUND_ON_GPUS: f64 = 1e-3;
 
 /// The program.
 pub fn main() -> ExitCode {
@@ -117,14 +130,14 @@ pub fn main() -> ExitCode {
 fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     let mut world = World::from_env()?;
     let folder = args.data.clone().or_else(|| std::env::var_os("MGPU_DATA").map(PathBuf::from));
-    let folder = folder.ok_or("golden runs train on MNIST: name its folder with --data DIR or MGPU_DATA")?;
+    let folder = folder.ok_or("golden runs need MNIST: give its folder with --data DIR or in MGPU_DATA")?;
     let train = idx::read_split(&folder, Split::Train)?;
     let rank = world.rank();
     if let Some(device) = world.device().filter(|_| rank == 0) {
         outln!("on {}, {}", device.name(), args.precision);
     }
     let real = world.device().is_some_and(|device| !device.name().contains(crate::gpu_check::FAKE));
-    let least = if real { LEAST_ON_GPUS } else { 1e-5 };
+    let least = if real { MIN_BOUND_ON_GPUS } else { 1e-5 };
     let coarse = args.precision != Precision::F32 || args.parallel.compresses();
     let (settings, mut failed) = (args.settings(&train), Vec::new());
     for path in &args.files {
@@ -135,7 +148,11 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
             failed.push(golden.net);
         }
     }
-    if failed.is_empty() { Ok(()) } else { Err(format!("past the bound: {}", failed.join(", ")).into()) }
+    if failed.is_empty() {
+        Ok(())
+    } else {
+        Err(format!("deviation exceeds the bound: {}", failed.join(", ")).into())
+    }
 }
 
 fn read(path: &Path) -> Result<Golden, String> {
@@ -145,25 +162,25 @@ fn read(path: &Path) -> Result<Golden, String> {
     Ok(golden)
 }
 
-/// A network that repeats a run on this rank's part of each batch.
-trait Replay {
+/// Runs a golden run on this rank's part of each batch.
+trait GoldenBackend {
     /// Names and shapes of the parameters.
     fn layout(&self) -> &Layout;
-    /// For collectives of the check's own.
+    /// For the collectives of the check itself.
     fn comm(&mut self) -> &mut Communicator;
-    /// Makes the next step, on `samples`, and returns this rank's loss.
+    /// Makes the next step on `samples`. Returns this rank's loss.
     fn step(&mut self, samples: &[u32]) -> mgpu::Result<f64>;
-    /// The L2 norm of each tensor's gradient, averaged over ranks.
+    /// The L2 norm of each tensor's gradient, after averaging over ranks.
     fn gradient_norms(&mut self) -> mgpu::Result<Vec<f64>>;
-    /// The L2 norm of each tensor.
+    /// The L2 norm of each parameter tensor.
     fn parameter_norms(&mut self) -> mgpu::Result<Vec<f64>>;
-    /// The logits of the last batch's first image.
+    /// The logits of the first image of the last batch.
     fn logits(&mut self) -> mgpu::Result<Vec<f64>>;
     /// Checks that all ranks hold the same parameters.
     fn verify(&mut self) -> mgpu::Result<()>;
 }
 
-/// What has to be the same on all ranks, by name.
+/// Settings that must be equal on all ranks, by name.
 type Settings = Vec<(&'static str, String)>;
 
 impl Args {
@@ -181,27 +198,33 @@ impl Args {
     }
 }
 
-/// Trains as the file says.
+/// Trains as described in the file.
 fn repeat(
     golden: &Golden,
     train: &Dataset,
     world: &mut World,
     args: &Args,
     settings: &Settings,
-) -> Result<Lists, Box<dyn Error>> {
+) -> Result<RunResults, Box<dyn Error>> {
     let (rank, ranks) = (world.rank() as usize, world.size() as usize);
     if !golden.batch.is_multiple_of(ranks) {
-        return Err(format!("a batch of {} cannot be split over {ranks} ranks", golden.batch).into());
+        return Err(
+            format!("a batch of {} images cannot be split evenly over {ranks} ranks", golden.batch).into()
+        );
     }
     if golden.batch == 0 || golden.steps == 0 {
-        return Err("a run without images".into());
+        return Err("the golden run has no images".into());
     }
     if golden.batch.checked_mul(golden.steps).is_none_or(|images| images > train.len()) {
         let (steps, batch) = (golden.steps, golden.batch);
-        return Err(format!("needs {steps} times {batch} training images of {}", train.len()).into());
+        return Err(format!(
+            "needs {steps} times {batch} training images, but there are only {}",
+            train.len()
+        )
+        .into());
     }
     let batch = golden.batch / ranks;
-    let mut replay: Box<dyn Replay + '_> = match world.backend() {
+    let mut backend: Box<dyn GoldenBackend + '_> = match world.backend() {
         Backend::Cpu => {
             let threads = args.parallel.threads(args.threads, world.thread_share());
             let mut comm = world.communicator()?;
@@ -218,28 +241,28 @@ fn repeat(
             Box::new(Gpu::new(golden, train, batch, device, host, args)?)
         }
     };
-    let tensors = replay.layout().tensors().iter();
+    let tensors = backend.layout().tensors().iter();
     let tensors: Vec<GoldenTensor> = tensors
         .map(|tensor| GoldenTensor { name: tensor.name.clone(), shape: tensor.shape.clone() })
         .collect();
     if tensors != golden.tensors {
-        return Err("its tensors are not those of the network".into());
+        return Err("the tensors of the golden file differ from those of the network".into());
     }
-    let mut lists = Lists::default();
+    let mut lists = RunResults::default();
     for step in 0..golden.steps {
         let first = step * golden.batch + rank * batch;
         let samples: Vec<u32> = (first..first + batch).map(|sample| sample as u32).collect();
-        let mut loss = [replay.step(&samples)?];
-        replay.comm().all_reduce_slice(&mut loss, ReduceOp::Avg)?;
+        let mut loss = [backend.step(&samples)?];
+        backend.comm().all_reduce_slice(&mut loss, ReduceOp::Avg)?;
         lists.loss.push(loss[0]);
         if step == 0 {
-            lists.grad_norm = replay.gradient_norms()?;
+            lists.grad_norm = backend.gradient_norms()?;
         }
     }
-    // The last batch's first image is rank 0's.
-    lists.logits = replay.logits()?;
-    lists.param_norm = replay.parameter_norms()?;
-    replay.verify()?;
+    // The first image of the last batch belongs to rank 0.
+    lists.logits = backend.logits()?;
+    lists.param_norm = backend.parameter_norms()?;
+    backend.verify()?;
     Ok(lists)
 }
 
@@ -261,12 +284,13 @@ fn norm(values: &[f32]) -> f64 {
     values.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>().sqrt()
 }
 
-/// Prints the largest deviation of each list beside its bound. True if all are within.
+/// Prints the largest deviation of each list beside its bound. True if all deviations are within their bounds.
 ///
-/// In f32 the bound is ten times what PyTorch's f32 deviates by, and at least `least`. If anything is rounded to coarser numbers,
-/// it is a fixed one, or three times that where it is larger: a rounding that changes which value of a window is the largest, or on which side of 0 one lies, moves
-/// a whole contribution to the gradient, so these bounds tell a wrong kernel from coarse rounding and no more.
-fn compare(golden: &Golden, found: &Lists, is_coarse: bool, least: f64) -> bool {
+/// In f32 the bound is ten times the deviation of PyTorch's f32, and at least `least`. Coarser dtypes have a fixed
+/// bound, or three times the f32 bound if that is larger: rounding can change which value of a window is the maximum,
+/// or the sign of a value, and so move a whole contribution to the gradient. These wide bounds only distinguish a
+/// wrong kernel from coarse rounding.
+fn compare(golden: &Golden, found: &RunResults, is_coarse: bool, least: f64) -> bool {
     let relative = |expected: f64| expected.abs().max(1e-12);
     let absolute = |_: f64| 1.0;
     let single = golden.torch_f32_deviation;
@@ -285,13 +309,13 @@ fn compare(golden: &Golden, found: &Lists, is_coarse: bool, least: f64) -> bool 
         let largest = distances.iter().copied().fold(0.0, largest_or_nan);
         let fine = (10.0 * single).max(least);
         let bound = if is_coarse { coarse.max(3.0 * fine) } else { fine };
-        // A NaN is not within.
+        // A NaN is not within any bound.
         let within = expected.len() == found.len() && largest <= bound;
         within_all &= within;
         let verdict = match distances.iter().position(|distance| distance.to_bits() == largest.to_bits()) {
             _ if within => "ok".to_owned(),
-            Some(index) => format!("PAST THE BOUND ({})", place(golden, name, index)),
-            None => "PAST THE BOUND".to_owned(),
+            Some(index) => format!("EXCEEDS THE BOUND ({})", describe_entry(golden, name, index)),
+            None => "EXCEEDS THE BOUND".to_owned(),
         };
         outln!("{:<13} {name:<11} deviation {largest:9.2e}  bound {bound:9.2e}  {verdict}", golden.net);
     }
@@ -299,7 +323,7 @@ fn compare(golden: &Golden, found: &Lists, is_coarse: bool, least: f64) -> bool 
 }
 
 /// What entry `index` of a list is about.
-fn place(golden: &Golden, list: &str, index: usize) -> String {
+fn describe_entry(golden: &Golden, list: &str, index: usize) -> String {
     match list {
         "loss" => format!("step {}", index + 1),
         "logits" => format!("class {index}"),
@@ -307,7 +331,7 @@ fn place(golden: &Golden, list: &str, index: usize) -> String {
     }
 }
 
-/// The larger of both, NaN if either is.
+/// The larger of both; NaN if either is NaN.
 fn largest_or_nan(a: f64, b: f64) -> f64 {
     if a.is_nan() || a > b { a } else { b }
 }

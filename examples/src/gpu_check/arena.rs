@@ -1,38 +1,38 @@
-//! What goes element by element: activations, whole arenas, digests.
+//! Element-wise kernels: activations, whole arenas, digests.
 
 use mgpu_kernels::activation::{self, LEAKY_SLOPE};
 use mgpu_kernels::cuda::{Result, StepState};
 use mgpu_kernels::{DType, arena, digest};
 
-use super::bench::{Bench, Judge, Outcome, Output, narrow};
+use super::harness::{Harness, Outcome, Output, Verdict, narrow};
 use super::values::to_bf16;
 
-pub(super) fn check(bench: &mut Bench) -> Outcome {
+pub(super) fn check(harness: &mut Harness) -> Outcome {
     let mut lengths = vec![1, 7, 64, 1003, 4096];
-    if !bench.quick {
+    if !harness.quick {
         lengths.extend([100_003, 1 << 20]);
-        lengths.extend((0..6).map(|_| 1 + bench.random.below(50_000)));
+        lengths.extend((0..6).map(|_| 1 + harness.random.below(50_000)));
     }
     for skew in [0, 1] {
-        bench.skew = skew;
+        harness.skew = skew;
         let outcome = lengths.iter().try_for_each(|len| {
-            activations(bench, *len)?;
-            arenas(bench, *len)?;
-            digests(bench, *len)
+            activations(harness, *len)?;
+            arenas(harness, *len)?;
+            digests(harness, *len)
         });
-        bench.skew = 0;
+        harness.skew = 0;
         outcome?;
     }
     Ok(())
 }
 
-/// Values of both types, as f32.
-fn random(bench: &mut Bench, dtype: DType, len: usize) -> Vec<f32> {
-    let mut values = bench.random.floats(len);
+/// Random values of a dtype, as f32.
+fn random(harness: &mut Harness, dtype: DType, len: usize) -> Vec<f32> {
+    let mut values = harness.random.floats(len);
     if dtype == DType::Bf16 {
         values.iter_mut().for_each(|value| *value = to_bf16(*value));
     }
-    // A zero of each sign is where activations bend.
+    // Zeros of both signs, where activation functions have their kink.
     values.iter_mut().step_by(11).for_each(|value| *value *= 0.0);
     values
 }
@@ -43,158 +43,161 @@ fn rounded(dtype: DType, values: &mut [f32]) {
     }
 }
 
-fn activations(bench: &mut Bench, len: usize) -> Outcome {
-    for (dtype, precision) in Bench::types() {
-        let slope = [0.0, LEAKY_SLOPE][bench.random.below(2)];
-        bench.check("activation forward", len, precision, |bench, judge| {
-            let values = random(bench, dtype, len);
-            let found = bench.twice(judge, &[Output::activations(dtype, &values)], |stream, outputs| {
-                activation::cuda::forward(stream, slope, outputs[0])
-            })?;
+fn activations(harness: &mut Harness, len: usize) -> Outcome {
+    for (dtype, precision) in Harness::types() {
+        let slope = [0.0, LEAKY_SLOPE][harness.random.below(2)];
+        harness.check("activation forward", len, precision, |harness, verdict| {
+            let values = random(harness, dtype, len);
+            let found =
+                harness.twice(verdict, &[Output::activations(dtype, &values)], |stream, outputs| {
+                    activation::cuda::forward(stream, slope, outputs[0])
+                })?;
             let mut expected = values;
-            activation::cpu::forward(&bench.threads, slope, &mut expected);
+            activation::cpu::forward(&harness.threads, slope, &mut expected);
             rounded(dtype, &mut expected);
-            judge.same("value", &found.floats(0), &expected);
+            verdict.same("value", &found.floats(0), &expected);
             Ok(())
         })?;
-        bench.check("activation backward", len, precision, |bench, judge| {
-            let (y, dy) = (random(bench, dtype, len), random(bench, dtype, len));
-            let y_memory = bench.activations(dtype, &y)?;
-            let found = bench.twice(judge, &[Output::activations(dtype, &dy)], |stream, outputs| {
+        harness.check("activation backward", len, precision, |harness, verdict| {
+            let (y, dy) = (random(harness, dtype, len), random(harness, dtype, len));
+            let y_memory = harness.activations(dtype, &y)?;
+            let found = harness.twice(verdict, &[Output::activations(dtype, &dy)], |stream, outputs| {
                 activation::cuda::backward(stream, slope, y_memory.view(), outputs[0])
             })?;
             let mut expected = dy;
-            activation::cpu::backward(&bench.threads, slope, &y, &mut expected);
+            activation::cpu::backward(&harness.threads, slope, &y, &mut expected);
             rounded(dtype, &mut expected);
-            judge.same("gradient", &found.floats(0), &expected);
+            verdict.same("gradient", &found.floats(0), &expected);
             Ok(())
         })?;
-        let channels = [1, 3, 8, 24][bench.random.below(4)];
-        bench.check("activation bias", format!("{len}x{channels}"), precision, |bench, judge| {
-            let (values, bias) = (random(bench, dtype, len * channels), bench.random.floats(channels));
-            let bias_memory = bench.input(&bias)?;
-            let found = bench.twice(judge, &[Output::activations(dtype, &values)], |stream, outputs| {
-                activation::cuda::bias(stream, slope, bias_memory.view(), outputs[0])
-            })?;
+        let channels = [1, 3, 8, 24][harness.random.below(4)];
+        harness.check("activation bias", format!("{len}x{channels}"), precision, |harness, verdict| {
+            let (values, bias) = (random(harness, dtype, len * channels), harness.random.floats(channels));
+            let bias_memory = harness.input(&bias)?;
+            let found =
+                harness.twice(verdict, &[Output::activations(dtype, &values)], |stream, outputs| {
+                    activation::cuda::bias(stream, slope, bias_memory.view(), outputs[0])
+                })?;
             let mut expected: Vec<f32> =
                 values.iter().zip(bias.iter().cycle()).map(|(value, bias)| value + bias).collect();
-            activation::cpu::forward(&bench.threads, slope, &mut expected);
+            activation::cpu::forward(&harness.threads, slope, &mut expected);
             rounded(dtype, &mut expected);
-            judge.same("value", &found.floats(0), &expected);
+            verdict.same("value", &found.floats(0), &expected);
             Ok(())
         })?;
     }
     Ok(())
 }
 
-fn arenas(bench: &mut Bench, len: usize) -> Outcome {
-    for (dtype, precision) in Bench::types() {
-        let number = bench.random.floats(1)[0];
-        bench.check("arena fill", len, precision, |bench, judge| {
-            let found = bench.twice(judge, &[Output::of(dtype, len)], |stream, outputs| {
+fn arenas(harness: &mut Harness, len: usize) -> Outcome {
+    for (dtype, precision) in Harness::types() {
+        let number = harness.random.floats(1)[0];
+        harness.check("arena fill", len, precision, |harness, verdict| {
+            let found = harness.twice(verdict, &[Output::of(dtype, len)], |stream, outputs| {
                 arena::cuda::fill(stream, outputs[0], number)
             })?;
             let mut expected = vec![number; len];
             rounded(dtype, &mut expected);
-            judge.same("element", &found.floats(0), &expected);
+            verdict.same("element", &found.floats(0), &expected);
             Ok(())
         })?;
-        bench.check("arena scale", len, precision, |bench, judge| {
-            let values = random(bench, dtype, len);
-            let found = bench.twice(judge, &[Output::activations(dtype, &values)], |stream, outputs| {
-                arena::cuda::scale(stream, outputs[0], number)
-            })?;
+        harness.check("arena scale", len, precision, |harness, verdict| {
+            let values = random(harness, dtype, len);
+            let found =
+                harness.twice(verdict, &[Output::activations(dtype, &values)], |stream, outputs| {
+                    arena::cuda::scale(stream, outputs[0], number)
+                })?;
             let mut expected = values;
             arena::cpu::scale(&mut expected, number);
             rounded(dtype, &mut expected);
-            judge.same("element", &found.floats(0), &expected);
+            verdict.same("element", &found.floats(0), &expected);
             Ok(())
         })?;
     }
-    bench.check("arena add", len, "f32", |bench, judge| {
-        let [values, others] = [bench.random.floats(len), bench.random.floats(len)];
-        let memory = bench.input(&others)?;
-        let divisor = [1.0, 3.0][bench.random.below(2)];
-        let found = bench.twice(judge, &[Output::holding(&values)], |stream, outputs| {
+    harness.check("arena add", len, "f32", |harness, verdict| {
+        let [values, others] = [harness.random.floats(len), harness.random.floats(len)];
+        let memory = harness.input(&others)?;
+        let divisor = [1.0, 3.0][harness.random.below(2)];
+        let found = harness.twice(verdict, &[Output::holding(&values)], |stream, outputs| {
             arena::cuda::add(stream, outputs[0], memory.view(), divisor)
         })?;
         let mut expected = values;
         arena::cpu::add(&mut expected, &others, divisor);
-        judge.same("element", &found.floats(0), &expected);
+        verdict.same("element", &found.floats(0), &expected);
         Ok(())
     })?;
-    bench.check("arena narrow", len, "bf16", |bench, judge| {
-        let mut values = bench.random.floats(len);
+    harness.check("arena narrow", len, "bf16", |harness, verdict| {
+        let mut values = harness.random.floats(len);
         // Ties between neighbours, infinities, and a NaN whose upper half alone is an infinity.
         let special =
             [1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0, f32::MAX, -f32::INFINITY, f32::from_bits(0x7f80_0001)];
         values.iter_mut().skip(len / 2).zip(special).for_each(|(value, special)| *value = special);
-        let memory = bench.input(&values)?;
-        let found = bench.twice(judge, &[Output::of(DType::Bf16, len)], |stream, outputs| {
+        let memory = harness.input(&values)?;
+        let found = harness.twice(verdict, &[Output::of(DType::Bf16, len)], |stream, outputs| {
             arena::cuda::narrow(stream, memory.view(), outputs[0])
         })?;
         let mut expected = narrow(&values);
         arena::cpu::narrow(&values, &mut expected);
         let expected: Vec<f32> = expected.iter().map(|value| value.to_f32()).collect();
-        judge.same("element", &found.floats(0), &expected);
+        verdict.same("element", &found.floats(0), &expected);
         Ok(())
     })?;
-    bench.check("arena widen", len, "bf16", |bench, judge| {
-        let values = random(bench, DType::Bf16, len);
-        let memory = bench.activations(DType::Bf16, &values)?;
-        let found = bench.twice(judge, &[Output::of(DType::F32, len)], |stream, outputs| {
+    harness.check("arena widen", len, "bf16", |harness, verdict| {
+        let values = random(harness, DType::Bf16, len);
+        let memory = harness.activations(DType::Bf16, &values)?;
+        let found = harness.twice(verdict, &[Output::of(DType::F32, len)], |stream, outputs| {
             arena::cuda::widen(stream, memory.view(), outputs[0])
         })?;
-        judge.same("element", &found.floats(0), &values);
+        verdict.same("element", &found.floats(0), &values);
         Ok(())
     })
 }
 
-fn digests(bench: &mut Bench, len: usize) -> Outcome {
-    for (dtype, precision) in Bench::types() {
-        bench.check("digest not_finite", len, precision, |bench, judge| {
-            let mut values = random(bench, dtype, len);
+fn digests(harness: &mut Harness, len: usize) -> Outcome {
+    for (dtype, precision) in Harness::types() {
+        harness.check("digest not_finite", len, precision, |harness, verdict| {
+            let mut values = random(harness, dtype, len);
             for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-                let at = bench.random.below(len);
+                let at = harness.random.below(len);
                 values[at] = value;
             }
-            let memory = bench.activations(dtype, &values)?;
-            let found = bench.twice(judge, &[Output::holding(&[5i64])], |stream, outputs| {
+            let memory = harness.activations(dtype, &values)?;
+            let found = harness.twice(verdict, &[Output::holding(&[5i64])], |stream, outputs| {
                 digest::cuda::count_not_finite(stream, memory.view(), outputs[0])
             })?;
             let expected = 5 + digest::cpu::not_finite(&values) as i64;
-            judge.equal("count", &found.values::<i64>(0), &[expected]);
+            verdict.equal("count", &found.values::<i64>(0), &[expected]);
             Ok(())
         })?;
     }
-    bench.check("digest find_not_finite", len, "f32", |bench, judge| find(bench, judge, len))?;
-    bench.check("digest hash", len, "f32", |bench, judge| {
-        let values = random(bench, DType::F32, len);
-        let memory = bench.input(&values)?;
-        let found = bench.twice(judge, &[Output::of(DType::I64, 1)], |stream, outputs| {
+    harness.check("digest find_not_finite", len, "f32", |harness, verdict| find(harness, verdict, len))?;
+    harness.check("digest hash", len, "f32", |harness, verdict| {
+        let values = random(harness, DType::F32, len);
+        let memory = harness.input(&values)?;
+        let found = harness.twice(verdict, &[Output::of(DType::I64, 1)], |stream, outputs| {
             digest::cuda::hash(stream, memory.view(), outputs[0])
         })?;
-        judge.equal("hash", &found.values::<i64>(0), &[digest::cpu::hash(&values) as i64]);
+        verdict.equal("hash", &found.values::<i64>(0), &[digest::cpu::hash(&values) as i64]);
         Ok(())
     })
 }
 
-/// Two tensors, the second of which has an element that is no number, looked at in 32 steps.
-fn find(bench: &mut Bench, judge: &mut Judge, len: usize) -> Result<()> {
+/// Two tensors, the second with one non-finite element, searched in 32 steps.
+fn find(harness: &mut Harness, verdict: &mut Verdict, len: usize) -> Result<()> {
     const MARK: u64 = 1 << 32;
-    let between = bench.random.below(len);
-    let mut values = bench.random.floats(len);
-    values[between + bench.random.below(len - between)] = f32::NAN;
+    let between = harness.random.below(len);
+    let mut values = harness.random.floats(len);
+    values[between + harness.random.below(len - between)] = f32::NAN;
     let parts = digest::cuda::parts([(0, 0..between), (1, between..len)]);
-    let memory = bench.input(&values)?;
-    // Tables lie straight.
-    let skew = std::mem::take(&mut bench.skew);
-    let table = bench.input(bytemuck::cast_slice::<_, u8>(&parts))?;
+    let memory = harness.input(&values)?;
+    // Tables are always aligned.
+    let skew = std::mem::take(&mut harness.skew);
+    let table = harness.input(bytemuck::cast_slice::<_, u8>(&parts))?;
     let states: Vec<StepState> = (0..32).map(|step| StepState { step, ..StepState::after(0) }).collect();
-    let states = bench.input(bytemuck::cast_slice::<_, u8>(&states))?;
-    bench.skew = skew;
+    let states = harness.input(bytemuck::cast_slice::<_, u8>(&states))?;
+    harness.skew = skew;
     let state = |step: usize| states.view().slice(step * StepState::BYTES..(step + 1) * StepState::BYTES);
-    let found = bench.twice(judge, &[Output::holding(&[0i64; 33])], |stream, outputs| {
+    let found = harness.twice(verdict, &[Output::holding(&[0i64; 33])], |stream, outputs| {
         for step in 0..32 {
             let found = outputs[0].slice(step..step + 1);
             digest::cuda::find_not_finite(stream, memory.view(), table.view(), state(step), MARK, found)?;
@@ -203,10 +206,11 @@ fn find(bench: &mut Bench, judge: &mut Judge, len: usize) -> Result<()> {
         digest::cuda::find_not_finite(stream, memory.view(), none, state(0), MARK, found)
     })?;
     let found = found.values::<i64>(0);
-    // A small tensor is looked at whole in every step, of a large one each element once.
+    // Every step checks a small tensor completely, and a part of a large one, so that 32 steps cover each element
+    // once.
     let at_least = if len - between > digest::cuda::SMALL { 1 } else { 32 };
     let seen = found.iter().filter(|mark| **mark == MARK as i64 + 1).count();
-    judge.equal("found", &[seen.min(at_least)], &[at_least]);
-    judge.equal("not found", &[found.iter().filter(|mark| **mark == 0).count()], &[33 - seen]);
+    verdict.equal("found", &[seen.min(at_least)], &[at_least]);
+    verdict.equal("not found", &[found.iter().filter(|mark| **mark == 0).count()], &[33 - seen]);
     Ok(())
 }

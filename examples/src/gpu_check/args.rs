@@ -5,32 +5,32 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::Parser;
 
-/// Checks every CUDA kernel on a GPU against the CPU. Exit code 1 if one computes anything else.
+/// Checks every CUDA kernel on a GPU against the CPU. Exit code 1 if a result is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "gpu_check", version)]
 pub(super) struct Args {
-    /// The GPU, by its number.
+    /// Index of the GPU.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(super) device: u32,
     /// Seed of all random numbers [default: the time].
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// Few and small shapes.
+    /// Check only few and small shapes.
     #[arg(long)]
     pub(super) quick: bool,
-    /// Only checks with this in their name, such as `conv` or `backward_weights`.
+    /// Run only checks whose name contains TEXT, for example `conv` or `backward_weights`.
     #[arg(long, value_name = "TEXT")]
     pub(super) only: Option<String>,
-    /// Write all results as one JSON object to this file.
+    /// Write all results to this file, as one JSON object.
     #[arg(long, value_name = "FILE")]
     pub(super) json: Option<PathBuf>,
-    /// In place of the checks, measure memory bandwidth, the optimizer's share of it, and large products.
+    /// Instead of the checks, measure memory bandwidth, the optimizer's share of it, and large matrix products.
     #[arg(long, conflicts_with_all = ["quick", "only", "compile_only"])]
     pub(super) bandwidth: bool,
-    /// List all kernels, with their sources.
+    /// List all kernels and their source files.
     #[arg(long, conflicts_with_all = ["bandwidth", "compile_only"])]
     pub(super) list: bool,
-    /// Compile all kernels for all architectures, which needs no GPU.
+    /// Compile all kernels for all architectures. Needs no GPU.
     #[arg(long)]
     pub(super) compile_only: bool,
     /// With --compile-only: print registers, shared memory and spills of each kernel.

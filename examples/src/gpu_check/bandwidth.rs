@@ -1,7 +1,7 @@
-//! How fast memory and products are: the floor that a training step stands on.
+//! Memory bandwidth and matrix products: the lower bound of a training step's time.
 //!
-//! A figure is the difference between a long and a short series of the same work, each a captured graph, over the
-//! difference of their lengths: what it costs to begin and to end falls out.
+//! A figure is the difference between a long and a short series of the same work, each a captured graph, divided by
+//! the difference of their lengths. Start-up and end costs cancel out.
 
 use std::fmt;
 use std::time::Instant;
@@ -19,7 +19,7 @@ use serde::Serialize;
 
 use crate::print::outln;
 
-/// Parameters of the optimizer's arena: four times what caches hold.
+/// Parameters of the optimizer's arena: four times the size of caches.
 const PARAMETERS: usize = 1 << 26;
 /// Rows, columns and depth of the product.
 const SIDE: usize = 8192;
@@ -30,7 +30,7 @@ pub(super) struct Figure {
     what: &'static str,
     value: f64,
     unit: &'static str,
-    /// Share of the figure before that is its limit.
+    /// Ratio to the preceding figure, which is its limit.
     share: Option<f64>,
 }
 
@@ -41,7 +41,7 @@ impl fmt::Display for Figure {
     }
 }
 
-/// Seconds of one `work` among many.
+/// Seconds of one execution of `work`.
 fn time(stream: &Stream, work: impl Fn() -> Result<()>) -> Result<f64> {
     const SHORT: u32 = 4;
     const LONG: u32 = 24;
@@ -66,7 +66,7 @@ pub(super) fn measure(stream: &Stream) -> Result<Vec<Figure>> {
     let arena = || Memory::zeroed(device, DType::F32, PARAMETERS);
     let (gradients, params, first, second) = (arena()?, arena()?, arena()?, arena()?);
     let copied = time(stream, || stream.copy(gradients.view(), params.view()))?;
-    // Read once and written once.
+    // One read and one write.
     let copy = 8.0 * PARAMETERS as f64 / copied / 1e9;
 
     let copies = Memory::zeroed(device, DType::Bf16, PARAMETERS)?;
@@ -85,7 +85,7 @@ pub(super) fn measure(stream: &Stream) -> Result<Vec<Figure>> {
         copy: Some(copies.view()),
     };
     let updated = time(stream, || cuda::update(stream, &optimizer, state.view(), table.view(), &arenas))?;
-    // Four arenas read, three written, and the copy of half the size.
+    // Four arenas read, three written, and a copy of half the size.
     let update = 30.0 * PARAMETERS as f64 / updated / 1e9;
     drop((gradients, params, first, second, copies));
 

@@ -7,7 +7,7 @@ use mgpu_kernels::cuda::{ARCHITECTURES, Result, Usage, compile_for, compiler_ver
 
 use crate::print::outln;
 
-/// Prints what was compiled. True if everything was.
+/// Prints the results. True if everything compiled.
 pub(super) fn run(table: bool) -> Result<bool> {
     let (major, minor) = compiler_version()?;
     outln!("NVRTC {major}.{minor}");

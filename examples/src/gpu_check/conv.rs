@@ -1,4 +1,4 @@
-//! Convolutions and dense layers: all passes in all precisions, by this crate's kernels.
+//! Convolutions and dense layers: all passes in all precisions, with this crate's kernels.
 
 use mgpu_kernels::DType;
 use mgpu_kernels::Precision;
@@ -7,18 +7,18 @@ use mgpu_kernels::conv::{Padding, Shape, cuda};
 use mgpu_kernels::cuda::{Memory, Result};
 use mgpu_kernels::dense;
 
-use super::bench::{Bench, Outcome, Output};
+use super::harness::{Harness, Outcome, Output};
 use super::shapes::{Conv, Shapes, awkward_conv};
 use super::values::{multiplied, stored};
 use super::{bound, reference};
 
-pub(super) fn check(bench: &mut Bench) -> Outcome {
+pub(super) fn check(harness: &mut Harness) -> Outcome {
     let conv = |images, channels, extent, filters, kernel, padding| {
         let (height, width) = (extent, extent + 1);
         Conv { shape: Shape { channels, height, width, filters, kernel, padding }, images }
     };
     let mut convs = Vec::new();
-    if bench.quick {
+    if harness.quick {
         convs.extend([
             conv(2, 1, 9, 6, 5, Padding::Same),
             conv(1, 1, 8, 40, 5, Padding::Valid),
@@ -29,47 +29,47 @@ pub(super) fn check(bench: &mut Bench) -> Outcome {
             conv(2, 8, 7, 16, 3, Padding::Same),
             Conv::dense(5, 72, 16),
         ]);
-        convs.extend((0..2).map(|_| awkward_conv(&mut bench.random)));
+        convs.extend((0..2).map(|_| awkward_conv(&mut harness.random)));
     } else {
         convs.extend(Shapes::of_networks(2).convs);
-        convs.extend((0..24).map(|_| awkward_conv(&mut bench.random)));
+        convs.extend((0..24).map(|_| awkward_conv(&mut harness.random)));
         convs.extend([Conv::dense(128, 6272, 128), Conv::dense(37, 200, 72)]);
         convs.extend([8, 12].map(|filters| conv(3, 1, 11, filters, 3, Padding::Same)));
         convs.push(conv(3, 1, 11, 12, 5, Padding::Same));
     }
     for conv in &convs {
-        passes(bench, conv)?;
+        passes(harness, conv)?;
     }
-    // Where addresses rule out moving 16 bytes at a time.
-    bench.skew = 1;
-    let outcome = passes(bench, &Conv::dense(9, 16, 24)).and_then(|()| {
+    // Addresses that rule out 16-byte accesses.
+    harness.skew = 1;
+    let outcome = passes(harness, &Conv::dense(9, 16, 24)).and_then(|()| {
         let shape =
             Shape { channels: 8, height: 6, width: 5, filters: 16, kernel: 3, padding: Padding::Same };
-        passes(bench, &Conv { shape, images: 2 })
+        passes(harness, &Conv { shape, images: 2 })
     });
-    bench.skew = 0;
+    harness.skew = 0;
     outcome?;
-    large_tiles(bench)
+    large_tiles(harness)
 }
 
 /// Matrices that fill the GPU with large tiles, one for each pass.
-fn large_tiles(bench: &mut Bench) -> Outcome {
-    let multiprocessors = bench.stream.device().multiprocessors() as usize;
-    // Of 128 by 128 results there is one tile for each multiprocessor.
+fn large_tiles(harness: &mut Harness) -> Outcome {
+    let multiprocessors = harness.stream.device().multiprocessors() as usize;
+    // One tile of 128 by 128 results for each multiprocessor.
     let rows = 128 * (multiprocessors / 2).max(1);
     for precision in Precision::ALL {
-        pass(bench, &Conv::dense(rows, 16, 256), precision, Pass::Forward)?;
-        pass(bench, &Conv::dense(rows, 256, 16), precision, Pass::BackwardInput)?;
-        // The sum of a weight's gradient is cut into slices of eight steps or more: so many samples give half as many
-        // slices, for the tiles to fill large GPUs.
+        pass(harness, &Conv::dense(rows, 16, 256), precision, LayerPass::Forward)?;
+        pass(harness, &Conv::dense(rows, 256, 16), precision, LayerPass::BackwardInput)?;
+        // The sum of a weight's gradient is split into slices of at least eight steps. Half as many slices as the
+        // samples allow are enough tiles to fill large GPUs.
         let samples = 8 * 132 * if precision == Precision::Bf16 { 32 } else { 16 };
-        pass(bench, &Conv::dense(samples, 128, 128), precision, Pass::BackwardWeights)?;
+        pass(harness, &Conv::dense(samples, 128, 128), precision, LayerPass::BackwardWeights)?;
     }
     Ok(())
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Pass {
+enum LayerPass {
     Forward,
     BackwardInput,
     BackwardWeights,
@@ -77,34 +77,34 @@ enum Pass {
     BackwardActivation,
 }
 
-fn passes(bench: &mut Bench, conv: &Conv) -> Outcome {
+fn passes(harness: &mut Harness, conv: &Conv) -> Outcome {
     for precision in Precision::ALL {
         for of in [
-            Pass::Forward,
-            Pass::BackwardInput,
-            Pass::BackwardWeights,
-            Pass::BackwardBias,
-            Pass::BackwardActivation,
+            LayerPass::Forward,
+            LayerPass::BackwardInput,
+            LayerPass::BackwardWeights,
+            LayerPass::BackwardBias,
+            LayerPass::BackwardActivation,
         ] {
-            pass(bench, conv, precision, of)?;
+            pass(harness, conv, precision, of)?;
         }
     }
     Ok(())
 }
 
-fn pass(bench: &mut Bench, conv: &Conv, precision: Precision, pass: Pass) -> Outcome {
+fn pass(harness: &mut Harness, conv: &Conv, precision: Precision, pass: LayerPass) -> Outcome {
     let layer = if conv.is_dense() { "dense" } else { "conv" };
     let name = match pass {
-        Pass::Forward => "forward",
-        Pass::BackwardInput => "backward_input",
-        Pass::BackwardWeights => "backward_weights",
-        Pass::BackwardBias => "backward_bias",
-        Pass::BackwardActivation => "backward_activation",
+        LayerPass::Forward => "forward",
+        LayerPass::BackwardInput => "backward_input",
+        LayerPass::BackwardWeights => "backward_weights",
+        LayerPass::BackwardBias => "backward_bias",
+        LayerPass::BackwardActivation => "backward_activation",
     };
     let &Conv { shape, images } = conv;
-    // Kernels for images of one channel multiply without them.
-    let first = shape.channels == 1 && [3, 5].contains(&shape.kernel) && pass != Pass::BackwardInput;
-    let tensor_cores = bench.tensor_cores() && !first;
+    // Kernels for images of one channel do not use tensor cores.
+    let first = shape.channels == 1 && [3, 5].contains(&shape.kernel) && pass != LayerPass::BackwardInput;
+    let tensor_cores = harness.tensor_cores() && !first;
     let dtype = precision.storage();
     let bf16 = dtype == DType::Bf16;
     let sum = |terms, bf16| {
@@ -112,23 +112,23 @@ fn pass(bench: &mut Bench, conv: &Conv, precision: Precision, pass: Pass) -> Out
         bound::sum(terms, bf16) + cut
     };
     let as_dense = dense::Shape { inputs: shape.channels, outputs: shape.filters };
-    bench.check(&format!("{layer} {name}"), conv, precision.name(), |bench, judge| {
-        let x = stored(precision, bench.random.floats(images * shape.input_len()));
-        let w = stored(precision, bench.random.floats(shape.weights_len()));
-        let dy = stored(precision, bench.random.floats(images * shape.output_len()));
-        let b = bench.random.floats(shape.filters);
-        let [x_memory, w_memory, dy_memory] = [&x, &w, &dy].map(|values| bench.activations(dtype, values));
+    harness.check(&format!("{layer} {name}"), conv, precision.name(), |harness, verdict| {
+        let x = stored(precision, harness.random.floats(images * shape.input_len()));
+        let w = stored(precision, harness.random.floats(shape.weights_len()));
+        let dy = stored(precision, harness.random.floats(images * shape.output_len()));
+        let b = harness.random.floats(shape.filters);
+        let [x_memory, w_memory, dy_memory] = [&x, &w, &dy].map(|values| harness.activations(dtype, values));
         let (x_memory, w_memory, dy_memory) = (x_memory?, w_memory?, dy_memory?);
         let (x_view, w_view, dy_view) = (x_memory.view(), w_memory.view(), dy_memory.view());
-        let b_memory = bench.input(&b)?;
-        let workspace = workspace(bench, conv, precision)?;
+        let b_memory = harness.input(&b)?;
+        let workspace = workspace(harness, conv, precision)?;
         let [x, w, dy] = [&x, &w, &dy].map(|values| multiplied(precision, tensor_cores, values));
         let pixels = dy.len() / shape.filters;
         let in_place = shape.kernel * shape.kernel;
         match pass {
-            Pass::Forward => {
-                let slope = [cuda::LINEAR, 0.0, LEAKY_SLOPE][bench.random.below(3)];
-                let found = bench.twice(judge, &[Output::of(dtype, dy.len())], |stream, outputs| {
+            LayerPass::Forward => {
+                let slope = [cuda::LINEAR, 0.0, LEAKY_SLOPE][harness.random.below(3)];
+                let found = harness.twice(verdict, &[Output::of(dtype, dy.len())], |stream, outputs| {
                     let (b, y) = (b_memory.view(), outputs[0]);
                     if conv.is_dense() {
                         dense::cuda::forward(
@@ -143,10 +143,10 @@ fn pass(bench: &mut Bench, conv: &Conv, precision: Precision, pass: Pass) -> Out
                 let activate = |value: &f64| if *value > 0.0 { *value } else { value * f64::from(slope) };
                 let expected: Vec<f64> = sums.values.iter().map(activate).collect();
                 let bound = sum(shape.filter_len(), bf16);
-                judge.close("output", found.floats(0), &expected, |i| sums.scale(i), bound);
+                verdict.close("output", found.floats(0), &expected, |i| sums.scale(i), bound);
             }
-            Pass::BackwardInput => {
-                let found = bench.twice(judge, &[Output::of(dtype, x.len())], |stream, outputs| {
+            LayerPass::BackwardInput => {
+                let found = harness.twice(verdict, &[Output::of(dtype, x.len())], |stream, outputs| {
                     let dx = outputs[0];
                     if conv.is_dense() {
                         dense::cuda::backward_input(stream, &as_dense, images, precision, w_view, dy_view, dx)
@@ -156,11 +156,11 @@ fn pass(bench: &mut Bench, conv: &Conv, precision: Precision, pass: Pass) -> Out
                 })?;
                 let sums = reference::backward_input(&shape, images, &w, &dy);
                 let bound = sum(shape.filters * in_place, bf16);
-                judge.close("gradient", found.floats(0), &sums.values, |i| sums.scale(i), bound);
+                verdict.close("gradient", found.floats(0), &sums.values, |i| sums.scale(i), bound);
             }
-            Pass::BackwardWeights => {
+            LayerPass::BackwardWeights => {
                 let outputs = [Output::of(DType::F32, w.len())];
-                let found = bench.twice(judge, &outputs, |stream, outputs| {
+                let found = harness.twice(verdict, &outputs, |stream, outputs| {
                     let (space, dw) = (workspace.view(), outputs[0]);
                     if conv.is_dense() {
                         dense::cuda::backward_weights(
@@ -172,11 +172,11 @@ fn pass(bench: &mut Bench, conv: &Conv, precision: Precision, pass: Pass) -> Out
                 })?;
                 let sums = reference::backward_weights(&shape, images, &x, &dy);
                 let bound = sum(pixels, false);
-                judge.close("gradient", found.floats(0), &sums.values, |i| sums.scale(i), bound);
+                verdict.close("gradient", found.floats(0), &sums.values, |i| sums.scale(i), bound);
             }
-            Pass::BackwardBias => {
+            LayerPass::BackwardBias => {
                 let outputs = [Output::of(DType::F32, shape.filters)];
-                let found = bench.twice(judge, &outputs, |stream, outputs| {
+                let found = harness.twice(verdict, &outputs, |stream, outputs| {
                     let (space, db) = (workspace.view(), outputs[0]);
                     if conv.is_dense() {
                         dense::cuda::backward_bias(stream, &as_dense, images, precision, dy_view, space, db)
@@ -184,18 +184,18 @@ fn pass(bench: &mut Bench, conv: &Conv, precision: Precision, pass: Pass) -> Out
                         cuda::backward_bias(stream, &shape, images, precision, dy_view, space, db)
                     }
                 })?;
-                // Nothing is multiplied, so nothing is rounded to TF32.
-                let dy = dy_memory_values(bench, &dy_memory.view())?;
+                // There are no products, so nothing is rounded to TF32.
+                let dy = dy_memory_values(harness, &dy_memory.view())?;
                 let sums = reference::backward_bias(&shape, &dy);
                 let bound = bound::sum(pixels, false);
-                judge.close("gradient", found.floats(0), &sums.values, |i| sums.scale(i), bound);
+                verdict.close("gradient", found.floats(0), &sums.values, |i| sums.scale(i), bound);
             }
-            Pass::BackwardActivation => {
-                let slope = [0.0, LEAKY_SLOPE][bench.random.below(2)];
-                let y = stored(precision, bench.random.floats(dy.len()));
-                let y_memory = bench.activations(dtype, &y)?;
+            LayerPass::BackwardActivation => {
+                let slope = [0.0, LEAKY_SLOPE][harness.random.below(2)];
+                let y = stored(precision, harness.random.floats(dy.len()));
+                let y_memory = harness.activations(dtype, &y)?;
                 let outputs = [Output::of(dtype, dy.len()), Output::of(DType::F32, shape.filters)];
-                let found = bench.twice(judge, &outputs, |stream, outputs| {
+                let found = harness.twice(verdict, &outputs, |stream, outputs| {
                     let &[gradient, db] = outputs else { unreachable!("two outputs") };
                     stream.copy(dy_view, gradient)?;
                     let (y, space) = (y_memory.view(), workspace.view());
@@ -203,33 +203,35 @@ fn pass(bench: &mut Bench, conv: &Conv, precision: Precision, pass: Pass) -> Out
                         stream, &shape, images, precision, slope, y, gradient, space, db,
                     )
                 })?;
-                let dy = dy_memory_values(bench, &dy_memory.view())?;
+                let dy = dy_memory_values(harness, &dy_memory.view())?;
                 let before =
                     y.iter().zip(&dy).map(|(y, dy)| if *y > 0.0 { *dy } else { *dy * f64::from(slope) });
                 let expected: Vec<f64> = before.collect();
                 let rounded = bound::chain(1, bf16);
-                judge.close("gradient", found.floats(0), &expected, |i| expected[i].abs(), rounded);
-                // The bias's is the sum of what was rounded.
+                verdict.close("gradient", found.floats(0), &expected, |i| expected[i].abs(), rounded);
+                // The gradient of the bias is the sum of the rounded values.
                 let found_before: Vec<f64> = found.floats(0).iter().map(|value| f64::from(*value)).collect();
                 let sums = reference::backward_bias(&shape, &found_before);
                 let bound = bound::sum(pixels, false);
-                judge.close("bias's gradient", found.floats(1), &sums.values, |i| sums.scale(i), bound);
+                verdict.close("bias's gradient", found.floats(1), &sums.values, |i| sums.scale(i), bound);
             }
         }
         Ok(())
     })
 }
 
-/// Values as they are kept.
-fn dy_memory_values(bench: &Bench, view: &mgpu_kernels::cuda::View<'_>) -> Result<Vec<f64>> {
+/// Values as stored.
+fn dy_memory_values(harness: &Harness, view: &mgpu_kernels::cuda::View<'_>) -> Result<Vec<f64>> {
     Ok(match view.dtype() {
-        DType::Bf16 => view.to_vec::<half::bf16>(&bench.stream)?.iter().map(|value| value.to_f64()).collect(),
-        _ => view.to_vec::<f32>(&bench.stream)?.iter().map(|value| f64::from(*value)).collect(),
+        DType::Bf16 => {
+            view.to_vec::<half::bf16>(&harness.stream)?.iter().map(|value| value.to_f64()).collect()
+        }
+        _ => view.to_vec::<f32>(&harness.stream)?.iter().map(|value| f64::from(*value)).collect(),
     })
 }
 
-/// Enough for a pass, filled with numbers that would be noticed.
-fn workspace(bench: &Bench, conv: &Conv, precision: Precision) -> Result<Memory> {
+/// Enough workspace for a pass, filled with NaNs to detect uninitialised reads.
+fn workspace(harness: &Harness, conv: &Conv, precision: Precision) -> Result<Memory> {
     let len = cuda::workspace_bytes(&conv.shape, conv.images, precision) / size_of::<f32>();
-    Memory::from_slice(&bench.stream, &vec![f32::NAN; len.max(1)])
+    Memory::from_slice(&harness.stream, &vec![f32::NAN; len.max(1)])
 }

@@ -1,33 +1,33 @@
-//! Batches out of a data set.
+//! Gathering batches from a data set.
 
 use mgpu_kernels::cuda::StepState;
 use mgpu_kernels::gather::{cpu, cuda};
 use mgpu_kernels::{DType, cuda::Result};
 
-use super::bench::{Bench, Judge, Outcome, Output};
+use super::harness::{Harness, Outcome, Output, Verdict};
 use super::values::to_bf16;
 
-/// What takes the place of a label where an order leads nowhere.
+/// The label written for an invalid entry of the order.
 const NO_LABEL: u8 = 255;
 
-pub(super) fn check(bench: &mut Bench) -> Outcome {
+pub(super) fn check(harness: &mut Harness) -> Outcome {
     for (samples, len, batch) in [(40, 784, 8), (13, 49, 5), (7, 16, 7)] {
         for skew in [0, 1] {
-            bench.skew = skew;
+            harness.skew = skew;
             let outcome = [false, true].into_iter().try_for_each(|ordered| {
-                Bench::types().into_iter().try_for_each(|(dtype, precision)| {
+                Harness::types().into_iter().try_for_each(|(dtype, precision)| {
                     let order = if ordered { ", ordered" } else { "" };
                     let text = format!("{batch} of {samples}x{len}{order}");
                     let extents = [samples, len, batch];
-                    bench.check("gather batch", &text, precision, |bench, judge| {
-                        each(bench, judge, extents, ordered, dtype, true)
+                    harness.check("gather batch", &text, precision, |harness, verdict| {
+                        each(harness, verdict, extents, ordered, dtype, true)
                     })?;
-                    bench.check("gather range", &text, precision, |bench, judge| {
-                        each(bench, judge, extents, ordered, dtype, false)
+                    harness.check("gather range", &text, precision, |harness, verdict| {
+                        each(harness, verdict, extents, ordered, dtype, false)
                     })
                 })
             });
-            bench.skew = 0;
+            harness.skew = 0;
             outcome?;
         }
     }
@@ -35,23 +35,23 @@ pub(super) fn check(bench: &mut Bench) -> Outcome {
 }
 
 fn each(
-    bench: &mut Bench,
-    judge: &mut Judge,
+    harness: &mut Harness,
+    verdict: &mut Verdict,
     [samples, len, batch]: [usize; 3],
     ordered: bool,
     dtype: DType,
     by_position: bool,
 ) -> Result<()> {
-    let (images, labels) = (bench.random.bytes(samples * len), bench.random.bytes(samples));
-    let order: Vec<u32> = (0..samples).map(|_| bench.random.below(samples) as u32).collect();
+    let (images, labels) = (harness.random.bytes(samples * len), harness.random.bytes(samples));
+    let order: Vec<u32> = (0..samples).map(|_| harness.random.below(samples) as u32).collect();
     let signed: Vec<i32> = order.iter().map(|index| *index as i32).collect();
-    let [images_memory, labels_memory] = [bench.input(&images)?, bench.input(&labels)?];
-    let order_memory = bench.input(&signed)?;
-    let place = bench.random.below(samples / batch);
-    // The same place as a whole batch, and as the second part of a batch of twice as many.
+    let [images_memory, labels_memory] = [harness.input(&images)?, harness.input(&labels)?];
+    let order_memory = harness.input(&signed)?;
+    let place = harness.random.below(samples / batch);
+    // The same samples as a whole batch, and as the second part of a batch of twice the size.
     let (position, part) = if place % 2 == 1 { (place / 2, (1, 2)) } else { (place, (0, 1)) };
     let state = StepState { step: 77, position: position as u64, ..StepState::after(0) };
-    let state = state.upload(&bench.stream)?;
+    let state = state.upload(&harness.stream)?;
     let source = cuda::Samples {
         images: images_memory.view(),
         labels: labels_memory.view(),
@@ -59,7 +59,7 @@ fn each(
     };
     let outputs = [Output::of(dtype, batch * len), Output::of(DType::U8, batch)];
     let first = (place * batch) as u64;
-    let found = bench.twice(judge, &outputs, |stream, outputs| match by_position {
+    let found = harness.twice(verdict, &outputs, |stream, outputs| match by_position {
         true => cuda::batch(stream, &source, state.view(), outputs[0], outputs[1], part),
         false => cuda::range(stream, &source, first, outputs[0], outputs[1]),
     })?;
@@ -69,17 +69,17 @@ fn each(
     if dtype == DType::Bf16 {
         x.iter_mut().for_each(|x| *x = to_bf16(*x));
     }
-    judge.same("pixel", &found.floats(0), &x);
-    judge.equal("label", found.bytes(1), &expected);
+    verdict.same("pixel", &found.floats(0), &x);
+    verdict.equal("label", found.bytes(1), &expected);
 
-    // One place behind the end.
+    // One entry past the end.
     let outputs = [Output::of(dtype, batch * len), Output::of(DType::U8, batch)];
     let behind = (samples - batch + 1) as u64;
-    let found = bench.twice(judge, &outputs, |stream, outputs| {
+    let found = harness.twice(verdict, &outputs, |stream, outputs| {
         cuda::range(stream, &source, behind, outputs[0], outputs[1])
     })?;
-    judge.equal("label behind the end", &found.bytes(1)[batch - 1..], &[NO_LABEL]);
+    verdict.equal("label behind the end", &found.bytes(1)[batch - 1..], &[NO_LABEL]);
     let lost = found.floats(0)[(batch - 1) * len..].iter().all(|x| x.is_nan());
-    judge.equal("pixels behind the end", &[lost], &[true]);
+    verdict.equal("pixels behind the end", &[lost], &[true]);
     Ok(())
 }

@@ -1,8 +1,8 @@
-//! Layers as networks use them: by whichever kernels won, those of a library among them.
+//! Layers as networks use them: with the fastest kernels, including those of libraries.
 //!
-//! A library may add up in blocks (Winograd's and Fourier's ways even transform), cuts operands off where TF32 is asked
-//! for instead of rounding them, and hands results over in bf16 before a bias is added or a gradient widened. So the bound is wider here: it is
-//! meant to find a result that is wrong, in its layout or its type, and not one that is rounded otherwise.
+//! A library may sum in blocks or transform (Winograd, FFT), truncates operands to TF32 instead of rounding them, and
+//! rounds to bf16 before a bias is added or a gradient is widened. So the bounds are wider here: they detect wrong
+//! results (layout, dtype), not different rounding.
 
 use mgpu_kernels::DType;
 use mgpu_kernels::Precision;
@@ -10,16 +10,16 @@ use mgpu_kernels::activation::LEAKY_SLOPE;
 use mgpu_kernels::conv::{Padding, Shape, gpu};
 use mgpu_kernels::cuda::{Memory, Options, Result};
 
-use super::bench::{Bench, Judge, Outcome, Output};
+use super::harness::{Harness, Outcome, Output, Verdict};
 use super::shapes::{Conv, Shapes};
 use super::values::stored;
 use super::{bound, reference};
 
 use crate::print::outln;
 
-pub(super) fn check(bench: &mut Bench) -> Outcome {
+pub(super) fn check(harness: &mut Harness) -> Outcome {
     let mut convs = vec![Conv::dense(6, 72, 40)];
-    if bench.quick {
+    if harness.quick {
         let shape =
             Shape { channels: 8, height: 7, width: 6, filters: 16, kernel: 3, padding: Padding::Same };
         convs.push(Conv { shape, images: 2 });
@@ -29,42 +29,44 @@ pub(super) fn check(bench: &mut Bench) -> Outcome {
     for conv in convs.into_iter().filter(|conv| conv.shape.channels > 1) {
         for precision in Precision::ALL {
             let name = if conv.is_dense() { "dense layer" } else { "conv layer" };
-            bench.check(name, conv, precision.name(), |bench, judge| each(bench, judge, &conv, precision))?;
+            harness.check(name, conv, precision.name(), |harness, verdict| {
+                each(harness, verdict, &conv, precision)
+            })?;
         }
     }
     Ok(())
 }
 
-/// [`bound::sum`], with room for what libraries do.
+/// [`bound::sum`], widened for libraries.
 fn bound(terms: usize, precision: Precision) -> f64 {
     let operands = match precision {
         Precision::F32 => 0.0,
-        // Cut off, each of both operands is too small by up to 2^-10 of its size.
+        // Truncation makes each operand too small by up to 2^-10 of its magnitude.
         Precision::Tf32 => 6.0 / f64::from(1 << 10),
-        // The product, with the bias, activated.
+        // Product, bias and activation are each rounded.
         Precision::Bf16 => 3.0 * bound::kept(true),
     };
     16.0 * bound::sum(terms, false) + operands
 }
 
-fn each(bench: &mut Bench, judge: &mut Judge, conv: &Conv, precision: Precision) -> Result<()> {
+fn each(harness: &mut Harness, verdict: &mut Verdict, conv: &Conv, precision: Precision) -> Result<()> {
     let &Conv { shape, images } = conv;
     let dtype = precision.storage();
-    let slope = [1.0, 0.0, LEAKY_SLOPE][bench.random.below(3)];
-    let layer = gpu::Conv::new(&bench.stream, shape, images, precision, slope, true, Options::default())?;
-    // It tells times, which mean nothing on what is no GPU.
-    if !bench.fake() {
+    let slope = [1.0, 0.0, LEAKY_SLOPE][harness.random.below(3)];
+    let layer = gpu::Conv::new(&harness.stream, shape, images, precision, slope, true, Options::default())?;
+    // It reports times, which mean nothing on a fake GPU.
+    if !harness.fake() {
         outln!("       {}", layer.describe());
     }
-    let x = stored(precision, bench.random.floats(images * shape.input_len()));
-    let w = stored(precision, bench.random.floats(shape.weights_len()));
-    let dy = stored(precision, bench.random.floats(images * shape.output_len()));
-    let b = bench.random.floats(shape.filters);
-    let [x_memory, w_memory, dy_memory] = [&x, &w, &dy].map(|values| bench.activations(dtype, values));
+    let x = stored(precision, harness.random.floats(images * shape.input_len()));
+    let w = stored(precision, harness.random.floats(shape.weights_len()));
+    let dy = stored(precision, harness.random.floats(images * shape.output_len()));
+    let b = harness.random.floats(shape.filters);
+    let [x_memory, w_memory, dy_memory] = [&x, &w, &dy].map(|values| harness.activations(dtype, values));
     let (x_memory, w_memory, dy_memory) = (x_memory?, w_memory?, dy_memory?);
-    let b_memory = bench.input(&b)?;
+    let b_memory = harness.input(&b)?;
     let space = layer.workspace_bytes().div_ceil(4).max(1);
-    let space = Memory::from_slice(&bench.stream, &vec![f32::NAN; space])?;
+    let space = Memory::from_slice(&harness.stream, &vec![f32::NAN; space])?;
     let (x_view, w_view, b_view) = (x_memory.view(), w_memory.view(), b_memory.view());
     let (dy_view, space) = (dy_memory.view(), space.view());
     let outputs = [
@@ -73,7 +75,7 @@ fn each(bench: &mut Bench, judge: &mut Judge, conv: &Conv, precision: Precision)
         Output::of(DType::F32, w.len()),
         Output::of(DType::F32, shape.filters),
     ];
-    let found = bench.twice(judge, &outputs, |stream, outputs| {
+    let found = harness.twice(verdict, &outputs, |stream, outputs| {
         let &[y, dx, dw, db] = outputs else { unreachable!("four outputs") };
         layer.forward(stream, images, x_view, w_view, b_view, y, space)?;
         layer.backward_input(stream, images, w_view, dy_view, dx, space)?;
@@ -89,13 +91,19 @@ fn each(bench: &mut Bench, judge: &mut Judge, conv: &Conv, precision: Precision)
     let activate = |value: &f64| if *value > 0.0 { *value } else { value * f64::from(slope) };
     let expected: Vec<f64> = y.values.iter().map(activate).collect();
     let allowed = bound(shape.filter_len(), precision);
-    judge.close("output", found.floats(0), &expected, |i| y.scale(i), allowed);
+    verdict.close("output", found.floats(0), &expected, |i| y.scale(i), allowed);
     let dx = reference::backward_input(&shape, images, &w, &dy);
     let allowed = bound(shape.filters * in_place, precision);
-    judge.close("input's gradient", found.floats(1), &dx.values, |i| dx.scale(i), allowed);
+    verdict.close("input's gradient", found.floats(1), &dx.values, |i| dx.scale(i), allowed);
     let dw = reference::backward_weights(&shape, images, &x, &dy);
-    judge.close("weights' gradient", found.floats(2), &dw.values, |i| dw.scale(i), bound(pixels, precision));
+    verdict.close(
+        "weights' gradient",
+        found.floats(2),
+        &dw.values,
+        |i| dw.scale(i),
+        bound(pixels, precision),
+    );
     let db = reference::backward_bias(&shape, &dy);
-    judge.close("bias's gradient", found.floats(3), &db.values, |i| db.scale(i), bound(pixels, precision));
+    verdict.close("bias's gradient", found.floats(3), &db.values, |i| db.scale(i), bound(pixels, precision));
     Ok(())
 }

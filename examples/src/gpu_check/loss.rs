@@ -5,23 +5,23 @@ use mgpu_kernels::cuda::Result;
 use mgpu_kernels::loss::cuda::{SCRATCH_BYTES, Score};
 use mgpu_kernels::loss::{Report, cpu, cuda};
 
-use super::bench::{Bench, Judge, Outcome, Output};
 use super::bound;
+use super::harness::{Harness, Outcome, Output, Verdict};
 use super::values::to_bf16;
 
-pub(super) fn check(bench: &mut Bench) -> Outcome {
+pub(super) fn check(harness: &mut Harness) -> Outcome {
     let mut shapes = vec![(1, 10), (5, 3), (37, 10), (9, 70)];
-    if !bench.quick {
+    if !harness.quick {
         shapes.extend([(128, 10), (1024, 10), (3000, 10), (2, 256)]);
     }
     for (samples, classes) in shapes {
-        for (dtype, precision) in Bench::types() {
+        for (dtype, precision) in Harness::types() {
             let text = format!("{samples}x{classes}");
-            bench.check("loss gradient", &text, precision, |bench, judge| {
-                each(bench, judge, samples, classes, dtype, true)
+            harness.check("loss gradient", &text, precision, |harness, verdict| {
+                each(harness, verdict, samples, classes, dtype, true)
             })?;
-            bench.check("loss score", &text, precision, |bench, judge| {
-                each(bench, judge, samples, classes, dtype, false)
+            harness.check("loss score", &text, precision, |harness, verdict| {
+                each(harness, verdict, samples, classes, dtype, false)
             })?;
         }
     }
@@ -29,28 +29,28 @@ pub(super) fn check(bench: &mut Bench) -> Outcome {
 }
 
 fn each(
-    bench: &mut Bench,
-    judge: &mut Judge,
+    harness: &mut Harness,
+    verdict: &mut Verdict,
     samples: usize,
     classes: usize,
     dtype: DType,
     gradient: bool,
 ) -> Result<()> {
     let round = |value: f32| if dtype == DType::Bf16 { to_bf16(8.0 * value) } else { 8.0 * value };
-    let mut logits: Vec<f32> = bench.random.floats(samples * classes).into_iter().map(round).collect();
-    // The first of the largest counts.
+    let mut logits: Vec<f32> = harness.random.floats(samples * classes).into_iter().map(round).collect();
+    // With equal maxima, the first counts.
     let last = logits.len() - 1;
     (logits[0], logits[last]) = (9.0, logits[last - 1]);
-    let labels: Vec<u8> = (0..samples).map(|_| bench.random.below(classes) as u8).collect();
-    let (logits_memory, labels_memory) = (bench.activations(dtype, &logits)?, bench.input(&labels)?);
-    // It is added to what is there.
+    let labels: Vec<u8> = (0..samples).map(|_| harness.random.below(classes) as u8).collect();
+    let (logits_memory, labels_memory) = (harness.activations(dtype, &logits)?, harness.input(&labels)?);
+    // Results are added to the existing contents.
     let before = Score { loss_sum: 1.5, correct: 3, samples: 7 };
     let outputs = [
         Output::of(dtype, logits.len()),
         Output::holding(&[0u8; SCRATCH_BYTES]),
         Output::holding(bytemuck::bytes_of(&before)),
     ];
-    let found = bench.twice(judge, &outputs, |stream, outputs| {
+    let found = harness.twice(verdict, &outputs, |stream, outputs| {
         let (logits, labels) = (logits_memory.view(), labels_memory.view());
         let [of_logits, scratch, score] = [outputs[0], outputs[1], outputs[2]];
         if gradient {
@@ -68,14 +68,14 @@ fn each(
     if gradient {
         let expected: Vec<f64> = expected.iter().map(|value| f64::from(*value)).collect();
         let bound = bound::chain(2, dtype == DType::Bf16);
-        judge.close("gradient", found.floats(0), &expected, |i| expected[i].abs().max(1e-30), bound);
+        verdict.close("gradient", found.floats(0), &expected, |i| expected[i].abs().max(1e-30), bound);
     }
     let score = Report::from(Score::from_bytes(found.bytes(2)));
-    judge.equal("correct", &[score.correct], &[3 + report.correct]);
-    judge.equal("samples", &[score.samples], &[7 + samples as u64]);
+    verdict.equal("correct", &[score.correct], &[3 + report.correct]);
+    verdict.equal("samples", &[score.samples], &[7 + samples as u64]);
     let expected = [1.5 + report.loss_sum];
-    // Exponentials and logarithms of two libraries.
+    // Exponentials and logarithms come from two libraries.
     let bound = 4.0 * bound::sum_f64(samples + classes);
-    judge.close("loss", [score.loss_sum], &expected, |_| expected[0], bound);
+    verdict.close("loss", [score.loss_sum], &expected, |_| expected[0], bound);
     Ok(())
 }

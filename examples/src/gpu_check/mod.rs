@@ -1,26 +1,26 @@
-//! `gpu_check`: does every kernel compute on this GPU what it should?
+//! `gpu_check`: verifies every CUDA kernel on a GPU.
 //!
-//! Tests of the project run the CUDA kernels on a stand-in for a GPU, compiled by another compiler. This program runs
-//! them through their public launchers on whatever GPU there is, on fresh random numbers, for the shapes of the
-//! networks and for awkward ones, in all precisions. Each result is compared
+//! The project's tests run the CUDA kernels on a fake GPU, built with another compiler. This program launches them
+//! through their public functions on a real GPU, with new random numbers, for the shapes of the networks and for
+//! unusual ones, in all precisions. Each result is compared
 //!
-//! - with the CPU sibling of the operation, or with a plain sum in f64 where rounding matters (`reference`), of the
-//!   operands as the precision rounds them, within a bound that is derived rather than tried (`bound`);
-//! - with itself: every launch runs twice, on different garbage, and gives the same bits;
-//! - with its limits: the bytes around each output stay as they were.
+//! - with the CPU implementation of the operation or, where rounding matters, with a sum in f64 (`reference`) of
+//!   operands rounded to the precision, within a derived bound (`bound`);
+//! - with itself: every kernel is launched twice, on different initial contents, and must give the same bits;
+//! - with its limits: the bytes around each output must stay unchanged.
 //!
-//! A line for each check says how large its error is, and which error is allowed. Exit code 1 means that one was larger.
+//! Each check prints a line with its error and the allowed error. Exit code 1 if one is larger.
 
 mod arena;
 mod args;
 mod bandwidth;
-mod bench;
 mod bound;
 mod compile;
 mod conv;
 mod dropout;
 mod gather;
 mod gelu;
+mod harness;
 mod layers;
 mod loss;
 mod norm;
@@ -39,12 +39,12 @@ use std::process::ExitCode;
 use mgpu_kernels::cuda::{Device, Stream, compiler_version, sources};
 
 use args::Args;
-use bench::Bench;
+use harness::Harness;
 use report::{Machine, Report};
 
 use crate::print::{self, errln, outln};
 
-/// How a stand-in for a GPU is called. It is no GPU, and its times mean nothing.
+/// Part of the name of a fake GPU. Its times mean nothing.
 pub(crate) const FAKE: &str = "FAKE GPU";
 
 /// Runs the program.
@@ -60,7 +60,7 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// True if nothing was wrong.
+/// True if all checks passed.
 fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
     if args.list {
         for source in sources() {
@@ -78,7 +78,7 @@ fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
     let stream = Stream::new(&device)?;
     if args.bandwidth {
         if fake {
-            outln!("a stand-in for a GPU is not measured");
+            outln!("a fake GPU is not measured");
             return Ok(true);
         }
         let figures = bandwidth::measure(&stream)?;
@@ -88,8 +88,8 @@ fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
     }
     let seed = args.seed();
     outln!("seed {seed}{}", if args.quick { ", quick" } else { "" });
-    let mut bench = Bench::new(stream, seed, args.quick, args.only.clone());
-    let checks: [fn(&mut Bench) -> bench::Outcome; 12] = [
+    let mut harness = Harness::new(stream, seed, args.quick, args.only.clone());
+    let checks: [fn(&mut Harness) -> harness::Outcome; 12] = [
         arena::check,
         pool::check,
         norm::check,
@@ -103,18 +103,18 @@ fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
         conv::check,
         layers::check,
     ];
-    // A kernel that harmed the GPU takes all later ones with it; what was found until then is told.
-    let ended = checks.into_iter().try_for_each(|check| check(&mut bench));
-    let Report { checks, failed } = bench.finish();
+    // A kernel that damages the GPU ends all later checks; the results so far are reported.
+    let ended = checks.into_iter().try_for_each(|check| check(&mut harness));
+    let Report { checks, failed } = harness.finish();
     let launched = device.kernels();
     let all = sources().into_iter().flat_map(|source| source.kernels());
     let unreached: Vec<&str> = all.filter(|kernel| !launched.iter().any(|name| name == kernel)).collect();
     let complete = args.only.is_none() && !args.quick && ended.is_ok();
     if args.only.is_none() && !unreached.is_empty() {
-        outln!("kernels that no check has launched: {}", unreached.join(", "));
+        outln!("kernels without a check: {}", unreached.join(", "));
     }
     if let Err(error) = &ended {
-        outln!("FAILED: {error}; the checks behind it were not made");
+        outln!("FAILED: {error}; the remaining checks were not run");
     }
     outln!("{} checks on {}, {failed} failed", checks.len(), device.name());
     let good = failed == 0 && ended.is_ok() && (unreached.is_empty() || !complete);

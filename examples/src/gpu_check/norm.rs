@@ -1,54 +1,55 @@
-//! Batch normalisation: each of its steps from exact operands, in f64 after the contract.
+//! Batch normalisation: each step from exact operands, compared with f64.
 
 use mgpu_kernels::DType;
 use mgpu_kernels::cuda::Result;
 use mgpu_kernels::norm::{EPSILON, MOMENTUM, cuda};
 
-use super::bench::{Bench, Judge, Outcome, Output};
 use super::bound;
+use super::harness::{Harness, Outcome, Output, Verdict};
 use super::shapes::{Images, Shapes, awkward_images};
 use super::values::to_bf16;
 
-pub(super) fn check(bench: &mut Bench) -> Outcome {
+pub(super) fn check(harness: &mut Harness) -> Outcome {
     let mut shapes = Vec::new();
-    if !bench.quick {
+    if !harness.quick {
         shapes = Shapes::of_networks(2).norms;
         shapes.push(Images { images: 3, channels: 512, height: 9, width: 9 });
     }
-    shapes.extend((0..if bench.quick { 2 } else { 6 }).map(|_| awkward_images(&mut bench.random)));
+    shapes.extend((0..if harness.quick { 2 } else { 6 }).map(|_| awkward_images(&mut harness.random)));
     shapes.push(Images { images: 2, channels: 24, height: 5, width: 3 });
-    shapes.iter().try_for_each(|images| each(bench, images))?;
-    bench.skew = 1;
-    let outcome = each(bench, &Images { images: 2, channels: 8, height: 4, width: 3 });
-    bench.skew = 0;
+    shapes.iter().try_for_each(|images| each(harness, images))?;
+    harness.skew = 1;
+    let outcome = each(harness, &Images { images: 2, channels: 8, height: 4, width: 3 });
+    harness.skew = 0;
     outcome
 }
 
-fn each(bench: &mut Bench, images: &Images) -> Outcome {
-    for (dtype, precision) in Bench::types() {
-        bench.check("norm sum_inputs", images, precision, |b, j| sum_inputs(b, j, images, dtype))?;
-        bench.check("norm normalise", images, precision, |b, j| normalise(b, j, images, dtype))?;
-        bench.check("norm sum_gradients", images, precision, |b, j| sum_gradients(b, j, images, dtype))?;
-        bench.check("norm backward_input", images, precision, |b, j| backward_input(b, j, images, dtype))?;
+fn each(harness: &mut Harness, images: &Images) -> Outcome {
+    for (dtype, precision) in Harness::types() {
+        harness.check("norm sum_inputs", images, precision, |b, j| sum_inputs(b, j, images, dtype))?;
+        harness.check("norm normalise", images, precision, |b, j| normalise(b, j, images, dtype))?;
+        harness.check("norm sum_gradients", images, precision, |b, j| sum_gradients(b, j, images, dtype))?;
+        harness
+            .check("norm backward_input", images, precision, |b, j| backward_input(b, j, images, dtype))?;
     }
-    bench.check("norm batch_statistics", images.channels, "f32", |b, j| batch_statistics(b, j, images))?;
-    bench.check("norm running_statistics", images.channels, "f32", |b, j| running_statistics(b, j, images))
+    harness.check("norm batch_statistics", images.channels, "f32", |b, j| batch_statistics(b, j, images))?;
+    harness.check("norm running_statistics", images.channels, "f32", |b, j| running_statistics(b, j, images))
 }
 
-/// Activations that are not centred, as they come out of a layer.
-fn activations(bench: &mut Bench, dtype: DType, len: usize) -> Vec<f32> {
-    let values = bench.random.floats(len).into_iter().map(|value| value + 0.25);
+/// Activations with a non-zero mean, like those of a layer.
+fn activations(harness: &mut Harness, dtype: DType, len: usize) -> Vec<f32> {
+    let values = harness.random.floats(len).into_iter().map(|value| value + 0.25);
     values.map(|value| if dtype == DType::Bf16 { to_bf16(value) } else { value }).collect()
 }
 
-/// Means, then inverse deviations.
-fn statistics(bench: &mut Bench, channels: usize) -> Vec<f32> {
-    let mut values = bench.random.floats(2 * channels);
+/// Means, then inverse standard deviations.
+fn statistics(harness: &mut Harness, channels: usize) -> Vec<f32> {
+    let mut values = harness.random.floats(2 * channels);
     values[channels..].iter_mut().for_each(|value| *value += 1.5);
     values
 }
 
-/// Two sums for each channel, of `terms(channel, element)`, and the sums of their sizes.
+/// Two sums for each channel, of `terms(channel, element)`, and the sums of their magnitudes.
 fn sum_channels(channels: usize, len: usize, terms: impl Fn(usize, usize) -> [f64; 2]) -> [Vec<f64>; 2] {
     let (mut sums, mut sizes) = (vec![0.0; 2 * channels + 1], vec![0.0; 2 * channels + 1]);
     for i in 0..len {
@@ -63,47 +64,47 @@ fn sum_channels(channels: usize, len: usize, terms: impl Fn(usize, usize) -> [f6
     [sums, sizes]
 }
 
-fn sum_inputs(bench: &mut Bench, judge: &mut Judge, images: &Images, dtype: DType) -> Result<()> {
+fn sum_inputs(harness: &mut Harness, verdict: &mut Verdict, images: &Images, dtype: DType) -> Result<()> {
     let channels = images.channels;
-    let x = activations(bench, dtype, images.len());
-    let memory = bench.activations(dtype, &x)?;
-    let workspace = workspace(bench, channels)?;
+    let x = activations(harness, dtype, images.len());
+    let memory = harness.activations(dtype, &x)?;
+    let workspace = workspace(harness, channels)?;
     let outputs = [Output::of(DType::F64, 2 * channels + 1)];
-    let skew = std::mem::take(&mut bench.skew);
-    let found = bench.twice(judge, &outputs, |stream, outputs| {
+    let skew = std::mem::take(&mut harness.skew);
+    let found = harness.twice(verdict, &outputs, |stream, outputs| {
         cuda::sum_inputs(stream, memory.view(), workspace.view(), outputs[0])
     });
-    bench.skew = skew;
+    harness.skew = skew;
     let [sums, sizes] = sum_channels(channels, x.len(), |_, i| {
         let x = f64::from(x[i]);
         [x, x * x]
     });
     let bound = bound::sum_f64(x.len() / channels);
-    judge.close("sum", found?.values::<f64>(0), &sums, |i| sizes[i], bound);
+    verdict.close("sum", found?.values::<f64>(0), &sums, |i| sizes[i], bound);
     Ok(())
 }
 
-/// Room for partial sums, full of what would be noticed.
-fn workspace(bench: &mut Bench, channels: usize) -> Result<super::bench::Buffer> {
-    let skew = std::mem::take(&mut bench.skew);
-    let len = cuda::workspace_len(bench.stream.device().multiprocessors(), channels);
-    let buffer = bench.input(&vec![f64::NAN; len]);
-    bench.skew = skew;
+/// Memory for partial sums, filled with NaNs to detect uninitialised reads.
+fn workspace(harness: &mut Harness, channels: usize) -> Result<super::harness::Buffer> {
+    let skew = std::mem::take(&mut harness.skew);
+    let len = cuda::workspace_len(harness.stream.device().multiprocessors(), channels);
+    let buffer = harness.input(&vec![f64::NAN; len]);
+    harness.skew = skew;
     buffer
 }
 
-fn batch_statistics(bench: &mut Bench, judge: &mut Judge, images: &Images) -> Result<()> {
+fn batch_statistics(harness: &mut Harness, verdict: &mut Verdict, images: &Images) -> Result<()> {
     let (channels, count) = (images.channels, (images.images * images.plane()) as f64);
-    let of = bench.random.floats(2 * channels);
+    let of = harness.random.floats(2 * channels);
     let mut sums: Vec<f64> = of[..channels].iter().map(|mean| f64::from(*mean) * count).collect();
     sums.extend(
         (0..channels).map(|c| (f64::from(of[c]).powi(2) + f64::from(of[channels + c]).abs()) * count),
     );
     sums.push(count);
-    let (mean, var) = (bench.random.floats(channels), bench.random.floats(channels));
-    let sums_memory = bench.input(&sums)?;
+    let (mean, var) = (harness.random.floats(channels), harness.random.floats(channels));
+    let sums_memory = harness.input(&sums)?;
     let outputs = [Output::of(DType::F32, 2 * channels), Output::holding(&mean), Output::holding(&var)];
-    let found = bench.twice(judge, &outputs, |stream, outputs| {
+    let found = harness.twice(verdict, &outputs, |stream, outputs| {
         cuda::batch_statistics(stream, sums_memory.view(), outputs[0], outputs[1], outputs[2])
     })?;
     let means: Vec<f64> = (0..channels).map(|c| sums[c] / count).collect();
@@ -112,39 +113,43 @@ fn batch_statistics(bench: &mut Bench, judge: &mut Judge, images: &Images) -> Re
     let mut expected = means.clone();
     expected.extend(vars.iter().map(|var| 1.0 / (var + EPSILON).sqrt()));
     let bound = bound::chain(2, false);
-    judge.close("statistic", found.floats(0), &expected, |i| expected[i].abs(), bound);
+    verdict.close("statistic", found.floats(0), &expected, |i| expected[i].abs(), bound);
     let towards = |running: &[f32], now: &[f64], factor: f64| -> Vec<f64> {
         let pairs = running.iter().zip(now);
         pairs.map(|(running, now)| f64::from(*running) * (1.0 - MOMENTUM) + now * factor * MOMENTUM).collect()
     };
-    judge.close("running mean", found.floats(1), &towards(&mean, &means, 1.0), |_| 1.0, bound);
+    verdict.close("running mean", found.floats(1), &towards(&mean, &means, 1.0), |_| 1.0, bound);
     let unbiased = count / (count - 1.0).max(1.0);
-    judge.close("running variance", found.floats(2), &towards(&var, &vars, unbiased), |_| 2.0, bound);
+    verdict.close("running variance", found.floats(2), &towards(&var, &vars, unbiased), |_| 2.0, bound);
     Ok(())
 }
 
-fn running_statistics(bench: &mut Bench, judge: &mut Judge, images: &Images) -> Result<()> {
+fn running_statistics(harness: &mut Harness, verdict: &mut Verdict, images: &Images) -> Result<()> {
     let channels = images.channels;
-    let mean = bench.random.floats(channels);
-    let var: Vec<f32> = bench.random.floats(channels).iter().map(|value| value.abs()).collect();
-    let (mean_memory, var_memory) = (bench.input(&mean)?, bench.input(&var)?);
-    let found = bench.twice(judge, &[Output::of(DType::F32, 2 * channels)], |stream, outputs| {
+    let mean = harness.random.floats(channels);
+    let var: Vec<f32> = harness.random.floats(channels).iter().map(|value| value.abs()).collect();
+    let (mean_memory, var_memory) = (harness.input(&mean)?, harness.input(&var)?);
+    let found = harness.twice(verdict, &[Output::of(DType::F32, 2 * channels)], |stream, outputs| {
         cuda::running_statistics(stream, mean_memory.view(), var_memory.view(), outputs[0])
     })?;
     let mut expected: Vec<f64> = mean.iter().map(|mean| f64::from(*mean)).collect();
     expected.extend(var.iter().map(|var| 1.0 / (f64::from(*var) + EPSILON).sqrt()));
-    judge.close("statistic", found.floats(0), &expected, |i| expected[i].abs(), bound::chain(2, false));
+    verdict.close("statistic", found.floats(0), &expected, |i| expected[i].abs(), bound::chain(2, false));
     Ok(())
 }
 
-fn normalise(bench: &mut Bench, judge: &mut Judge, images: &Images, dtype: DType) -> Result<()> {
+fn normalise(harness: &mut Harness, verdict: &mut Verdict, images: &Images, dtype: DType) -> Result<()> {
     let channels = images.channels;
-    let x = activations(bench, dtype, images.len());
-    let statistics = statistics(bench, channels);
-    let (gamma, beta) = (bench.random.floats(channels), bench.random.floats(channels));
-    let [x_memory, statistics_memory, gamma_memory, beta_memory] =
-        [bench.activations(dtype, &x)?, bench.input(&statistics)?, bench.input(&gamma)?, bench.input(&beta)?];
-    let found = bench.twice(judge, &[Output::of(dtype, x.len())], |stream, outputs| {
+    let x = activations(harness, dtype, images.len());
+    let statistics = statistics(harness, channels);
+    let (gamma, beta) = (harness.random.floats(channels), harness.random.floats(channels));
+    let [x_memory, statistics_memory, gamma_memory, beta_memory] = [
+        harness.activations(dtype, &x)?,
+        harness.input(&statistics)?,
+        harness.input(&gamma)?,
+        harness.input(&beta)?,
+    ];
+    let found = harness.twice(verdict, &[Output::of(dtype, x.len())], |stream, outputs| {
         let (gamma, beta) = (gamma_memory.view(), beta_memory.view());
         cuda::normalise(stream, statistics_memory.view(), gamma, beta, x_memory.view(), outputs[0])
     })?;
@@ -155,29 +160,29 @@ fn normalise(bench: &mut Bench, judge: &mut Judge, images: &Images, dtype: DType
     };
     let expected: Vec<f64> = (0..x.len()).map(|i| parts(i).0 + parts(i).1).collect();
     let size = |i| parts(i).0.abs() + parts(i).1.abs();
-    judge.close("output", found.floats(0), &expected, size, bound::chain(4, dtype == DType::Bf16));
+    verdict.close("output", found.floats(0), &expected, size, bound::chain(4, dtype == DType::Bf16));
     Ok(())
 }
 
-fn sum_gradients(bench: &mut Bench, judge: &mut Judge, images: &Images, dtype: DType) -> Result<()> {
+fn sum_gradients(harness: &mut Harness, verdict: &mut Verdict, images: &Images, dtype: DType) -> Result<()> {
     let channels = images.channels;
-    let (x, dy) = (activations(bench, dtype, images.len()), activations(bench, dtype, images.len()));
-    let statistics = statistics(bench, channels);
-    let (x_memory, dy_memory) = (bench.activations(dtype, &x)?, bench.activations(dtype, &dy)?);
-    let statistics_memory = bench.input(&statistics)?;
-    let workspace = workspace(bench, channels)?;
+    let (x, dy) = (activations(harness, dtype, images.len()), activations(harness, dtype, images.len()));
+    let statistics = statistics(harness, channels);
+    let (x_memory, dy_memory) = (harness.activations(dtype, &x)?, harness.activations(dtype, &dy)?);
+    let statistics_memory = harness.input(&statistics)?;
+    let workspace = workspace(harness, channels)?;
     let outputs = [
         Output::of(DType::F64, 2 * channels + 1),
         Output::of(DType::F32, channels),
         Output::of(DType::F32, channels),
     ];
-    let skew = std::mem::take(&mut bench.skew);
-    let found = bench.twice(judge, &outputs, |stream, outputs| {
+    let skew = std::mem::take(&mut harness.skew);
+    let found = harness.twice(verdict, &outputs, |stream, outputs| {
         let (x, dy, space) = (x_memory.view(), dy_memory.view(), workspace.view());
         let [sums, dgamma, dbeta] = [outputs[0], outputs[1], outputs[2]];
         cuda::sum_gradients(stream, statistics_memory.view(), x, dy, space, sums, dgamma, dbeta)
     });
-    bench.skew = skew;
+    harness.skew = skew;
     let found = found?;
     let [sums, sizes] = sum_channels(channels, x.len(), |c, i| {
         let [mean, inv_std] = [statistics[c], statistics[channels + c]].map(f64::from);
@@ -185,34 +190,34 @@ fn sum_gradients(bench: &mut Bench, judge: &mut Judge, images: &Images, dtype: D
         [dy, (x - mean) * inv_std * dy]
     });
     let bound = bound::sum_f64(x.len() / channels);
-    judge.close("sum", found.values::<f64>(0), &sums, |i| sizes[i], bound);
+    verdict.close("sum", found.values::<f64>(0), &sums, |i| sizes[i], bound);
     let narrow = bound::chain(2, false);
-    judge.close(
+    verdict.close(
         "scale's gradient",
         found.floats(1),
         &sums[channels..2 * channels],
         |i| sizes[channels + i],
         narrow,
     );
-    judge.close("shift's gradient", found.floats(2), &sums[..channels], |i| sizes[i], narrow);
+    verdict.close("shift's gradient", found.floats(2), &sums[..channels], |i| sizes[i], narrow);
     Ok(())
 }
 
-fn backward_input(bench: &mut Bench, judge: &mut Judge, images: &Images, dtype: DType) -> Result<()> {
+fn backward_input(harness: &mut Harness, verdict: &mut Verdict, images: &Images, dtype: DType) -> Result<()> {
     let channels = images.channels;
-    let (x, dy) = (activations(bench, dtype, images.len()), activations(bench, dtype, images.len()));
-    let (statistics, gamma) = (statistics(bench, channels), bench.random.floats(channels));
+    let (x, dy) = (activations(harness, dtype, images.len()), activations(harness, dtype, images.len()));
+    let (statistics, gamma) = (statistics(harness, channels), harness.random.floats(channels));
     let count = (images.images * images.plane()) as f64;
     let mut sums: Vec<f64> =
-        bench.random.floats(2 * channels).iter().map(|sum| f64::from(*sum) * count).collect();
+        harness.random.floats(2 * channels).iter().map(|sum| f64::from(*sum) * count).collect();
     sums.push(count);
     let [x_memory, statistics_memory, gamma_memory] =
-        [bench.activations(dtype, &x)?, bench.input(&statistics)?, bench.input(&gamma)?];
-    let skew = std::mem::take(&mut bench.skew);
-    let sums_memory = bench.input(&sums);
-    bench.skew = skew;
+        [harness.activations(dtype, &x)?, harness.input(&statistics)?, harness.input(&gamma)?];
+    let skew = std::mem::take(&mut harness.skew);
+    let sums_memory = harness.input(&sums);
+    harness.skew = skew;
     let sums_memory = sums_memory?;
-    let found = bench.twice(judge, &[Output::activations(dtype, &dy)], |stream, outputs| {
+    let found = harness.twice(verdict, &[Output::activations(dtype, &dy)], |stream, outputs| {
         let (sums, gamma) = (sums_memory.view(), gamma_memory.view());
         cuda::backward_input(stream, statistics_memory.view(), sums, gamma, x_memory.view(), outputs[0])
     })?;
@@ -224,6 +229,6 @@ fn backward_input(bench: &mut Bench, judge: &mut Judge, images: &Images, dtype: 
     };
     let expected: Vec<f64> = (0..x.len()).map(|i| parts(i).iter().sum()).collect();
     let size = |i| parts(i).iter().map(|part| part.abs()).sum();
-    judge.close("gradient", found.floats(0), &expected, size, bound::chain(8, dtype == DType::Bf16));
+    verdict.close("gradient", found.floats(0), &expected, size, bound::chain(8, dtype == DType::Bf16));
     Ok(())
 }

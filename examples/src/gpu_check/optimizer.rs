@@ -1,7 +1,7 @@
-//! Every update rule, some steps long, from the beginning of a step to the copy in bf16.
+//! All update rules, for some steps, from the beginning of a step to the bf16 copy.
 //!
-//! Each operation is rounded by itself on both sides, so that results are equal to the bit but for the powers of Adam's
-//! corrections, which come from different libraries.
+//! Both sides round each operation separately, so results are bit-equal, except for the powers in Adam's bias
+//! correction, which come from different libraries.
 
 use std::ops::Range;
 
@@ -12,18 +12,18 @@ use mgpu_kernels::optimizer::cuda::{Arenas, Plan};
 use mgpu_kernels::optimizer::{Adam, AdamW, Factors, Optimizer, RmsProp, Sgd, State, cpu, cuda};
 use mgpu_kernels::schedule::{Decay, Schedule};
 
-use super::bench::{Bench, Judge, Outcome, Output, narrow};
 use super::bound;
+use super::harness::{Harness, Outcome, Output, Verdict, narrow};
 
 const STEPS: u64 = 5;
 const AVERAGE: f64 = 0.9;
 const DECAY: f64 = 0.05;
-/// The norm that gradients are clipped to: most steps' are longer.
+/// The norm that gradients are clipped to; most steps exceed it.
 const MOST: f64 = 5.0;
-/// Elements by which states lie behind parameters.
+/// Offset of optimizer states relative to parameters, in elements.
 const SHIFT: usize = 64;
 
-/// All rules, by the names of their kernels.
+/// All rules, named after their kernels.
 pub(super) fn rules() -> [(&'static str, Optimizer); 7] {
     let sgd = Sgd { lr: 0.05, weight_decay: DECAY, ..Sgd::default() };
     let rmsprop = RmsProp { weight_decay: DECAY, ..RmsProp::default() };
@@ -38,7 +38,7 @@ pub(super) fn rules() -> [(&'static str, Optimizer); 7] {
     ]
 }
 
-pub(super) fn check(bench: &mut Bench) -> Outcome {
+pub(super) fn check(harness: &mut Harness) -> Outcome {
     for (name, optimizer) in rules() {
         for (falls, warm_up, decay) in [
             ("", 0, Decay::Constant),
@@ -48,42 +48,46 @@ pub(super) fn check(bench: &mut Bench) -> Outcome {
             (", by steps", 1, Decay::Step { every: 2, factor: 0.3 }),
         ] {
             let plan = Plan { steps_per_epoch: 3, schedule: Schedule { warm_up, decay } };
-            bench.check(&format!("step begin {name}"), format!("{STEPS} steps{falls}"), "f64", |b, j| {
-                begin(b, j, &optimizer, plan)
-            })?;
-            let sizes: &[usize] = if bench.quick {
+            harness.check(
+                &format!("step begin {name}"),
+                format!("{STEPS} steps{falls}"),
+                "f64",
+                |b, j| begin(b, j, &optimizer, plan),
+            )?;
+            let sizes: &[usize] = if harness.quick {
                 &[5, 100, 4200]
             } else {
                 &[1, 130, 10, LONGEST, 3 * LONGEST + 5, 7, 150_000]
             };
             let text = format!("{} tensors{falls}", sizes.len());
-            bench.check(&format!("optimizer {name}"), text, "f32", |bench, judge| {
-                update(bench, judge, &optimizer, plan, sizes)
+            harness.check(&format!("optimizer {name}"), text, "f32", |harness, verdict| {
+                update(harness, verdict, &optimizer, plan, sizes)
             })?;
         }
     }
     Ok(())
 }
 
-/// The rate of step `step`, which counts from 0.
+/// The learning rate of step `step`, counted from 0.
 fn rate(optimizer: &Optimizer, plan: Plan, step: u64) -> f64 {
     optimizer.lr() * plan.schedule.factor(step)
 }
 
-fn begin(bench: &mut Bench, judge: &mut Judge, optimizer: &Optimizer, plan: Plan) -> Result<()> {
+fn begin(harness: &mut Harness, verdict: &mut Verdict, optimizer: &Optimizer, plan: Plan) -> Result<()> {
     let start = StepState::after(0);
-    let found = bench.twice(judge, &[Output::holding(bytemuck::bytes_of(&start))], |stream, outputs| {
-        (0..STEPS).try_for_each(|_| cuda::begin(stream, optimizer, plan, outputs[0]))
-    })?;
+    let found =
+        harness.twice(verdict, &[Output::holding(bytemuck::bytes_of(&start))], |stream, outputs| {
+            (0..STEPS).try_for_each(|_| cuda::begin(stream, optimizer, plan, outputs[0]))
+        })?;
     let state: StepState = bytemuck::pod_read_unaligned(found.bytes(0));
     let step = STEPS - 1;
-    judge.equal("step and position", &[state.step, state.position], &[step, step % plan.steps_per_epoch]);
+    verdict.equal("step and position", &[state.step, state.position], &[step, step % plan.steps_per_epoch]);
     let expected = [rate(optimizer, plan, step)];
-    judge.close("learning rate", [state.learning_rate], &expected, |_| expected[0], 2.0 * f64::EPSILON);
+    verdict.close("learning rate", [state.learning_rate], &expected, |_| expected[0], 2.0 * f64::EPSILON);
     Ok(())
 }
 
-/// Tensors one after another, each at a multiple of 64 elements, whose factors take turns.
+/// Tensors one after another, each at a multiple of 64 elements, with alternating factors.
 fn tensors(sizes: &[usize]) -> (Vec<(Range<usize>, Factors)>, usize) {
     let slower = Factors { learning_rate: 0.3, weight_decay: 0.7 };
     let mut begin = 0;
@@ -96,23 +100,23 @@ fn tensors(sizes: &[usize]) -> (Vec<(Range<usize>, Factors)>, usize) {
 }
 
 fn update(
-    bench: &mut Bench,
-    judge: &mut Judge,
+    harness: &mut Harness,
+    verdict: &mut Verdict,
     optimizer: &Optimizer,
     plan: Plan,
     sizes: &[usize],
 ) -> Result<()> {
     let (tensors, len) = tensors(sizes);
-    let gradients = bench.random.floats(len * STEPS as usize);
-    let mut params = bench.random.floats(len);
-    // Kernels pass over the padding.
+    let gradients = harness.random.floats(len * STEPS as usize);
+    let mut params = harness.random.floats(len);
+    // Kernels skip the padding.
     let mut states = [vec![0.0f32; SHIFT + len], vec![0.0f32; SHIFT + len]];
     let mut average = [vec![0.0; SHIFT], params.clone()].concat();
-    let gradients_memory = bench.input(&gradients)?;
+    let gradients_memory = harness.input(&gradients)?;
     let mut table = chunks(tensors.iter().cloned());
     table.iter_mut().for_each(|chunk| chunk.state += SHIFT as u32);
-    let sums_memory = bench.input(&vec![0.0f64; table.len()])?;
-    let table_memory = bench.input(bytemuck::cast_slice::<_, u8>(&table))?;
+    let sums_memory = harness.input(&vec![0.0f64; table.len()])?;
+    let table_memory = harness.input(bytemuck::cast_slice::<_, u8>(&table))?;
     let outputs = [
         Output::holding(bytemuck::bytes_of(&StepState::after(0))),
         Output::holding(&params),
@@ -122,7 +126,7 @@ fn update(
         Output::holding(&narrow(&params)),
     ];
     let used = optimizer.states();
-    let found = bench.twice(judge, &outputs, |stream, outputs| {
+    let found = harness.twice(verdict, &outputs, |stream, outputs| {
         for step in 0..STEPS as usize {
             let gradients = gradients_memory.view().slice(step * len..(step + 1) * len);
             let (table, sums) = (table_memory.view(), sums_memory.view());
@@ -138,7 +142,7 @@ fn update(
         let gradients: Vec<f32> = gradients.iter().map(|gradient| gradient * scale).collect();
         if step + 1 == STEPS {
             let state: StepState = bytemuck::pod_read_unaligned(found.bytes(0));
-            judge.close("norm", [state.norm], &[norm], |_| norm, 1e-12);
+            verdict.close("norm", [state.norm], &[norm], |_| norm, 1e-12);
         }
         let now = optimizer.with_lr(rate(optimizer, plan, step));
         for (range, factors) in &tensors {
@@ -149,8 +153,8 @@ fn update(
                 second: if used > 1 { &mut second[own.clone()] } else { &mut [] },
             };
             let (params, gradients) = (&mut params[range.clone()], &gradients[range.clone()]);
-            cpu::update(&bench.threads, &now, *factors, step + 1, params, gradients, state);
-            cpu::average(&bench.threads, AVERAGE, params, &mut average[own]);
+            cpu::update(&harness.threads, &now, *factors, step + 1, params, gradients, state);
+            cpu::average(&harness.threads, AVERAGE, params, &mut average[own]);
         }
     }
     let bound = bound::chain(2 * STEPS as u32, false);
@@ -162,16 +166,16 @@ fn update(
         (4, "average", &average),
     ] {
         let expected = wide(expected);
-        judge.close(what, found.floats(output), &expected, |i| expected[i].abs() + 1e-2, bound);
+        verdict.close(what, found.floats(output), &expected, |i| expected[i].abs() + 1e-2, bound);
     }
-    // The copy is that of the GPU's own parameters.
+    // The copy must match the GPU's own parameters.
     let copy: Vec<f32> = narrow(&found.floats(1)).iter().map(|value| value.to_f32()).collect();
-    judge.same("copy", &found.floats(5), &copy);
+    verdict.same("copy", &found.floats(5), &copy);
     Ok(())
 }
 
-/// Begins and makes a step with clipped gradients, given the table of chunks and room for a sum of each. `outputs` are state,
-/// parameters, first and second state, average and copy.
+/// Begins a step and applies it with clipped gradients. Takes the table of chunks and memory for a sum of each.
+/// `outputs` are state, parameters, first and second state, average and copy.
 pub(super) fn one_step(
     stream: &Stream,
     optimizer: &Optimizer,

@@ -1,67 +1,67 @@
-//! Max-pooling, by itself and fused with bias and activation.
+//! Max pooling, alone and fused with bias and activation.
 
 use mgpu_kernels::activation::{self, LEAKY_SLOPE};
 use mgpu_kernels::cuda::Result;
 use mgpu_kernels::pool::{Rounding, Shape, cpu, cuda};
 use mgpu_kernels::{DType, activation::cpu as activate};
 
-use super::bench::{Bench, Judge, Outcome, Output};
+use super::harness::{Harness, Outcome, Output, Verdict};
 use super::shapes::{Images, Shapes, awkward_images};
 use super::values::to_bf16;
 
-pub(super) fn check(bench: &mut Bench) -> Outcome {
+pub(super) fn check(harness: &mut Harness) -> Outcome {
     let mut shapes = Vec::new();
-    if !bench.quick {
+    if !harness.quick {
         shapes = Shapes::of_networks(3).pools;
     }
-    for _ in 0..if bench.quick { 2 } else { 8 } {
-        let images = awkward_images(&mut bench.random);
+    for _ in 0..if harness.quick { 2 } else { 8 } {
+        let images = awkward_images(&mut harness.random);
         shapes.extend([Rounding::Floor, Rounding::Ceil].map(|rounding| (images, rounding)));
     }
     shapes.push((Images { images: 2, channels: 16, height: 7, width: 7 }, Rounding::Ceil));
-    shapes.iter().try_for_each(|(images, rounding)| each(bench, images, *rounding))?;
-    bench.skew = 1;
+    shapes.iter().try_for_each(|(images, rounding)| each(harness, images, *rounding))?;
+    harness.skew = 1;
     let images = Images { images: 2, channels: 8, height: 5, width: 6 };
-    let outcome = each(bench, &images, Rounding::Ceil);
-    bench.skew = 0;
+    let outcome = each(harness, &images, Rounding::Ceil);
+    harness.skew = 0;
     outcome
 }
 
-fn each(bench: &mut Bench, images: &Images, rounding: Rounding) -> Outcome {
+fn each(harness: &mut Harness, images: &Images, rounding: Rounding) -> Outcome {
     let shape = Shape { height: images.height, width: images.width, rounding };
     let text = format!("{images} {}", if rounding == Rounding::Ceil { "ceil" } else { "floor" });
-    let slope = [activation_slope(), 0.0, LEAKY_SLOPE][bench.random.below(3)];
-    for (dtype, precision) in Bench::types() {
-        bench.check("pool forward", &text, precision, |bench, judge| {
-            forward(bench, judge, images, &shape, dtype, None)
+    let slope = [activation_slope(), 0.0, LEAKY_SLOPE][harness.random.below(3)];
+    for (dtype, precision) in Harness::types() {
+        harness.check("pool forward", &text, precision, |harness, verdict| {
+            forward(harness, verdict, images, &shape, dtype, None)
         })?;
-        bench.check("pool forward_fused", &text, precision, |bench, judge| {
-            forward(bench, judge, images, &shape, dtype, Some(slope))
+        harness.check("pool forward_fused", &text, precision, |harness, verdict| {
+            forward(harness, verdict, images, &shape, dtype, Some(slope))
         })?;
-        bench.check("pool backward", &text, precision, |bench, judge| {
-            backward(bench, judge, images, &shape, dtype, None)
+        harness.check("pool backward", &text, precision, |harness, verdict| {
+            backward(harness, verdict, images, &shape, dtype, None)
         })?;
-        bench.check("pool backward_fused", &text, precision, |bench, judge| {
-            backward(bench, judge, images, &shape, dtype, Some(slope))
+        harness.check("pool backward_fused", &text, precision, |harness, verdict| {
+            backward(harness, verdict, images, &shape, dtype, Some(slope))
         })?;
     }
     Ok(())
 }
 
-/// The slope that leaves values as they are.
+/// The slope of the identity.
 fn activation_slope() -> f32 {
     1.0
 }
 
-fn values(bench: &mut Bench, dtype: DType, len: usize) -> Vec<f32> {
+fn values(harness: &mut Harness, dtype: DType, len: usize) -> Vec<f32> {
     // Few different numbers, so that windows have ties.
-    let values = (0..len).map(|_| bench.random.below(64) as f32 / 16.0 - 2.0);
+    let values = (0..len).map(|_| harness.random.below(64) as f32 / 16.0 - 2.0);
     values.map(|value| if dtype == DType::Bf16 { to_bf16(value) } else { value }).collect()
 }
 
 fn forward(
-    bench: &mut Bench,
-    judge: &mut Judge,
+    harness: &mut Harness,
+    verdict: &mut Verdict,
     images: &Images,
     shape: &Shape,
     dtype: DType,
@@ -69,11 +69,11 @@ fn forward(
 ) -> Result<()> {
     let channels = images.channels;
     let outputs_len = images.images * channels * shape.out_height() * shape.out_width();
-    let x = values(bench, dtype, images.len());
-    let bias = bench.random.floats(channels);
-    let (x_memory, bias_memory) = (bench.activations(dtype, &x)?, bench.input(&bias)?);
+    let x = values(harness, dtype, images.len());
+    let bias = harness.random.floats(channels);
+    let (x_memory, bias_memory) = (harness.activations(dtype, &x)?, harness.input(&bias)?);
     let outputs = [Output::of(dtype, outputs_len), Output::of(DType::U8, outputs_len)];
-    let found = bench.twice(judge, &outputs, |stream, outputs| {
+    let found = harness.twice(verdict, &outputs, |stream, outputs| {
         let (x, y, chosen) = (x_memory.view(), outputs[0], outputs[1]);
         match fused {
             None => cuda::forward(stream, shape, channels, x, y, chosen),
@@ -84,22 +84,22 @@ fn forward(
     if let Some(slope) = fused {
         x.iter_mut().zip(bias.iter().cycle()).for_each(|(x, bias)| *x += bias);
         if slope != activation_slope() {
-            activate::forward(&bench.threads, slope, &mut x);
+            activate::forward(&harness.threads, slope, &mut x);
         }
         if dtype == DType::Bf16 {
             x.iter_mut().for_each(|x| *x = to_bf16(*x));
         }
     }
     let (mut y, mut chosen) = (vec![0.0; outputs_len], vec![0; outputs_len]);
-    cpu::forward(&bench.threads, shape, channels, &x, &mut y, &mut chosen);
-    judge.same("maximum", &found.floats(0), &y);
-    judge.equal("place", found.bytes(1), &chosen);
+    cpu::forward(&harness.threads, shape, channels, &x, &mut y, &mut chosen);
+    verdict.same("maximum", &found.floats(0), &y);
+    verdict.equal("place", found.bytes(1), &chosen);
     Ok(())
 }
 
 fn backward(
-    bench: &mut Bench,
-    judge: &mut Judge,
+    harness: &mut Harness,
+    verdict: &mut Verdict,
     images: &Images,
     shape: &Shape,
     dtype: DType,
@@ -107,17 +107,17 @@ fn backward(
 ) -> Result<()> {
     let channels = images.channels;
     let outputs_len = images.images * channels * shape.out_height() * shape.out_width();
-    // Places as a forward pass gives them: they lie inside the images.
-    let x = bench.random.floats(images.len());
+    // Positions as a forward pass returns them: inside the images.
+    let x = harness.random.floats(images.len());
     let (mut y, mut chosen) = (vec![0.0; outputs_len], vec![0; outputs_len]);
-    cpu::forward(&bench.threads, shape, channels, &x, &mut y, &mut chosen);
+    cpu::forward(&harness.threads, shape, channels, &x, &mut y, &mut chosen);
     if dtype == DType::Bf16 {
         y.iter_mut().for_each(|y| *y = to_bf16(*y));
     }
-    let dy = values(bench, dtype, outputs_len);
-    let (y_memory, dy_memory) = (bench.activations(dtype, &y)?, bench.activations(dtype, &dy)?);
-    let chosen_memory = bench.input(&chosen)?;
-    let found = bench.twice(judge, &[Output::of(dtype, images.len())], |stream, outputs| {
+    let dy = values(harness, dtype, outputs_len);
+    let (y_memory, dy_memory) = (harness.activations(dtype, &y)?, harness.activations(dtype, &dy)?);
+    let chosen_memory = harness.input(&chosen)?;
+    let found = harness.twice(verdict, &[Output::of(dtype, images.len())], |stream, outputs| {
         let (dy, chosen, dx) = (dy_memory.view(), chosen_memory.view(), outputs[0]);
         match fused {
             None => cuda::backward(stream, shape, channels, dy, chosen, dx),
@@ -128,15 +128,15 @@ fn backward(
     })?;
     let mut dy = dy;
     if let Some(slope) = fused {
-        activation::cpu::backward(&bench.threads, slope, &y, &mut dy);
+        activation::cpu::backward(&harness.threads, slope, &y, &mut dy);
         if dtype == DType::Bf16 {
             dy.iter_mut().for_each(|dy| *dy = to_bf16(*dy));
         }
     }
     let mut dx = vec![0.0; images.len()];
-    cpu::backward(&bench.threads, shape, channels, &dy, &chosen, &mut dx);
-    // A product with slope 0 has the gradient's sign.
+    cpu::backward(&harness.threads, shape, channels, &dy, &chosen, &mut dx);
+    // A product with slope 0 keeps the gradient's sign, so zeros are normalised.
     let plain = |values: Vec<f32>| values.into_iter().map(|value| value + 0.0).collect::<Vec<_>>();
-    judge.same("gradient", &plain(found.floats(0)), &plain(dx));
+    verdict.same("gradient", &plain(found.floats(0)), &plain(dx));
     Ok(())
 }

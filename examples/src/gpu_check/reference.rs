@@ -1,23 +1,23 @@
-//! Convolutions as plain sums in f64, in the layout of GPUs: images \[N, H, W, C\], weights \[F, K, K, C\].
+//! Convolutions as direct sums in f64, in the layout of GPUs: images \[N, H, W, C\], weights \[F, K, K, C\].
 //!
-//! Beside every sum stands that of the squares of its products, from which the bound of its error follows ([`super::bound`]).
+//! Every sum comes with the sum of the squares of its products, which determines its error bound ([`super::bound`]).
 //! A dense layer is a convolution of single pixels.
 
 use mgpu_kernels::conv::Shape;
 
 /// Sums of products, and the sums of their squares.
 #[derive(Debug, Clone)]
-pub(super) struct Sums {
+pub(super) struct ExactSums {
     pub(super) values: Vec<f64>,
     pub(super) squares: Vec<f64>,
 }
 
-impl Sums {
+impl ExactSums {
     fn new(len: usize) -> Self {
-        Sums { values: vec![0.0; len], squares: vec![0.0; len] }
+        ExactSums { values: vec![0.0; len], squares: vec![0.0; len] }
     }
 
-    /// Adds `factor` times each of `others` to the elements from `at`.
+    /// Adds `factor` times each of `others` to the elements from `at` on.
     fn add(&mut self, at: usize, factor: f64, others: &[f64]) {
         let values = &mut self.values[at..at + others.len()];
         let squares = &mut self.squares[at..at + others.len()];
@@ -28,13 +28,13 @@ impl Sums {
         }
     }
 
-    /// What errors of an element are a part of.
+    /// The scale of an element's error.
     pub(super) fn scale(&self, i: usize) -> f64 {
         self.squares[i].sqrt().max(self.values[i].abs())
     }
 }
 
-/// Calls `visit(output pixel, input pixel, place in the kernel)` wherever the two overlap.
+/// Calls `visit(output pixel, input pixel, position in the kernel)` for each overlap.
 fn for_each_overlap(shape: &Shape, images: usize, mut visit: impl FnMut(usize, usize, usize)) {
     let &Shape { height, width, kernel, .. } = shape;
     let (rows, columns, pad) = (shape.out_height(), shape.out_width(), shape.pad());
@@ -51,17 +51,17 @@ fn for_each_overlap(shape: &Shape, images: usize, mut visit: impl FnMut(usize, u
     }
 }
 
-/// \[F, K·K, C\] as \[K·K, C, F\], so that the inner loops run over what is contiguous.
+/// \[F, K·K, C\] as \[K·K, C, F\], so that inner loops are contiguous.
 fn filters_last(shape: &Shape, weights: &[f64]) -> Vec<f64> {
     let (filters, each) = (shape.filters, shape.filter_len());
     (0..weights.len()).map(|at| weights[at % filters * each + at / filters]).collect()
 }
 
 /// The output before activation.
-pub(super) fn forward(shape: &Shape, images: usize, x: &[f64], weights: &[f64], bias: &[f64]) -> Sums {
+pub(super) fn forward(shape: &Shape, images: usize, x: &[f64], weights: &[f64], bias: &[f64]) -> ExactSums {
     let &Shape { channels, filters, .. } = shape;
     let weights = filters_last(shape, weights);
-    let mut y = Sums::new(images * shape.output_len());
+    let mut y = ExactSums::new(images * shape.output_len());
     (0..y.values.len() / filters).for_each(|pixel| y.add(pixel * filters, 1.0, bias));
     for_each_overlap(shape, images, |output, input, place| {
         for c in 0..channels {
@@ -73,9 +73,9 @@ pub(super) fn forward(shape: &Shape, images: usize, x: &[f64], weights: &[f64], 
 }
 
 /// The gradient of the input.
-pub(super) fn backward_input(shape: &Shape, images: usize, weights: &[f64], dy: &[f64]) -> Sums {
+pub(super) fn backward_input(shape: &Shape, images: usize, weights: &[f64], dy: &[f64]) -> ExactSums {
     let &Shape { channels, filters, .. } = shape;
-    let mut dx = Sums::new(images * shape.input_len());
+    let mut dx = ExactSums::new(images * shape.input_len());
     for_each_overlap(shape, images, |output, input, place| {
         for f in 0..filters {
             let of_filter = &weights[f * shape.filter_len() + place * channels..][..channels];
@@ -86,9 +86,9 @@ pub(super) fn backward_input(shape: &Shape, images: usize, weights: &[f64], dy: 
 }
 
 /// The gradient of the weights.
-pub(super) fn backward_weights(shape: &Shape, images: usize, x: &[f64], dy: &[f64]) -> Sums {
+pub(super) fn backward_weights(shape: &Shape, images: usize, x: &[f64], dy: &[f64]) -> ExactSums {
     let &Shape { channels, filters, .. } = shape;
-    let mut dw = Sums::new(shape.weights_len());
+    let mut dw = ExactSums::new(shape.weights_len());
     for_each_overlap(shape, images, |output, input, place| {
         for f in 0..filters {
             let of_pixel = &x[input * channels..][..channels];
@@ -99,8 +99,8 @@ pub(super) fn backward_weights(shape: &Shape, images: usize, x: &[f64], dy: &[f6
 }
 
 /// The gradient of the bias.
-pub(super) fn backward_bias(shape: &Shape, dy: &[f64]) -> Sums {
-    let mut db = Sums::new(shape.filters);
+pub(super) fn backward_bias(shape: &Shape, dy: &[f64]) -> ExactSums {
+    let mut db = ExactSums::new(shape.filters);
     dy.chunks_exact(shape.filters).for_each(|pixel| db.add(0, 1.0, pixel));
     db
 }
@@ -117,7 +117,7 @@ mod tests {
         values.iter().map(|value| f64::from(*value)).collect()
     }
 
-    fn assert_close(found: &Sums, expected: &[f32]) {
+    fn assert_close(found: &ExactSums, expected: &[f32]) {
         assert_eq!(found.values.len(), expected.len());
         for (found, expected) in found.values.iter().zip(expected) {
             assert!((found - f64::from(*expected)).abs() < 1e-4, "{found} {expected}");

@@ -1,8 +1,8 @@
-//! A captured step, replayed, is the step itself.
+//! Replaying a captured step equals running it.
 //!
-//! The step is one of a small network: gather, convolution, dropout, loss, gradients, optimizer. Everything that differs
-//! from step to step comes out of the GPU's memory; what a launcher passed by value would stay as it was captured,
-//! and show here.
+//! The step is one of a small network: gather, convolution, dropout, loss, gradients, optimizer. Everything that
+//! changes from step to step is in GPU memory. A kernel argument passed by value would keep its captured value, and
+//! be detected here.
 
 use mgpu_kernels::Precision;
 use mgpu_kernels::conv::{Padding, Shape};
@@ -14,7 +14,7 @@ use mgpu_kernels::optimizer::cuda::Plan;
 use mgpu_kernels::schedule::{Decay, Schedule};
 use mgpu_kernels::{DType, conv, dense, dropout, gather, loss};
 
-use super::bench::{Bench, Judge, Outcome, Output, narrow};
+use super::harness::{Harness, Outcome, Output, Verdict, narrow};
 use super::optimizer::{one_step, rules};
 use super::values::stored;
 
@@ -25,16 +25,17 @@ const EXTENT: usize = 8;
 const FILTERS: usize = 8;
 const CLASSES: usize = 10;
 
-pub(super) fn check(bench: &mut Bench) -> Outcome {
+pub(super) fn check(harness: &mut Harness) -> Outcome {
     for precision in Precision::ALL {
         let text = format!("{STEPS} steps of {BATCH}");
-        bench
-            .check("graph replay", text, precision.name(), |bench, judge| replay(bench, judge, precision))?;
+        harness.check("graph replay", text, precision.name(), |harness, verdict| {
+            replay(harness, verdict, precision)
+        })?;
     }
     Ok(())
 }
 
-fn replay(bench: &mut Bench, judge: &mut Judge, precision: Precision) -> Result<()> {
+fn replay(harness: &mut Harness, verdict: &mut Verdict, precision: Precision) -> Result<()> {
     let dtype = precision.storage();
     let shape = Shape {
         channels: 1,
@@ -46,21 +47,22 @@ fn replay(bench: &mut Bench, judge: &mut Judge, precision: Precision) -> Result<
     };
     let features = shape.output_len();
     let layer = dense::Shape { inputs: features, outputs: CLASSES };
-    // Weights of the dense layer, then its bias; those of the convolution stay as they are.
+    // Weights of the dense layer, then its bias; the convolution's weights are constant.
     let (weights, len) = (features * CLASSES, features * CLASSES + 64);
-    let params = stored(precision, bench.random.floats(len).into_iter().map(|value| value / 32.0).collect());
-    let filters = bench.random.floats(shape.weights_len());
-    let filters = bench.activations(dtype, &filters)?;
-    let bias = bench.random.floats(FILTERS);
-    let bias = bench.input(&bias)?;
-    let (images, labels) = (bench.random.bytes(SAMPLES * EXTENT * EXTENT), bench.random.bytes(SAMPLES));
+    let params =
+        stored(precision, harness.random.floats(len).into_iter().map(|value| value / 32.0).collect());
+    let filters = harness.random.floats(shape.weights_len());
+    let filters = harness.activations(dtype, &filters)?;
+    let bias = harness.random.floats(FILTERS);
+    let bias = harness.input(&bias)?;
+    let (images, labels) = (harness.random.bytes(SAMPLES * EXTENT * EXTENT), harness.random.bytes(SAMPLES));
     let labels: Vec<u8> = labels.iter().map(|label| label % CLASSES as u8).collect();
-    let (images, labels) = (bench.input(&images)?, bench.input(&labels)?);
+    let (images, labels) = (harness.input(&images)?, harness.input(&labels)?);
     let workspace = dense::cuda::workspace_bytes(&layer, BATCH, precision) / size_of::<f32>();
-    let workspace = bench.input(&vec![0.0f32; workspace.max(1)])?;
+    let workspace = harness.input(&vec![0.0f32; workspace.max(1)])?;
     let table = chunks([(0..weights, Factors::ONE), (weights..weights + CLASSES, Factors::NO_DECAY)]);
-    let sums = bench.input(&vec![0.0f64; table.len()])?;
-    let table = bench.input(bytemuck::cast_slice::<_, u8>(&table))?;
+    let sums = harness.input(&vec![0.0f64; table.len()])?;
+    let table = harness.input(bytemuck::cast_slice::<_, u8>(&table))?;
     let mask =
         dropout::Mask { seed: 3, stream: 1, first_sample: 0, channels: FILTERS, plane: EXTENT * EXTENT };
     let (_, optimizer) = rules()[0];
@@ -89,7 +91,7 @@ fn replay(bench: &mut Bench, judge: &mut Judge, precision: Precision) -> Result<
         let copy = if dtype == DType::Bf16 { outputs[5] } else { outputs[1] };
         let (w, b) = (copy.slice(0..weights), outputs[1].slice(weights..weights + CLASSES));
         let samples = gather::cuda::Samples { images: images.view(), labels: labels.view(), order: None };
-        // The gradients of the step before, for the optimizer to begin with.
+        // The optimizer uses the gradients of the previous step.
         one_step(stream, &optimizer, plan, (table.view(), sums.view()), gradients, &outputs[..6])?;
         gather::cuda::batch(stream, &samples, state, x, labels_here, (0, 1))?;
         conv::cuda::forward(stream, &shape, BATCH, precision, x, filters.view(), bias.view(), 0.0, y)?;
@@ -101,16 +103,16 @@ fn replay(bench: &mut Bench, judge: &mut Judge, precision: Precision) -> Result<
         dense::cuda::backward_weights(stream, &layer, BATCH, precision, y, dlogits, space, dw)?;
         dense::cuda::backward_bias(stream, &layer, BATCH, precision, dlogits, space, db)
     };
-    let eager =
-        bench.twice(judge, &outputs, |stream, outputs| (0..STEPS).try_for_each(|_| step(stream, outputs)))?;
+    let eager = harness
+        .twice(verdict, &outputs, |stream, outputs| (0..STEPS).try_for_each(|_| step(stream, outputs)))?;
     let graph =
-        bench.twice(judge, &outputs, |stream, outputs| stream.repeat(STEPS, || step(stream, outputs)))?;
+        harness.twice(verdict, &outputs, |stream, outputs| stream.repeat(STEPS, || step(stream, outputs)))?;
     if let Some(output) = (0..outputs.len()).find(|output| eager.bytes(*output) != graph.bytes(*output)) {
-        judge.problem(format!("memory {output} of the step differs when it is replayed"));
+        verdict.problem(format!("memory {output} of the step differs when it is replayed"));
     }
-    // Four steps later the parameters have moved, and are numbers.
+    // After four steps the parameters have changed and are finite.
     let moved = eager.floats(1);
     let sound = moved != params && moved.iter().all(|value| value.is_finite());
-    judge.equal("training", &[sound], &[true]);
+    verdict.equal("training", &[sound], &[true]);
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! What was found, as lines and as JSON.
+//! The results, as lines and as JSON.
 
 use std::fmt;
 use std::io;
@@ -9,14 +9,14 @@ use serde::Serialize;
 
 use crate::print::outln;
 
-/// Where the checks ran.
+/// The machine of the checks.
 #[derive(Debug, Serialize)]
 pub(super) struct Machine {
     device: String,
     uuid: String,
     architecture: String,
     multiprocessors: u32,
-    /// Version of CUDA that the driver supports.
+    /// CUDA version of the driver.
     driver: String,
     compiler: Option<String>,
     version: &'static str,
@@ -57,10 +57,10 @@ pub(super) struct Check {
     pub(super) name: String,
     pub(super) shape: String,
     pub(super) precision: &'static str,
-    /// The largest error, as a part of what the bound is a part of; null if something is no number.
+    /// The largest error, relative to the scale that the bound refers to; null if a value is not finite.
     pub(super) error: f64,
     pub(super) bound: f64,
-    /// What is wrong beside that.
+    /// Other failures.
     pub(super) problem: Option<String>,
     pub(super) ok: bool,
 }
@@ -92,7 +92,7 @@ impl Report {
     }
 }
 
-/// Everything, for a file.
+/// The JSON summary.
 #[derive(Debug, Serialize)]
 pub(super) struct Summary<'a> {
     #[serde(flatten)]
@@ -105,10 +105,10 @@ pub(super) struct Summary<'a> {
     pub(super) checks: Vec<Check>,
 }
 
-/// Writes one JSON object, where a file is wanted.
+/// Writes one JSON object, if a file was requested.
 pub(super) fn write(path: Option<&Path>, value: &impl Serialize) -> io::Result<()> {
     let Some(path) = path else { return Ok(()) };
     let text = serde_json::to_string(value)? + "\n";
-    let told = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
-    mgpu::whole_file::write(path, text.as_bytes()).map_err(told)
+    let with_path = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
+    mgpu::whole_file::write(path, text.as_bytes()).map_err(with_path)
 }

@@ -1,5 +1,5 @@
-//! The shapes that kernels are checked on: those of the networks, awkward ones at random, and some that choose a
-//! kernel no other shape chooses.
+//! The shapes of the checks: those of the networks, random unusual ones, and some for kernels that no other shape
+//! selects.
 
 use std::fmt;
 
@@ -9,7 +9,7 @@ use mgpu_kernels::pool;
 use super::values::Random;
 use crate::nets::{Layer, Spec, names};
 
-/// A convolution of some images. Single pixels are a dense layer.
+/// A convolution of some images. A dense layer is a convolution of single pixels.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Conv {
     pub(super) shape: Shape,
@@ -40,7 +40,7 @@ impl fmt::Display for Conv {
     }
 }
 
-/// Images of some channels.
+/// A batch of images with channels.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Images {
     pub(super) images: usize,
@@ -66,7 +66,7 @@ impl fmt::Display for Images {
     }
 }
 
-/// What layers of the networks there are, each once.
+/// The layer shapes of the networks, without duplicates.
 #[derive(Debug, Default)]
 pub(super) struct Shapes {
     pub(super) convs: Vec<Conv>,
@@ -110,7 +110,7 @@ fn push<T: PartialEq>(all: &mut Vec<T>, one: T) {
     }
 }
 
-/// A small convolution with nothing even about it.
+/// A small convolution of odd extents.
 pub(super) fn awkward_conv(random: &mut Random) -> Conv {
     let kernel = 1 + 2 * random.below(3);
     let shape = Shape {

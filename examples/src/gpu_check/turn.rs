@@ -1,35 +1,35 @@
-//! Weights of a convolution, turned for the one that goes the other way.
+//! Rotated and transposed weights: the input gradient of a convolution, computed as a forward convolution.
 
 use mgpu_kernels::Precision;
 use mgpu_kernels::conv::cuda::turn_weights;
 use mgpu_kernels::conv::{Padding, Shape};
 
-use super::bench::{Bench, Outcome, Output};
+use super::harness::{Harness, Outcome, Output};
 use super::values::to_bf16;
 
-pub(super) fn check(bench: &mut Bench) -> Outcome {
-    // One weight, whole tiles of 32 by 32, and parts of tiles.
+pub(super) fn check(harness: &mut Harness) -> Outcome {
+    // One weight, whole tiles of 32 by 32, and partial tiles.
     [(1, 1, 1), (64, 1, 32), (33, 3, 40), (7, 5, 130)]
         .into_iter()
-        .try_for_each(|(filters, kernel, channels)| each(bench, filters, kernel, channels))
+        .try_for_each(|(filters, kernel, channels)| each(harness, filters, kernel, channels))
 }
 
-fn each(bench: &mut Bench, filters: usize, kernel: usize, channels: usize) -> Outcome {
+fn each(harness: &mut Harness, filters: usize, kernel: usize, channels: usize) -> Outcome {
     let shape = Shape { channels, height: kernel, width: kernel, filters, kernel, padding: Padding::Same };
     let taps = kernel * kernel;
-    for (dtype, name) in Bench::types() {
+    for (dtype, name) in Harness::types() {
         let precision = if name == "bf16" { Precision::Bf16 } else { Precision::F32 };
         let what = format!("{filters} of {kernel}x{kernel}x{channels}");
-        bench.check("conv turn", what, name, |bench, judge| {
-            let weights = bench.random.floats(shape.weights_len()).into_iter();
+        harness.check("conv turn", what, name, |harness, verdict| {
+            let weights = harness.random.floats(shape.weights_len()).into_iter();
             let weights: Vec<f32> =
                 weights.map(|value| if name == "bf16" { to_bf16(value) } else { value }).collect();
-            let memory = bench.activations(dtype, &weights)?;
+            let memory = harness.activations(dtype, &weights)?;
             let outputs = [Output::of(dtype, weights.len())];
-            let found = bench.twice(judge, &outputs, |stream, outputs| {
+            let found = harness.twice(verdict, &outputs, |stream, outputs| {
                 turn_weights(stream, &shape, precision, memory.view(), outputs[0])
             })?;
-            // [channels][taps, the last one first][filters].
+            // [channels][taps in reverse order][filters].
             let expected: Vec<f32> = (0..weights.len())
                 .map(|index| {
                     let (rest, filter) = (index / filters, index % filters);
@@ -37,7 +37,7 @@ fn each(bench: &mut Bench, filters: usize, kernel: usize, channels: usize) -> Ou
                     weights[(filter * taps + tap) * channels + channel]
                 })
                 .collect();
-            judge.equal("turned weights", &found.floats(0), &expected);
+            verdict.equal("turned weights", &found.floats(0), &expected);
             Ok(())
         })?;
     }

@@ -1,4 +1,4 @@
-//! Random numbers, and the types they are rounded to.
+//! Random numbers, and rounding to dtypes.
 
 use half::bf16;
 use mgpu_kernels::Precision;
@@ -6,7 +6,7 @@ use mgpu_kernels::rng::Stream;
 #[cfg(test)]
 use mgpu_kernels::{Scratch, Threads, transpose};
 
-/// A source of numbers that never repeats.
+/// A source of random numbers.
 #[derive(Debug)]
 pub(super) struct Random {
     stream: Stream,
@@ -30,7 +30,7 @@ impl Random {
 
     /// A number below `end`.
     pub(super) fn below(&mut self, end: usize) -> usize {
-        // Not perfectly even, which nobody needs here.
+        // Slightly uneven, which does not matter here.
         ((f64::from(self.uniform()) * end as f64) as usize).min(end - 1)
     }
 
@@ -44,12 +44,12 @@ pub(super) fn to_bf16(value: f32) -> f32 {
     bf16::from_f32(value).to_f32()
 }
 
-/// The nearest number with 10 bits of mantissa, of two the one farther from zero: as kernels round.
+/// Rounds to the nearest number with 10 bits of mantissa, ties away from zero, like the kernels.
 pub(super) fn to_tf32(value: f32) -> f32 {
     f32::from_bits((value.to_bits() + 0x1000) & 0xffff_e000)
 }
 
-/// Values as a precision keeps them.
+/// Values as a precision stores them.
 pub(super) fn stored(precision: Precision, mut values: Vec<f32>) -> Vec<f32> {
     if precision == Precision::Bf16 {
         values.iter_mut().for_each(|value| *value = to_bf16(*value));
@@ -57,7 +57,7 @@ pub(super) fn stored(precision: Precision, mut values: Vec<f32>) -> Vec<f32> {
     values
 }
 
-/// Values as they enter products. Without tensor cores TF32 is plain f32.
+/// Values as they enter products. Without tensor cores, TF32 is plain f32.
 pub(super) fn multiplied(precision: Precision, tensor_cores: bool, values: &[f32]) -> Vec<f64> {
     let round = |value: &f32| match precision {
         Precision::Tf32 if tensor_cores => f64::from(to_tf32(*value)),
@@ -66,7 +66,7 @@ pub(super) fn multiplied(precision: Precision, tensor_cores: bool, values: &[f32
     values.iter().map(round).collect()
 }
 
-/// From \[N, C, P\], as weights are on CPUs, to \[N, P, C\].
+/// From \[N, C, P\], the layout of weights on CPUs, to \[N, P, C\].
 #[cfg(test)]
 pub(super) fn to_device(values: &[f32], channels: usize, plane: usize) -> Vec<f32> {
     let mut moved = vec![0.0; values.len()];

@@ -18,7 +18,7 @@ pub fn names() -> &'static [&'static str] {
     &NAMES
 }
 
-/// There is no network of that name.
+/// An unknown network name.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[error("there is no network `{name}`; known are {}", NAMES.join(", "))]
 pub struct UnknownNet {
@@ -26,7 +26,7 @@ pub struct UnknownNet {
     pub name: String,
 }
 
-/// As [`Display`](fmt::Display): `main` shows an error that it returns in this way.
+/// As [`Display`](fmt::Display), because Rust prints errors returned from `main` with `Debug`.
 impl fmt::Debug for UnknownNet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
@@ -58,7 +58,7 @@ fn adam(lr: f64) -> OptimizerConfig {
     OptimizerConfig::new(Rule::Adam(Adam { lr, ..Adam::default() }))
 }
 
-/// The recipe of `deep`: an L2 penalty that spares the biases, and an average of the weights to evaluate with.
+/// The training settings of `deep`: an L2 penalty without biases, and a moving average of the weights for evaluation.
 fn adam_with_decay_and_average() -> OptimizerConfig {
     let rule = Rule::Adam(Adam { lr: 1e-4, weight_decay: 5e-4, ..Adam::default() });
     OptimizerConfig::new(rule).with_decay_weights_only().with_average(0.9999)
@@ -136,7 +136,7 @@ fn ensemble(wide: usize) -> Vec<Layer> {
     [64, 64, 128].into_iter().flat_map(block).chain(head).collect()
 }
 
-/// No activation between the dense layers: so it was published.
+/// The published network has no activation between the dense layers.
 fn layers() -> Vec<Layer> {
     vec![
         valid(64, 5),

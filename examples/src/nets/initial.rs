@@ -1,15 +1,15 @@
-//! The values that parameters and running statistics start from.
+//! Initial values of parameters and running statistics.
 //!
-//! Every element is a function of the seed, its tensor's index and its own index, so ranks could compute their
-//! copies each for itself; they are broadcast from rank 0 all the same.
+//! Every element is a function of the seed, its tensor's index and its own index, so each rank could compute its own
+//! copy. They are broadcast from rank 0 anyway.
 
 use mgpu_kernels::rng::{Stream, splitmix64};
 
 use super::tensors::{Role, Tensors};
 
-/// Weights uniform in ±√(6/fan-in) where a rectifier or its like follows (He et al., "Delving deep into rectifiers", ICCV
-/// 2015), which keeps the variance of activations from layer to layer, and in ±1/√fan-in elsewhere; biases and
-/// shifts 0, scales 1.
+/// Weights are uniform in ±√(6/fan-in) before a rectifier or similar function (He et al., "Delving deep into
+/// rectifiers", ICCV 2015), which keeps the variance of activations from layer to layer, and in ±1/√fan-in elsewhere.
+/// Biases and shifts are 0, scales 1.
 pub(super) fn parameters(tensors: &Tensors, seed: u64) -> Vec<f32> {
     fill(tensors, |tensor, role, values| match role {
         Role::Weight { fan_in, rectified } => {
@@ -25,8 +25,8 @@ pub(super) fn parameters(tensors: &Tensors, seed: u64) -> Vec<f32> {
     })
 }
 
-/// The values of the recorded reference runs: element i of tensor t is `(u/2²³ − 1) · bound` with u the upper 24
-/// bits of `splitmix64(seed·2⁴⁰ + t·2³² + i)` and bound √(3/fan-in) for weights, 0.05 for biases.
+/// The initial values of golden runs: element i of tensor t is `(u/2²³ − 1) · bound`, with u the upper 24 bits of
+/// `splitmix64(seed·2⁴⁰ + t·2³² + i)` and bound √(3/fan-in) for weights, 0.05 for biases.
 pub(super) fn golden_parameters(tensors: &Tensors, seed: u64) -> Vec<f32> {
     fill(tensors, |tensor, role, values| {
         let bound = match role {

@@ -1,41 +1,41 @@
 //! Memory for the activations of a batch and their gradients, in two parts.
 //!
-//! *Images*, up to the first dense layer, are nearly all of it. They may be kept as bf16, which is half the memory and half
-//! the way to it. *Vectors*, from there on, are f32: they are few, and the logits are among them. The last slot of the images
-//! is the first of the vectors, too: once as images, channels last, and once flattened for the dense layer, channels first.
+//! *Images*, up to the first dense layer, take nearly all of it. They may be stored as bf16, which halves memory and
+//! traffic. *Vectors*, from there on, are f32: they are small, and include the logits. The last slot of the images is
+//! also the first of the vectors: as images, channels last, and flattened for the dense layer, channels first.
 
 use mgpu::Result;
 use mgpu_kernels::{AlignedVec, Storage};
 
-use super::layers::Sides;
+use super::layers::StageTensors;
 use super::plan::{Plan, Stage};
 
-/// Bytes of a cache line, on which every slot begins.
+/// Size of a cache line in bytes. Every slot starts on one.
 const LINE: usize = 64;
 
-/// The activations of neighbouring slots, in one piece of memory, and their gradients.
+/// The activations of adjacent slots in one allocation, and their gradients.
 #[derive(Debug)]
-pub(super) struct Part<T> {
+pub(super) struct ActivationMemory<T> {
     values: AlignedVec<T>,
-    /// The number of the first slot.
+    /// Index of the first slot.
     first: usize,
-    /// Where each slot begins.
+    /// The start of each slot.
     begins: Vec<usize>,
-    /// Elements for one image.
+    /// Elements of one image in each slot.
     lens: Vec<usize>,
-    /// Two buffers between which gradients go to and fro on their way back, and which of them holds that of the output of the
-    /// layer being worked on.
+    /// Two buffers that gradients alternate between in the backward pass, and the index of the one with the gradient
+    /// of the current stage's output.
     gradients: [AlignedVec<T>; 2],
     current: usize,
 }
 
-impl<T: Storage> Part<T> {
-    /// Slots of images.
+impl<T: Storage> ActivationMemory<T> {
+    /// The slots of images.
     pub(super) fn images(plan: &Plan, max_batch: usize) -> Self {
         Self::new(plan, 0..plan.vectors, max_batch)
     }
 
-    /// Slots of vectors.
+    /// The slots of vectors.
     pub(super) fn vectors(plan: &Plan, max_batch: usize) -> Self {
         Self::new(plan, plan.vectors - 1..plan.slots.len(), max_batch)
     }
@@ -50,7 +50,7 @@ impl<T: Storage> Part<T> {
             begin
         };
         let begins = lens.iter().map(begin).collect();
-        Part { values: AlignedVec::zeroed(end), first, begins, lens, gradients, current: 0 }
+        ActivationMemory { values: AlignedVec::zeroed(end), first, begins, lens, gradients, current: 0 }
     }
 
     /// The elements of slot `slot` for `images` images.
@@ -65,7 +65,7 @@ impl<T: Storage> Part<T> {
         &mut self.values[self.begins[slot]..][..self.lens[slot] * images]
     }
 
-    /// What a stage reads and what it writes. In place, it reads nothing but the output.
+    /// The input and output of a stage. If it works in place, the input is empty.
     pub(super) fn of_stage(&mut self, stage: &Stage, images: usize) -> (&[T], &mut [T]) {
         let (input, output) = (stage.input - self.first, stage.output - self.first);
         let (before, from_output) = self.values.split_at_mut(self.begins[output]);
@@ -77,7 +77,7 @@ impl<T: Storage> Part<T> {
         (x, &mut from_output[..self.lens[output] * images])
     }
 
-    /// The last slot's values and the place of their gradient, with which a backward pass begins.
+    /// The last slot's values, and the buffer of their gradient, for the start of a backward pass.
     pub(super) fn start_backward(&mut self, images: usize) -> (&[T], &mut [T]) {
         self.current = 0;
         let last = self.lens.len() - 1;
@@ -85,13 +85,13 @@ impl<T: Storage> Part<T> {
         (&self.values[self.begins[last]..][..len], &mut self.gradients[0][..len])
     }
 
-    /// Makes the backward pass of a stage by `pass`. `below` says whether the gradient of its input is asked for.
+    /// Runs `pass`, the backward pass of a stage. `input_gradient` says whether the gradient of its input is needed.
     pub(super) fn backward(
         &mut self,
         stage: &Stage,
         images: usize,
-        below: bool,
-        pass: impl FnOnce(Sides<'_, T>) -> Result<()>,
+        input_gradient: bool,
+        pass: impl FnOnce(StageTensors<'_, T>) -> Result<()>,
     ) -> Result<()> {
         let [first, second] = self.gradients.each_mut();
         let (current, other) = if self.current == 0 { (first, second) } else { (second, first) };
@@ -101,31 +101,31 @@ impl<T: Storage> Part<T> {
         };
         let (x, y) = (slot(stage.input), slot(stage.output));
         let in_place = stage.backward_in_place();
-        let dx = (below && !in_place).then(|| &mut other[..x.len()]);
-        pass(Sides { x, y, dy: &mut current[..y.len()], dx })?;
+        let dx = (input_gradient && !in_place).then(|| &mut other[..x.len()]);
+        pass(StageTensors { x, y, dy: &mut current[..y.len()], dx })?;
         if !in_place {
             self.current = 1 - self.current;
         }
         Ok(())
     }
 
-    /// The gradient of slot `slot`, once the stages behind it have made their backward passes.
+    /// The gradient of slot `slot`, after the backward passes of the following stages.
     pub(super) fn gradient(&self, slot: usize, images: usize) -> &[T] {
         &self.gradients[self.current][..self.lens[slot - self.first] * images]
     }
 }
 
-/// Elements for one image of the two buffers of gradients of some slots. The first holds the last slot's to begin with.
+/// Elements per image of the two gradient buffers of some slots. The last slot uses the first buffer.
 fn gradients(plan: &Plan, slots: &std::ops::Range<usize>) -> [usize; 2] {
     let first = plan.first_with_parameters();
     let stages = plan.stages.iter().enumerate().rev();
-    let within = stages.filter(|(place, stage)| {
-        *place >= first && slots.contains(&stage.output) && slots.contains(&stage.input)
+    let within = stages.filter(|(index, stage)| {
+        *index >= first && slots.contains(&stage.output) && slots.contains(&stage.input)
     });
     let (mut lens, mut at) = ([0; 2], 0);
-    for (place, stage) in within {
+    for (index, stage) in within {
         lens[at] = lens[at].max(plan.slots[stage.output]);
-        if place > first && !stage.backward_in_place() {
+        if index > first && !stage.backward_in_place() {
             at = 1 - at;
             lens[at] = lens[at].max(plan.slots[stage.input]);
         }
@@ -139,11 +139,12 @@ mod tests {
     use crate::nets::{Layer, Spec};
 
     #[test]
-    fn gradients_have_room_for_what_lies_in_them() {
+    fn gradient_buffers_are_large_enough() {
         let plan = Plan::new(&Spec::named("deep").unwrap());
-        // The second convolution's result in the first buffer, the first's in the second.
+        // The output gradient of the second convolution is in the first buffer, that of the first convolution in the
+        // second.
         assert_eq!(gradients(&plan, &(0..3)), [128 * 7 * 7, 64 * 14 * 14]);
-        // The logits, and what was flattened, in the first; the 1,024 outputs of the dense layer in the second.
+        // Logits and the flattened input in the first; the 1,024 outputs of the dense layer in the second.
         assert_eq!(gradients(&plan, &(2..5)), [128 * 7 * 7, 1024]);
         let dense = Plan::new(&Spec {
             layers: vec![Layer::Flatten, Layer::Dense(10)],

@@ -1,9 +1,9 @@
-//! The networks that the examples train, and the machine that runs them.
+//! The networks of the examples, on the CPU and on GPUs.
 //!
 //! A [`Spec`] is a list of layers, as in PyTorch's `Sequential`: the index of a layer in the list gives its
-//! parameters their names (`0.weight`, `0.bias`, …), so that checkpoints and reference runs can be compared
-//! tensor by tensor. [`Spec::named`] knows eight of them. A [`Net`] is a spec with the memory to run batches of
-//! up to a given size: it allocates everything once and nothing in a training step.
+//! parameters their names (`0.weight`, `0.bias`, …), so checkpoints and reference runs can be compared tensor by
+//! tensor. [`Spec::named`] knows eight networks. A [`Net`] is a spec with memory for batches of up to a given size.
+//! It allocates everything once, and nothing in a training step.
 //!
 //! ```text
 //! spec (catalogue) ── shapes, names, offsets, stages (plan) ── initial values (initial)
@@ -12,11 +12,12 @@
 //!                                     └── the same on a GPU (device)
 //! ```
 //!
-//! All of these are loops over stages. What a stage is and does, its kind of layer says: `layers` has a file for each.
+//! All of these are loops over stages. `layers` has a file for each kind of layer, which defines what its stage
+//! computes.
 //!
-//! The parameters are not the net's: they live in one flat slice that belongs to the caller, described by
-//! [`Net::layout`]. The same slice is what ranks broadcast, the optimizer updates and a checkpoint stores.
-//! Gradients leave through a [`mgpu::GradientSink`], last layer first, each announced as soon as it is final.
+//! The caller owns the parameters: one flat slice, described by [`Net::layout`]. Ranks broadcast the same slice, the
+//! optimizer updates it, and checkpoints store it. Gradients go to a [`mgpu::GradientSink`], last layer first, each
+//! announced when it is final.
 //!
 //! ```
 //! use mgpu_examples::nets::{Mode, Net, Spec};

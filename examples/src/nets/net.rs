@@ -1,4 +1,4 @@
-//! A network with the memory to run: forward, backward.
+//! A network on the CPU, with its memory: forward and backward pass.
 
 use mgpu::timeline::Timeline;
 use mgpu::{GradientSink, Layout, Result};
@@ -7,51 +7,51 @@ use mgpu_kernels::{Scratch, Storage, Threads, loss, transpose};
 
 use super::LossReport;
 use super::initial;
-use super::layers::{BackwardPass, DropoutKey, ForwardPass, Image, Machine, Step};
-use super::memory::Part;
+use super::layers::{BackwardPass, CpuLayer, DropoutKey, ForwardPass, Image, Step};
+use super::memory::ActivationMemory;
 use super::plan::{Plan, Stage};
-use super::profile::{self, Lap, Profile, Shown, StageTimes, lap};
+use super::profile::{self, Lap, Profile, StageTimes, TimelineSpans, lap};
 use super::spec::Spec;
 
-/// What a forward pass is for.
+/// The purpose of a forward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
-    /// A backward pass follows: statistics of the batch, and dropout where a key is given.
+    /// Training: a backward pass follows. Uses batch statistics, and dropout if a key is given.
     Train {
-        /// The masks to draw; `None` trains without dropout.
+        /// The key of the masks; `None` trains without dropout.
         dropout: Option<DropoutKey>,
     },
-    /// Running statistics, no dropout.
+    /// Evaluation: running statistics, no dropout.
     Eval,
 }
 
-/// A network with all the memory that batches of up to a given size need.
+/// A network with memory for batches of up to a given size.
 ///
-/// Images between its layers, and their gradients, are kept as `E`: `f32`, or `bf16` in half the memory, at the price of
-/// their rounding. Arithmetic, parameters and their gradients, and everything from the first dense layer on are f32.
+/// Images between its layers and their gradients are stored as `E`: `f32`, or `bf16` in half the memory, with
+/// rounding. Arithmetic, parameters and their gradients, and everything from the first dense layer on are f32.
 #[derive(Debug)]
 pub struct Net<E = f32> {
     plan: Plan,
     threads: Threads,
     max_batch: usize,
-    /// For each stage, what computes it.
-    machines: Vec<Machine>,
-    images: Part<E>,
+    /// The operation of each stage.
+    cpu_layers: Vec<CpuLayer>,
+    images: ActivationMemory<E>,
     /// The last slot holds the logits.
-    vectors: Part<f32>,
-    /// The gradient of a bias, on its way to the sink.
+    vectors: ActivationMemory<f32>,
+    /// Temporary memory for the gradient of a bias.
     bias: Vec<f32>,
     scratch: Scratch,
     /// Images in the current batch.
     batch: usize,
-    /// How the current batch was run; `None` before the first.
+    /// The mode of the current batch; `None` before the first.
     mode: Option<Mode>,
     profile: Option<Profile>,
-    shown: Option<Shown>,
+    spans: Option<TimelineSpans>,
 }
 
 impl Net {
-    /// Allocates everything for batches of up to `max_batch` images, to be computed by `threads` threads.
+    /// Allocates everything for batches of up to `max_batch` images, computed by `threads` threads.
     ///
     /// # Panics
     /// If the layers of `spec` do not fit each other, or `threads` is 0.
@@ -61,7 +61,7 @@ impl Net {
 }
 
 impl<E: Storage> Net<E> {
-    /// As [`Net::new`], with convolutions computed by what `choice` allows.
+    /// As [`Net::new`], with the choice of convolution algorithms.
     ///
     /// # Panics
     /// As [`Net::new`].
@@ -72,57 +72,59 @@ impl<E: Storage> Net<E> {
         let biases =
             plan.stages.iter().filter_map(|stage| stage.op.weight()).map(|weight| tensors[weight + 1].len());
         Net {
-            machines: plan.stages.iter().map(|stage| stage.op.on_cpu(max_batch, choice)).collect(),
-            images: Part::images(&plan, max_batch),
-            vectors: Part::vectors(&plan, max_batch),
+            cpu_layers: plan.stages.iter().map(|stage| stage.op.on_cpu(max_batch, choice)).collect(),
+            images: ActivationMemory::images(&plan, max_batch),
+            vectors: ActivationMemory::vectors(&plan, max_batch),
             bias: vec![0.0; biases.max().unwrap_or(0)],
             scratch: Scratch::new(&threads),
             batch: 0,
             mode: None,
             profile: None,
-            shown: None,
+            spans: None,
             plan,
             threads,
             max_batch,
         }
     }
 
-    /// Measures from now on what each stage takes, from zero.
+    /// Starts profiling each stage, from zero.
     pub fn start_profile(&mut self) {
-        self.profile = Some(Profile::new(self.plan.stages.len(), self.shown.clone()));
+        self.profile = Some(Profile::new(self.plan.stages.len(), self.spans.clone()));
     }
 
-    /// Shows from now on, on `timeline`, when each pass of a training was made and each stage of it.
-    pub fn show_on(&mut self, timeline: &Timeline) {
+    /// Records each training pass and each of its stages on `timeline` from now on.
+    pub fn record_on(&mut self, timeline: &Timeline) {
         let stages: Vec<String> = self.plan.stages.iter().map(Stage::name).collect();
-        self.shown = Some(Shown::new(timeline, &stages));
+        self.spans = Some(TimelineSpans::new(timeline, &stages));
         self.start_profile();
     }
 
-    /// What the stages took since [`Net::start_profile`], and the rest of the passes.
+    /// The times of the stages since [`Net::start_profile`], and of the rest of the passes.
     pub fn profile(&self) -> Option<(&Profile, Vec<StageTimes>)> {
         let profile = self.profile.as_ref()?;
         let first = self.plan.first_with_parameters();
-        let times = |(place, (stage, machine)): (usize, (&Stage, &Machine))| {
-            let [forward, backward] = profile.stage(place);
-            // A multiplication and an addition for each product; the gradients of weights and input take as many each.
-            let passes = if place > first { 3.0 } else { 2.0 };
-            let operations = passes * 2.0 * stage.op.products() as f64 * profile.images();
-            StageTimes { name: stage.name(), kernel: machine.kernel(), forward, backward, operations }
+        let times = |(index, (stage, cpu_layer)): (usize, (&Stage, &CpuLayer))| {
+            let [forward, backward] = profile.stage(index);
+            // A multiplication and an addition for each product; the gradients of weights and of the input take the
+            // same number each.
+            let passes = if index > first { 3.0 } else { 2.0 };
+            let operations = passes * 2.0 * stage.op.multiply_adds() as f64 * profile.images();
+            StageTimes { name: stage.name(), kernel: cpu_layer.kernel(), forward, backward, operations }
         };
-        let stages = self.plan.stages.iter().zip(&self.machines);
+        let stages = self.plan.stages.iter().zip(&self.cpu_layers);
         Some((profile, stages.enumerate().map(times).collect()))
     }
 
-    /// One line for each convolution: what computes it.
+    /// One line for each convolution: its algorithm.
     pub fn describe(&self) -> Vec<String> {
-        let stages = self.plan.stages.iter().zip(&self.machines);
-        let convolutions = stages.filter(|(_, machine)| machine.is_chosen());
-        let line = |(stage, machine): (&Stage, &Machine)| format!("{}: {}", stage.name(), machine.kernel());
+        let stages = self.plan.stages.iter().zip(&self.cpu_layers);
+        let convolutions = stages.filter(|(_, cpu_layer)| cpu_layer.is_chosen());
+        let line =
+            |(stage, cpu_layer): (&Stage, &CpuLayer)| format!("{}: {}", stage.name(), cpu_layer.kernel());
         convolutions.map(line).collect()
     }
 
-    /// The threads that compute.
+    /// The compute threads.
     pub fn threads(&self) -> &Threads {
         &self.threads
     }
@@ -137,22 +139,22 @@ impl<E: Storage> Net<E> {
         &self.plan.tensors.buffers
     }
 
-    /// The parameters to start training from, in the order of [`Net::layout`].
+    /// The initial parameters, in the order of [`Net::layout`].
     pub fn initial_parameters(&self, seed: u64) -> Vec<f32> {
         initial::parameters(&self.plan.tensors, seed)
     }
 
-    /// The parameters that the recorded reference runs start from.
+    /// The initial parameters of golden runs.
     pub fn golden_parameters(&self, seed: u64) -> Vec<f32> {
         initial::golden_parameters(&self.plan.tensors, seed)
     }
 
-    /// The running statistics to start training from, in the order of [`Net::buffers_layout`].
+    /// The initial running statistics, in the order of [`Net::buffers_layout`].
     pub fn initial_buffers(&self) -> Vec<f32> {
         initial::buffers(&self.plan.tensors)
     }
 
-    /// The largest batch there is memory for.
+    /// The maximum batch size.
     pub fn max_batch(&self) -> usize {
         self.max_batch
     }
@@ -162,22 +164,22 @@ impl<E: Storage> Net<E> {
         self.plan.slots[0]
     }
 
-    /// Number of classes: logits of one image.
+    /// Number of classes: the logits of one image.
     pub fn classes(&self) -> usize {
         self.plan.slots[self.plan.slots.len() - 1]
     }
 
     /// Computes the logits \[batch, classes\] of a batch of images \[batch, channels, height, width\].
     ///
-    /// In training mode, batch normalisation sums its statistics over `ranks` and moves those in `buffers`; all
-    /// ranks must have batches of one size.
+    /// In training mode, batch normalisation sums its statistics over `ranks` and updates the running statistics in
+    /// `buffers`; all ranks must have the same batch size.
     ///
     /// # Errors
-    /// If the ranks cannot be summed over.
+    /// If the sum over ranks fails.
     ///
     /// # Panics
-    /// If a slice does not have the length its layout says, or the batch is empty or larger than there is memory
-    /// for.
+    /// If a slice does not have the length of its layout, or the batch is empty or larger than the maximum batch
+    /// size.
     pub fn forward(
         &mut self,
         params: &[f32],
@@ -200,7 +202,7 @@ impl<E: Storage> Net<E> {
     /// # Panics
     /// As [`Net::forward`].
     pub fn predict(&mut self, params: &[f32], buffers: &[f32], images: &[f32]) -> &[f32] {
-        // What is measured is the training.
+        // Only training is profiled.
         let profile = self.profile.take();
         self.run(params, images, ForwardPass::Eval { buffers })
             .expect("evaluation asks nothing of other ranks");
@@ -223,7 +225,7 @@ impl<E: Storage> Net<E> {
     }
 
     fn run(&mut self, params: &[f32], batch: &[f32], mut pass: ForwardPass<'_>) -> Result<()> {
-        let Net { plan, threads, images, vectors, machines, scratch, profile, .. } = self;
+        let Net { plan, threads, images, vectors, cpu_layers, scratch, profile, .. } = self;
         let n = batch.len() / plan.slots[0];
         assert_eq!(batch.len(), n * plan.slots[0], "a whole number of images");
         assert!((1..=self.max_batch).contains(&n), "a batch of {n} images, memory for {}", self.max_batch);
@@ -243,7 +245,7 @@ impl<E: Storage> Net<E> {
         let Image { channels, plane } = plan.image;
         transpose::matrices(threads, scratch, (channels, plane), batch, images.slot_mut(0, n));
         lap(profile, Lap::Input);
-        for (place, (stage, machine)) in plan.stages.iter().zip(machines).enumerate() {
+        for (index, (stage, cpu_layer)) in plan.stages.iter().zip(cpu_layers).enumerate() {
             let vector = stage.output >= plan.vectors;
             if vector && stage.input < plan.vectors {
                 let Image { channels, plane } = plan.flattened();
@@ -251,29 +253,29 @@ impl<E: Storage> Net<E> {
                 transpose::matrices(threads, scratch, (plane, channels), image, flat);
             }
             let layout = &plan.tensors.parameters;
-            let step = Step { place, threads, scratch, layout, params, profile };
+            let step = Step { stage: index, threads, scratch, layout, params, profile };
             if vector {
                 let (x, y) = vectors.of_stage(stage, n);
-                machine.on_vectors().forward(step, x, y, &mut pass)?;
+                cpu_layer.on_vectors().forward(step, x, y, &mut pass)?;
             } else {
                 let (x, y) = images.of_stage(stage, n);
-                machine.on_images::<E>().forward(step, x, y, &mut pass)?;
+                cpu_layer.on_images::<E>().forward(step, x, y, &mut pass)?;
             }
-            lap(profile, Lap::Forward(place));
+            lap(profile, Lap::Forward(index));
         }
         Ok(())
     }
 
     /// Computes the gradient of the mean loss of the current batch for every parameter, after a forward pass in
-    /// training mode with the same `params`. Each gradient is written to `sink` and announced, last tensor
-    /// first, and may travel while those of the layers below are computed.
+    /// training mode with the same `params`. Writes each gradient to `sink` and announces it, last tensor first, so
+    /// that its reduction can overlap the computation of the following ones.
     ///
     /// # Errors
-    /// As the sink's.
+    /// Errors of the sink.
     ///
     /// # Panics
-    /// If the last forward pass was not for training, there is not one label for each image, or a label is not
-    /// a class.
+    /// If the last forward pass was not in training mode, the number of labels differs from the number of images, or
+    /// a label is not a class.
     pub fn backward(
         &mut self,
         params: &[f32],
@@ -286,7 +288,7 @@ impl<E: Storage> Net<E> {
         let n = self.batch;
         assert_eq!(labels.len(), n, "labels for a batch of {n}");
         assert_eq!(params.len(), self.plan.tensors.parameters.len(), "parameters");
-        let Net { plan, threads, images, vectors, machines, bias, scratch, profile, .. } = self;
+        let Net { plan, threads, images, vectors, cpu_layers, bias, scratch, profile, .. } = self;
 
         profile::start(profile);
         let (logits, gradient) = vectors.start_backward(n);
@@ -294,27 +296,28 @@ impl<E: Storage> Net<E> {
         lap(profile, Lap::Loss);
 
         let first = plan.first_with_parameters();
-        let stages = plan.stages.iter().zip(machines).enumerate();
-        for (place, (stage, machine)) in stages.skip(first).rev() {
-            let below = place > first;
+        let stages = plan.stages.iter().zip(cpu_layers).enumerate();
+        for (index, (stage, cpu_layer)) in stages.skip(first).rev() {
+            let input_gradient = index > first;
             let layout = &plan.tensors.parameters;
-            let step = Step { place, threads, scratch: &mut *scratch, layout, params, profile };
-            let pass = BackwardPass { below, dropout, sink: &mut *sink, bias };
+            let step = Step { stage: index, threads, scratch: &mut *scratch, layout, params, profile };
+            let pass = BackwardPass { input_gradient, dropout, sink: &mut *sink, bias };
             if stage.output < plan.vectors {
-                images.backward(stage, n, below, |sides| {
-                    machine.on_images::<E>().backward(step, sides, pass)
+                images.backward(stage, n, input_gradient, |tensors| {
+                    cpu_layer.on_images::<E>().backward(step, tensors, pass)
                 })?;
             } else {
-                vectors
-                    .backward(stage, n, below, |sides| machine.on_vectors().backward(step, sides, pass))?;
-                if below && stage.input < plan.vectors {
+                vectors.backward(stage, n, input_gradient, |tensors| {
+                    cpu_layer.on_vectors().backward(step, tensors, pass)
+                })?;
+                if input_gradient && stage.input < plan.vectors {
                     let Image { channels, plane } = plan.flattened();
                     let flat = vectors.gradient(stage.input, n);
                     let (_, image) = images.start_backward(n);
                     transpose::matrices(threads, scratch, (channels, plane), flat, image);
                 }
             }
-            lap(profile, Lap::Backward(place));
+            lap(profile, Lap::Backward(index));
         }
         profile::end(profile, "backward");
         if let Some(profile) = profile {

@@ -1,62 +1,63 @@
-//! From a list of layers to shapes, tensors, stages and slots of memory.
+//! From a list of layers to shapes, tensors, stages and memory slots.
 //!
-//! A *stage* is what is computed in one go. A convolution or dense layer takes the activation function behind it along,
-//! and a convolution the pooling layer behind that: the convolution's own output is needed for a moment only, and of all
-//! such layers the pooled outputs are kept.
+//! A *stage* is computed as one operation. A convolution or dense layer fuses the activation function that follows
+//! it, and a convolution also the pooling layer after that: the convolution's own output is only needed briefly, and
+//! only the pooled output is stored.
 //!
-//! Activations live in *slots*, numbered along the network; slot 0 holds the images. A stage either reads one slot and
-//! writes the next, or works in place: dropout does, and activation functions by themselves, since their backward passes
-//! need no more than their output (or the mask's key), and the stage before them needs the sign of its own at most.
+//! Activations are in *slots*, numbered along the network; slot 0 holds the images. A stage either reads one slot and
+//! writes the next, or works in place. Dropout and separate activation functions work in place: their backward passes
+//! need only their output (or the key of the mask), and the preceding stage needs at most the sign of its own output.
 //!
-//! Images lie with their channels last, \[N, H, W, C\], on the CPU and on GPUs, and a flattened image is still one. A dense
-//! layer behind it is what notices: its weights are for \[C, H, W\].
+//! Images have their channels last, \[N, H, W, C\], on the CPU and on GPUs, also when flattened. Only the following
+//! dense layer must account for that: its weights expect \[C, H, W\].
 
-use super::layers::{Image, InPlace, Operation, Place};
+use super::layers::{Image, InPlace, LayerContext, Operation};
 use super::spec::Spec;
 use super::tensors::Tensors;
 
-/// An operation and the slots it works on, the same one if in place.
+/// An operation, and the slots it reads and writes (the same one if it works in place).
 #[derive(Debug)]
 pub(super) struct Stage {
     pub(super) op: Box<dyn Operation>,
-    /// Index in the spec of the first of its layers.
+    /// Index of its first layer in the spec.
     pub(super) layer: usize,
     pub(super) input: usize,
     pub(super) output: usize,
-    /// What was flattened into its input, if that is an image of several channels and several positions: the operation
-    /// counts its features as \[C, H, W\], and finds \[H, W, C\].
+    /// The image that was flattened into its input, if it has several channels and several positions: the operation's
+    /// weights expect \[C, H, W\], but the data is \[H, W, C\].
     pub(super) flattened: Option<Image>,
 }
 
 impl Stage {
-    /// Where it stands, and what it does.
+    /// Index of its first layer, and a description.
     pub(super) fn name(&self) -> String {
         format!("{} {}", self.layer, self.op.describe())
     }
 
-    /// True if the gradient of the input takes the place of the output's.
+    /// True if the gradient of the input overwrites that of the output.
     pub(super) fn backward_in_place(&self) -> bool {
         self.op.in_place() != InPlace::Neither
     }
 }
 
-/// A network with all shapes worked out.
+/// A network with all shapes known.
 #[derive(Debug)]
 pub(super) struct Plan {
-    /// What comes in.
+    /// The shape of the input.
     pub(super) image: Image,
     pub(super) stages: Vec<Stage>,
-    /// Elements for one image in each slot.
+    /// Elements per image in each slot.
     pub(super) slots: Vec<usize>,
-    /// The first slot of vectors: what the first stage writes that reads flattened images. In those before it lie images.
+    /// The first slot of vectors: the output of the first stage that reads flattened images. All slots before it hold
+    /// images.
     pub(super) vectors: usize,
     pub(super) tensors: Tensors,
 }
 
 impl Plan {
     /// # Panics
-    /// If a dense layer follows an image without a `Flatten` between them, a kernel does not fit its image, there is no dense
-    /// layer, or the last layer leaves an image.
+    /// If a dense layer follows an image without a `Flatten` between them, a kernel does not fit its image, there is
+    /// no dense layer, or the last layer outputs an image.
     pub(super) fn new(spec: &Spec) -> Plan {
         let mut plan = Plan {
             image: Image::of(spec.input),
@@ -66,11 +67,11 @@ impl Plan {
             tensors: Tensors::default(),
         };
         let mut extents = spec.input;
-        // As it lies in memory.
+        // The shape in memory.
         let mut image = Image::of(extents);
         for (layer, kind) in spec.layers.iter().enumerate() {
             let rectified = spec.layers.get(layer + 1).is_some_and(|next| next.rectifies());
-            let op = kind.plan(&mut plan.tensors, &Place { layer, extents, image, rectified });
+            let op = kind.plan(&mut plan.tensors, &LayerContext { layer, extents, image, rectified });
             let after = kind.output(extents);
             if let Some(op) = op {
                 let flattened = (image != Image::of(extents)).then_some(image);
@@ -88,14 +89,14 @@ impl Plan {
         plan
     }
 
-    /// Adds `op`, with `len` elements of output for one image.
+    /// Adds `op`, with `len` output elements per image.
     fn push(&mut self, op: Box<dyn Operation>, layer: usize, flattened: Option<Image>, len: usize) {
         let in_place = op.in_place() == InPlace::Both;
-        // To an activation function it is all the same how its inputs are counted.
+        // Activation functions do not depend on the order of their inputs.
         let follows = flattened.is_none() || in_place;
-        if let Some(tail) = op.as_tail().filter(|_| follows)
+        if let Some(epilogue) = op.as_epilogue().filter(|_| follows)
             && let Some(stage) = self.stages.last_mut()
-            && stage.op.take_along(tail)
+            && stage.op.fuse(epilogue)
         {
             self.slots[stage.output] = len;
             return;
@@ -108,15 +109,15 @@ impl Plan {
         self.stages.push(Stage { op, layer, input, output: self.slots.len() - 1, flattened });
     }
 
-    /// The images that are flattened.
+    /// The shape of the images that are flattened.
     pub(super) fn flattened(&self) -> Image {
         let stage = self.stages.iter().find(|stage| stage.output == self.vectors);
         let flattened = stage.and_then(|stage| stage.flattened);
         flattened.unwrap_or(Image { channels: self.slots[self.vectors - 1], plane: 1 })
     }
 
-    /// The place of the first stage that has parameters, behind the last one if there is none. Below it nobody asks for
-    /// gradients.
+    /// The index of the first stage with parameters, or the number of stages if there is none. No gradients are
+    /// needed before it.
     pub(super) fn first_with_parameters(&self) -> usize {
         self.stages.iter().position(|stage| stage.op.weight().is_some()).unwrap_or(self.stages.len())
     }
@@ -131,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn layers_take_along_what_follows_them() {
+    fn layers_fuse_their_epilogues() {
         let plan = Plan::new(&Spec::named("deep").unwrap());
         let expected = [
             "0 conv 64 5x5 same of 1x28x28, relu, pool",
@@ -148,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_follow_a_convolution_stands_by_itself() {
+    fn unfused_layers_are_separate_stages() {
         let plan = Plan::new(&Spec::named("keras").unwrap());
         let described = described(&plan);
         assert_eq!(described.iter().position(|stage| stage == "4 batch norm"), Some(2));

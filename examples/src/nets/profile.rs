@@ -1,7 +1,8 @@
-//! Where the time of a step goes: kept for each stage of a network, where it is asked for, and shown on a timeline.
+//! Profiles a step: the time of each stage of a network, optionally recorded on a timeline.
 //!
-//! A pass is cut into laps: each goes from the end of the last one to now, and belongs to a stage, to communication (which
-//! others measure) or to the rest. So every moment is counted once, and a lap costs one reading of the clock.
+//! A pass is divided into laps. Each lap lasts from the end of the previous one until now, and belongs to a stage, to
+//! communication (which is measured elsewhere) or to the rest. So all time is counted exactly once, and a lap costs
+//! one clock read.
 
 use std::time::Duration;
 
@@ -10,10 +11,10 @@ use mgpu::timeline::{Name, Span, Timeline, now};
 /// Times of a network's stages, summed over steps.
 #[derive(Debug, Clone)]
 pub struct Profile {
-    /// When the pass began, and the current lap.
+    /// When the pass started, and when the current lap started.
     pass: u64,
     last: u64,
-    shown: Option<Shown>,
+    spans: Option<TimelineSpans>,
     forward: Vec<Duration>,
     backward: Vec<Duration>,
     other: Duration,
@@ -21,20 +22,20 @@ pub struct Profile {
     pub(super) images: usize,
 }
 
-/// Where laps are shown, and what those of each stage are called.
+/// The timeline of the laps, and the span names of each stage.
 #[derive(Debug, Clone)]
-pub(super) struct Shown {
+pub(super) struct TimelineSpans {
     timeline: Timeline,
     forward: Vec<Name>,
     backward: Vec<Name>,
 }
 
-impl Shown {
-    /// `stages` are their names.
+impl TimelineSpans {
+    /// `stages` are the names of the stages.
     pub(super) fn new(timeline: &Timeline, stages: &[String]) -> Self {
         let names =
             |pass: &str| stages.iter().map(|stage| timeline.name(&format!("{pass} {stage}"))).collect();
-        Shown { forward: names("forward"), backward: names("backward"), timeline: timeline.clone() }
+        TimelineSpans { forward: names("forward"), backward: names("backward"), timeline: timeline.clone() }
     }
 
     fn show(&self, name: Name, begin: u64, end: u64) {
@@ -42,40 +43,40 @@ impl Shown {
     }
 }
 
-/// What a lap's time goes to.
+/// What a lap's time is attributed to.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Lap {
-    /// A stage's passes, by its place.
+    /// A pass of a stage, by its index.
     Forward(usize),
     Backward(usize),
     Loss,
-    /// Of the images, from their order in memory to the first stage's.
+    /// Reordering the images for the first stage.
     Input,
-    /// Collectives are measured and shown by their timeline.
+    /// Collectives are measured and recorded by their timeline.
     Communication,
 }
 
-/// What one stage took on average.
+/// Average times of one stage.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StageTimes {
-    /// Index in the spec of its first layer, and what it does.
+    /// Index of its first layer in the spec, and a description.
     pub name: String,
-    /// What computes it.
+    /// Its kernel.
     pub kernel: String,
-    /// Seconds a step for the forward pass.
+    /// Seconds per step in the forward pass.
     pub forward: f64,
-    /// Seconds a step for the backward pass.
+    /// Seconds per step in the backward pass.
     pub backward: f64,
-    /// Multiplications and additions of its definition a step: none but those of convolutions and dense layers count.
+    /// Multiplications and additions per step, from the definition; only convolutions and dense layers count.
     pub operations: f64,
 }
 
 impl Profile {
-    pub(super) fn new(stages: usize, shown: Option<Shown>) -> Self {
+    pub(super) fn new(stages: usize, spans: Option<TimelineSpans>) -> Self {
         Profile {
             pass: 0,
             last: 0,
-            shown,
+            spans,
             forward: vec![Duration::ZERO; stages],
             backward: vec![Duration::ZERO; stages],
             other: Duration::ZERO,
@@ -84,12 +85,12 @@ impl Profile {
         }
     }
 
-    /// Steps that were measured.
+    /// Number of profiled steps.
     pub fn steps(&self) -> u32 {
         self.steps
     }
 
-    /// Seconds a step that were spent on the loss, and on bringing images to the first layer.
+    /// Seconds per step for the loss, and for reordering the input.
     pub fn loss(&self) -> f64 {
         self.mean(self.other)
     }
@@ -98,14 +99,14 @@ impl Profile {
         sum.as_secs_f64() / f64::from(self.steps.max(1))
     }
 
-    /// Images of a step.
+    /// Images per step.
     pub(super) fn images(&self) -> f64 {
         self.images as f64 / f64::from(self.steps.max(1))
     }
 
-    /// Seconds a step for the forward and the backward pass of the stage at `place`.
-    pub(super) fn stage(&self, place: usize) -> [f64; 2] {
-        [self.forward[place], self.backward[place]].map(|sum| self.mean(sum))
+    /// Seconds per step of stage `index` in the forward and the backward pass.
+    pub(super) fn stage(&self, index: usize) -> [f64; 2] {
+        [self.forward[index], self.backward[index]].map(|sum| self.mean(sum))
     }
 }
 
@@ -117,28 +118,28 @@ pub(super) fn start(profile: &mut Option<Profile>) {
     }
 }
 
-/// Adds the time since the last lap to what it belongs to.
+/// Attributes the time since the last lap.
 pub(super) fn lap(profile: &mut Option<Profile>, lap: Lap) {
     let Some(profile) = profile else { return };
     let (begin, end) = (profile.last, now());
     profile.last = end;
-    let shown = profile.shown.as_ref();
+    let spans = profile.spans.as_ref();
     let (sum, name) = match lap {
-        Lap::Forward(place) => (&mut profile.forward[place], shown.map(|shown| shown.forward[place])),
-        Lap::Backward(place) => (&mut profile.backward[place], shown.map(|shown| shown.backward[place])),
+        Lap::Forward(index) => (&mut profile.forward[index], spans.map(|spans| spans.forward[index])),
+        Lap::Backward(index) => (&mut profile.backward[index], spans.map(|spans| spans.backward[index])),
         Lap::Loss => (&mut profile.other, Some(Name::new("loss"))),
         Lap::Input => (&mut profile.other, Some(Name::new("input"))),
         Lap::Communication => return,
     };
     *sum += Duration::from_nanos(end - begin);
-    if let Some((shown, name)) = shown.zip(name) {
-        shown.show(name, begin, end);
+    if let Some((spans, name)) = spans.zip(name) {
+        spans.show(name, begin, end);
     }
 }
 
 /// Ends a pass with the last lap.
 pub(super) fn end(profile: &Option<Profile>, pass: &'static str) {
-    if let Some(Profile { pass: begin, last, shown: Some(shown), .. }) = profile {
-        shown.show(Name::new(pass), *begin, *last);
+    if let Some(Profile { pass: begin, last, spans: Some(spans), .. }) = profile {
+        spans.show(Name::new(pass), *begin, *last);
     }
 }

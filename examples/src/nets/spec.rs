@@ -1,10 +1,10 @@
-//! What a network is made of, before memory and numbers.
+//! The definition of a network, without memory and values.
 
 use mgpu::optimizer::OptimizerConfig;
 
 use super::layers::Layer;
 
-/// A network: its layers and how to train them.
+/// A network: its layers and training settings.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Spec {
     /// The network's name.
@@ -13,8 +13,8 @@ pub struct Spec {
     pub input: [usize; 3],
     /// The layers, first to last.
     pub layers: Vec<Layer>,
-    /// The optimizer it is trained with.
+    /// The optimizer of its training.
     pub optimizer: OptimizerConfig,
-    /// Images in a training batch of one rank, where the user does not say.
+    /// Default batch size of one rank, in images.
     pub batch: usize,
 }

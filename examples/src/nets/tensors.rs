@@ -1,13 +1,14 @@
-//! The tensors that a network's layers have: names as in PyTorch's state dict, shapes, offsets, and how they start out.
+//! The tensors of a network's layers: names as in PyTorch's state dict, shapes, offsets, and the role in
+//! initialisation.
 
 use std::ops::Range;
 
 use mgpu::Layout;
 
-/// How the elements of a parameter tensor start out.
+/// The role of a parameter tensor, which determines its initial values.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Role {
-    /// Weights that sum over `fan_in` inputs, with a rectifier behind them or not.
+    /// Weights that sum over `fan_in` inputs, followed by a rectifier or not.
     Weight { fan_in: usize, rectified: bool },
     /// Bias of a convolution or dense layer.
     Bias,
@@ -36,7 +37,7 @@ impl Tensors {
         index
     }
 
-    /// Adds a running statistic of `channels` elements and returns where it lies among the buffers.
+    /// Adds a running statistic of `channels` elements and returns its range in the buffers.
     pub(super) fn add_buffer(&mut self, layer: usize, name: &str, channels: usize) -> Range<usize> {
         let index = self.buffers.push(format!("{layer}.{name}"), [channels]);
         self.buffers.range(index)

@@ -1,5 +1,5 @@
-//! Names and shapes of the networks, gradients of a small one with every kind of layer, and what a batch
-//! split over ranks must not change.
+//! Names and shapes of the networks, gradients of a small one with every kind of layer, and invariance to splitting a
+//! batch over ranks.
 
 use std::sync::{Barrier, Mutex};
 
@@ -11,7 +11,7 @@ use mgpu_kernels::rng::Stream;
 
 use super::*;
 
-/// Gradients of one rank in a flat arena, and how its sums are made.
+/// Gradients of one rank in a flat arena, with an optional sum over ranks.
 struct Sink<'a> {
     layout: Layout,
     gradients: Vec<f32>,
@@ -19,7 +19,7 @@ struct Sink<'a> {
     ranks: Option<&'a Ranks>,
 }
 
-/// Ranks that are threads and sum in turn.
+/// Ranks as threads that sum one after another.
 struct Ranks {
     barrier: Barrier,
     sum: Mutex<Vec<f64>>,
@@ -72,7 +72,7 @@ fn random(len: usize, stream: u64) -> Vec<f32> {
     (0..len as u64).map(|i| stream.uniform(i)).collect()
 }
 
-/// Every kind of layer, small enough for finite differences.
+/// All kinds of layers, small enough for finite differences.
 fn tiny() -> Spec {
     let conv = |filters, padding| Layer::Conv { filters, kernel: 3, padding };
     Spec {
@@ -99,8 +99,8 @@ fn tiny() -> Spec {
     }
 }
 
-/// The same layers in unusual company: nothing that could be computed together, and an image that others than a dense layer
-/// flatten.
+/// The same layers in unusual combinations: nothing can be fused, and the flattened image is not read by a dense
+/// layer.
 fn odd() -> Spec {
     Spec {
         layers: vec![
@@ -122,7 +122,7 @@ fn odd() -> Spec {
     }
 }
 
-/// GELUs on images and on vectors, by themselves and before what a convolution or a dense layer would otherwise take along.
+/// GELUs on images and on vectors, alone and before layers that a convolution or a dense layer would otherwise fuse.
 fn smooth() -> Spec {
     Spec {
         layers: vec![
@@ -143,7 +143,7 @@ fn smooth() -> Spec {
     }
 }
 
-/// Channels enough for all algorithms.
+/// Enough channels for all algorithms.
 fn wide() -> Spec {
     let conv = |filters| Layer::Conv { filters, kernel: 3, padding: Padding::Same };
     let head = [Layer::MaxPool(Rounding::Floor), Layer::Flatten, Layer::Dense(10)];
@@ -175,7 +175,7 @@ fn layouts_have_the_reference_names_shapes_and_sizes() {
     ];
     assert_eq!(tensors, expected);
 
-    // Layers with parameters, their total, and the running statistics.
+    // Number of layers with parameters, number of parameters, and number of running statistics.
     let expected: [(&str, &[usize], usize, usize); 8] = [
         ("lenet5", &[0, 3, 7, 9, 11], 61_706, 0),
         ("deep", &[0, 3, 7, 10], 6_640_394, 0),
@@ -211,7 +211,8 @@ fn an_unknown_network_is_refused_with_the_known_ones() {
 #[test]
 fn gradients_match_finite_differences() {
     check_gradients(&tiny(), 1e-3);
-    // Features that hardly differ between images are magnified a lot: the loss bends within a shorter way.
+    // Features that differ little between images are amplified a lot, so the loss is linear only over shorter
+    // distances.
     check_gradients(&odd(), 1e-4);
     check_gradients(&smooth(), 1e-3);
 }
@@ -237,7 +238,7 @@ fn check_gradients(spec: &Spec, by: f32) {
     for (index, tensor) in sink.layout.tensors().iter().enumerate() {
         let gradient = &gradients[tensor.range()];
         let norm = gradient.iter().map(|g| g * g).sum::<f32>().sqrt();
-        // Along the gradient, where the loss changes most, and along a direction that ignores it.
+        // Along the gradient, where the loss changes most, and along a direction independent of it.
         let steepest: Vec<f32> = gradient.iter().map(|g| g / norm).collect();
         let signs: Vec<f32> = random(tensor.len(), 100 + index as u64);
         let scale = 1.0 / (tensor.len() as f32).sqrt();
@@ -250,14 +251,14 @@ fn check_gradients(spec: &Spec, by: f32) {
                 loss_at(&params)
             };
             let measured = (moved(by) - moved(-by)) / f64::from(2.0 * by);
-            // What f32 rounding of the loss and the kinks of rectifiers and maxima leave.
+            // Tolerance for f32 rounding of the loss, and for the kinks of rectifiers and maxima.
             let tolerance = 0.02 * f64::from(norm) + 5e-4;
             assert!((measured - slope).abs() < tolerance, "{}: {measured} is not {slope}", tensor.name);
         }
     }
 }
 
-/// Gradients, running statistics and report of each rank when the batch is split over `ranks` ranks.
+/// Gradients, running statistics and report of each rank for a batch split over `ranks` ranks.
 fn train_split(ranks: usize) -> Vec<(Vec<f32>, Vec<f32>, LossReport)> {
     let shared = Ranks { barrier: Barrier::new(ranks), sum: Mutex::default() };
     let share = BATCH / ranks;
@@ -337,7 +338,7 @@ fn evaluation_does_not_depend_on_the_rest_of_the_batch() {
 fn initial_weights_fill_their_bounds_and_depend_on_the_seed() {
     let net = Net::new(&Spec::named("lenet5").unwrap(), 1, 1);
     let params = net.initial_parameters(1);
-    // The second dense layer has a rectifier behind it, the last one none.
+    // The second dense layer is followed by a rectifier, the last one is not.
     for (tensor, bound) in [(6, (6.0f32 / 120.0).sqrt()), (8, (1.0f32 / 84.0).sqrt())] {
         let weights = &params[net.layout().range(tensor)];
         let largest = weights.iter().fold(0.0f32, |largest, weight| largest.max(weight.abs()));
@@ -355,11 +356,11 @@ fn a_dense_layer_on_an_image_is_refused() {
 
 #[test]
 #[should_panic(expected = "a network ends in a number for each class")]
-fn an_image_is_no_list_of_classes() {
+fn a_network_must_end_in_class_scores() {
     Net::new(&Spec { layers: vec![Layer::BatchNorm], ..tiny() }, 1, 1);
 }
 
-/// Logits and gradients of a batch, with convolutions by what `choice` allows.
+/// Logits and gradients of a batch, with the convolution algorithms of `choice`.
 fn train_by<E: Storage>(choice: Choice, spec: &Spec) -> (Net<E>, Vec<f32>, Sink<'static>) {
     let mut net = Net::<E>::with_choice(spec, BATCH, 2, choice);
     let images = random(BATCH * net.image_len(), 1);
@@ -394,9 +395,9 @@ fn convolutions_by_any_algorithm_train_alike() {
     }
 }
 
-/// Images kept as bf16 are rounded to 8 bits in each layer, and gradients again on their way back.
+/// Images in bf16 are rounded to 8 bits in each layer, and gradients again in the backward pass.
 #[test]
-fn images_kept_in_half_the_memory_train_nearly_alike() {
+fn bf16_images_train_almost_equally() {
     let norm = |values: &[f32]| values.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>().sqrt();
     for spec in [tiny(), wide(), smooth()] {
         let (_, wide_logits, wide) = train_by::<f32>(Choice::Auto, &spec);
@@ -404,7 +405,7 @@ fn images_kept_in_half_the_memory_train_nearly_alike() {
         let difference: Vec<f32> = logits.iter().zip(&wide_logits).map(|(a, b)| a - b).collect();
         let logits = norm(&difference) / norm(&wide_logits);
         assert!((1e-6..0.03).contains(&logits), "logits differ by {logits:e} of their size");
-        // A rounding that decides which value of a window is the largest moves a whole contribution.
+        // A rounding that changes the maximum of a window moves a whole contribution.
         let difference: Vec<f32> = narrow.gradients.iter().zip(&wide.gradients).map(|(a, b)| a - b).collect();
         let gradients = norm(&difference) / norm(&wide.gradients);
         assert!((1e-6..0.15).contains(&gradients), "gradients differ by {gradients:e} of their size");
@@ -412,7 +413,7 @@ fn images_kept_in_half_the_memory_train_nearly_alike() {
 }
 
 #[test]
-fn a_profile_names_every_stage_and_counts_what_multiplies() {
+fn a_profile_names_every_stage_and_counts_multiplications() {
     let mut net = Net::new(&tiny(), BATCH, 1);
     assert!(net.profile().is_none());
     net.start_profile();
@@ -436,7 +437,7 @@ fn a_profile_names_every_stage_and_counts_what_multiplies() {
         "13 dense 10 of 12",
     ];
     assert_eq!(names, expected);
-    // The first layer has no gradient of its input; two operations a product.
+    // The first layer has no input gradient; two operations per product.
     assert_eq!(stages[0].operations, (BATCH * 4 * 11 * 9 * 2 * 9 * 2 * 2) as f64);
     assert_eq!(stages[8].operations, (BATCH * 10 * 12 * 2 * 3) as f64);
     assert!(stages.iter().all(|stage| stage.forward > 0.0 && stage.backward > 0.0));

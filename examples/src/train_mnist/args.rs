@@ -1,4 +1,4 @@
-//! The command line of `train_mnist`, as typed and as resolved.
+//! The command line of `train_mnist`, and the values derived from it.
 
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
@@ -9,114 +9,133 @@ use mgpu_kernels::Precision;
 use mgpu_kernels::cuda::Libraries;
 
 use super::engine::Options;
-use super::schedule::Shape;
+use super::schedule::ScheduleKind;
 use crate::nets::{Choice, Spec};
 use crate::parallel::{Parallel, above_0, given, positive};
 
 /// Trains a network on MNIST, on one rank or under mgpurun on several.
 ///
-/// Every rank trains on its own part of each global batch; gradients are averaged over ranks in every step, so all
-/// ranks hold the same weights. With neither --data, --synthetic nor --download it takes the folder in MGPU_DATA,
-/// then digits downloaded earlier, then generated digits.
+/// Every rank trains on its own part of each global batch. Gradients are averaged over ranks in every step, so all
+/// ranks hold the same weights.
+///
+/// Data without --data, --synthetic or --download: the folder in MGPU_DATA if that is set, else MNIST from an earlier
+/// download, else generated digits. An empty MGPU_DATA counts as set and means the current folder.
 #[derive(Debug, Parser)]
 #[command(name = "train_mnist", version)]
 #[command(group(ArgGroup::new("source").args(["data", "synthetic", "download"])))]
 #[command(group(ArgGroup::new("length").args(["epochs", "steps"])))]
 #[command(after_help = "Example: mgpurun -n 2 train_mnist --net lenet5 --epochs 3")]
 pub(super) struct Args {
-    /// Network: lenet5, deep, keras, ensemble2400, ensemble4800, layers or conv6.
+    /// Network: lenet5, deep, keras, ensemble2400, ensemble4800, layers, conv6 or mlp-gelu.
     #[arg(long, value_name = "NAME", default_value = "lenet5", value_parser = parse_net)]
     pub(super) net: Spec,
-    /// Folder with the four MNIST files, gzipped or not.
+    /// Folder with the four MNIST files, gzipped or not [default: $MGPU_DATA].
     #[arg(long, value_name = "DIR")]
     pub(super) data: Option<PathBuf>,
-    /// Train on generated digits, which need no files.
+    /// Train on generated digits; needs no files.
     #[arg(long)]
     pub(super) synthetic: bool,
-    /// Download MNIST (11 MB), unless it is there already.
+    /// Download MNIST (11 MB) unless it is in the cache already.
     #[arg(long)]
     pub(super) download: bool,
-    /// Passes over the training set [default: 3].
+    /// Epochs: passes over the training set [default: 3].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     epochs: Option<u64>,
-    /// Training steps in all, in place of --epochs.
+    /// Total number of training steps, instead of --epochs.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     steps: Option<u64>,
-    /// Images a step on each rank [default: the network's own].
+    /// Batch size of each rank, in images [default: the network's own].
     #[arg(long, value_name = "N", value_parser = positive)]
     batch: Option<usize>,
-    /// Learning rate at the beginning [default: the network's own].
+    /// Initial learning rate [default: the network's own].
     #[arg(long, value_name = "X", value_parser = above_0)]
     lr: Option<f64>,
-    /// How the learning rate goes on: linear or cosine (to 0 at the end; cosine:0.1: to a tenth), constant, or step:N:X
-    /// (times X after every N steps).
-    #[arg(long, value_name = "NAME", default_value_t = Shape::Linear)]
-    pub(super) schedule: Shape,
-    /// Steps at the beginning in which the learning rate rises.
+    /// Learning rate schedule: linear or cosine (decay to 0 at the end; cosine:0.1 decays to a tenth), constant, or
+    /// step:N:X (multiply by X after every N steps).
+    #[arg(long, value_name = "NAME", default_value_t = ScheduleKind::Linear)]
+    pub(super) schedule: ScheduleKind,
+    /// Warm-up: the number of steps in which the learning rate rises linearly at the beginning.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(super) warm_up: u64,
-    /// Seed of weights, shuffling, dropout and generated digits.
+    /// Seed of initial weights, shuffling, dropout and generated digits.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(super) seed: u64,
-    /// Arithmetic: f32; bf16 (on the CPU images between layers only, in half the memory); on a GPU also tf32. Parameters
-    /// are f32 in all of them.
+    /// Precision: f32, bf16 or, on GPUs only, tf32. On the CPU, bf16 stores images between layers in bf16 and
+    /// computes in f32. Parameters are always f32.
     #[arg(long, value_name = "P", default_value_t = Precision::F32)]
     pub(super) precision: Precision,
-    /// Convolutions and dense layers on a GPU: auto (the fastest of cuDNN, cuBLASLt and our own) or builtin (our own).
+    /// Kernels of convolutions and dense layers on a GPU: auto (the fastest of cuDNN, cuBLASLt and our own) or
+    /// builtin (our own only).
     #[arg(long, value_name = "NAME", default_value_t = Libraries::Auto)]
     kernels: Libraries,
-    /// Convolutions on the CPU: auto (what is expected to be the fastest for each layer) or direct (by their definition).
+    /// Convolution algorithm on the CPU: auto (the one expected to be fastest for each layer) or direct.
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub(super) conv: Choice,
-    /// Say, before the training, which kernels make each layer; on a GPU also how long each takes.
+    /// Print which kernel computes each layer before training; on a GPU also its time.
     #[arg(long)]
     pub(super) show_kernels: bool,
-    /// Say, after a training on the CPU, what each layer and all else took of a step, and how near that is to the peak.
+    /// Print a profile after training on the CPU: the time of each layer and of everything else in a step, and the
+    /// share of peak FLOP/s.
     #[arg(long)]
     pub(super) profile: bool,
-    /// Launch every kernel by itself on a GPU, in place of replaying whole steps: for debugging.
+    /// Launch each kernel separately on a GPU instead of replaying CUDA graphs. For debugging.
     #[arg(long)]
     no_graph: bool,
-    /// Threads of each rank on the CPU [default: the cores divided by the ranks].
+    /// CPU threads of each rank [default: the cores divided by the ranks].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
     #[command(flatten)]
     pub(super) parallel: Parallel,
-    /// Write a checkpoint into this folder after every epoch; see --keep.
+    /// Write a checkpoint to this folder after every epoch. See --keep and --resume.
+    ///
+    /// The folder is created if needed. It is refused if it already contains checkpoints and --resume is not given,
+    /// or if another running process writes checkpoints to it.
     #[arg(long, value_name = "DIR")]
     pub(super) checkpoint_dir: Option<PathBuf>,
-    /// Write one after every N steps of the training as well.
+    /// Also write a checkpoint after every N training steps.
     #[arg(long, value_name = "N", requires = "checkpoint_dir", value_parser = clap::value_parser!(u64).range(1..))]
     pub(super) checkpoint_every: Option<u64>,
-    /// Checkpoints that are kept: the newest N.
+    /// Keep the newest N checkpoints.
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..))]
     keep: u16,
-    /// Go on from the newest checkpoint in --checkpoint-dir, or begin if there is none.
+    /// Resume from the newest checkpoint in --checkpoint-dir; start at step 0 if there is none.
+    ///
+    /// Refused, with a list of the differences, if the checkpoint is of another run: another network, seed, global
+    /// batch size, --lr, --schedule, --warm-up, --clip-norm, --gradients, --precision or training set. With the
+    /// schedules linear and cosine the total number of steps must be the same too; with constant and step a run can
+    /// be extended. With batch normalisation the micro-batches must be the same.
+    ///
+    /// Other numbers of ranks or threads, kernels or devices are allowed; a line says if the weights will therefore
+    /// not be bit-equal to those of an uninterrupted run.
+    ///
+    /// A damaged checkpoint is renamed to damaged-… and the previous one is used; it is an error if all are damaged.
+    /// Ranks restarted by mgpurun resume without this flag, but only from checkpoints of the same launch.
     #[arg(long, requires = "checkpoint_dir")]
     pub(super) resume: bool,
-    /// Append one JSON object an epoch to this file.
+    /// Append one JSON object per epoch to this file.
     #[arg(long, value_name = "FILE.jsonl")]
     pub(super) metrics: Option<PathBuf>,
-    /// Draw loss and accuracy to this file after every epoch.
+    /// Plot loss and accuracy to this file after every epoch.
     #[arg(long, value_name = "FILE.svg")]
     pub(super) plot: Option<PathBuf>,
-    /// Write loss and accuracy as an event file for TensorBoard into this folder.
+    /// Write loss and accuracy to a TensorBoard event file in this folder.
     #[arg(long, value_name = "DIR")]
     pub(super) tensorboard: Option<PathBuf>,
-    /// Write what every rank did when as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing, at the end: on the CPU,
-    /// the first 65536 spans of each rank.
+    /// Write a timeline of all ranks at the end, as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing. CPU
+    /// only; the first 65536 spans of each rank.
     #[arg(long, value_name = "FILE.json")]
     pub(super) timeline: Option<PathBuf>,
-    /// Record the timeline of these steps only, counted from 1, and of what lies between them.
+    /// Record the timeline only from step FIRST to step LAST, counted from 1.
     #[arg(long, value_name = "FIRST-LAST", value_parser = parse_steps, requires = "timeline")]
     timeline_steps: Option<RangeInclusive<u64>>,
-    /// Write what the trained network says to the first 100 test images, and those, as JSON to this file.
+    /// Write the first 100 test images and the trained network's logits for them to this file, as JSON.
     #[arg(long, value_name = "FILE.json")]
     pub(super) logits: Option<PathBuf>,
-    /// Print a summary as one JSON object on the last line of standard output.
+    /// Print a summary as one JSON object in the last line of standard output. Under mgpurun the line starts with the
+    /// prefix of rank 0 ("[0] "); mgpurun --no-prefix leaves prefixes out.
     #[arg(long)]
     pub(super) json: bool,
-    /// Leave the test set out: for measurements.
+    /// Skip evaluation on the test set. For benchmarks.
     #[arg(long)]
     pub(super) skip_test: bool,
 }
@@ -131,7 +150,7 @@ fn parse_steps(text: &str) -> Result<RangeInclusive<u64>, String> {
     steps.filter(some).ok_or_else(|| "it should be two steps, such as 101-120".into())
 }
 
-/// How long to train.
+/// The length of the training.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Length {
     Epochs(u64),
@@ -154,17 +173,17 @@ impl Args {
         self.lr.unwrap_or(self.net.optimizer.rule.lr())
     }
 
-    /// Steps whose timeline is recorded, from 1.
+    /// The steps whose timeline is recorded, counted from 1.
     pub(super) fn timeline_steps(&self) -> RangeInclusive<u64> {
         self.timeline_steps.clone().unwrap_or(1..=u64::MAX)
     }
 
-    /// Checkpoints that are kept.
+    /// Number of checkpoints to keep.
     pub(super) fn keep(&self) -> usize {
         usize::from(self.keep)
     }
 
-    /// By which choice kernels are taken, on a GPU or a CPU, in words.
+    /// How kernels are chosen on a GPU or a CPU, in words.
     pub(super) fn choice_of_kernels(&self, on_gpu: bool) -> String {
         match (on_gpu, self.conv) {
             (true, _) => self.kernels.to_string(),
@@ -173,15 +192,16 @@ impl Args {
         }
     }
 
-    /// How a GPU is to be used.
+    /// GPU options.
     pub(super) fn gpu(&self) -> Options {
         Options { precision: self.precision, libraries: self.kernels, graph: !self.no_graph }
     }
 
-    /// The flags by name, with their values, that decide what is trained or what ranks do together: all need the same.
+    /// All flags, with their values, that decide what is trained or which collectives ranks call. They must be equal
+    /// on all ranks.
     ///
-    /// Where the digits come from is compared with the digits. How many threads a rank has is its own affair, unless the
-    /// weights are to have the same bits on any number of ranks.
+    /// The data source is not included: ranks compare the data itself. Thread counts may differ between ranks, except
+    /// in world-size-invariant runs, where they would change the weights.
     pub(super) fn settings(&self, threads: usize) -> Vec<(&'static str, String)> {
         let length = match self.length() {
             Length::Epochs(epochs) => ("--epochs", epochs.to_string()),

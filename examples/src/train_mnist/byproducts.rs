@@ -1,8 +1,8 @@
-//! Files beside a training: metrics, plot, events, timeline, logits.
+//! By-product files of a training: metrics, plot, events, timeline, logits.
 //!
-//! A path where no file can be is an error before the training. Whatever fails later, as on a full disk, costs the file and nothing
-//! else: it is said once, the training goes on, its checkpoints are written, and its exit code is its own. An exit code for a
-//! lost file would have a launcher restart a training that is complete.
+//! A path that cannot be written is an error before training starts. Later failures, such as a full disk, lose only
+//! that file: a warning is printed once, training continues, checkpoints are written, and the exit code is unchanged.
+//! Otherwise a launcher would restart a completed training because of a lost by-product file.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
@@ -15,10 +15,10 @@ use nix::fcntl::OFlag;
 
 use crate::print::errln;
 
-/// Bytes that wait for a disk to have room again, at most.
+/// Upper limit of bytes that wait for free space.
 const MOST_PENDING: usize = 1 << 20;
 
-/// A file, and whether the user knows that it could not be written.
+/// A file, and whether the user has been warned about it.
 #[derive(Debug)]
 pub(super) struct ByProduct<F> {
     file: F,
@@ -30,7 +30,7 @@ impl<F> ByProduct<F> {
         ByProduct { file, has_failed: false }
     }
 
-    /// Has something done with the file. What goes wrong is said, the first time.
+    /// Runs `update` on the file. Prints a warning at the first failure.
     pub(super) fn update(&mut self, update: impl FnOnce(&mut F) -> Result<(), String>) {
         if let Err(problem) = update(&mut self.file)
             && !std::mem::replace(&mut self.has_failed, true)
@@ -40,36 +40,37 @@ impl<F> ByProduct<F> {
     }
 }
 
-/// Says what goes wrong beside the training.
+/// Warns about a by-product file.
 pub(super) fn warn(problem: &str) {
-    errln!("train_mnist: {problem}; the training goes on without this file");
+    errln!("train_mnist: {problem}; training continues without this file");
 }
 
-/// What went wrong with the file that `flag` names.
+/// The error message for the file named by `flag`.
 pub(super) fn cannot_write(flag: &str, path: &Path, error: &io::Error) -> String {
     format!("cannot write {flag} {}: {error}", path.display())
 }
 
-/// A file that grows. What cannot be written now is tried again with what comes next, so that the file has no hole or half a
-/// record when the disk has room again.
+/// An append-only file. Data that cannot be written is retried before new data, so the file has no gap and no partial
+/// record once the disk has space again.
 #[derive(Debug)]
-pub(super) struct Appended {
+pub(super) struct AppendedFile {
     flag: &'static str,
     path: PathBuf,
     file: File,
     pending: Vec<u8>,
 }
 
-impl Appended {
-    /// Opens the file `path` that `flag` names, and keeps what is in it.
+impl AppendedFile {
+    /// Opens the file `path` named by `flag` and keeps its contents.
     ///
     /// # Errors
-    /// If it cannot be written; names flag and file. A pipe that nobody reads is an error and not a wait.
+    /// If the file cannot be written; names flag and file. A pipe without a reader is an error; opening does not
+    /// block.
     pub(super) fn open(flag: &'static str, path: &Path) -> Result<Self, String> {
         Self::opened(flag, path, OpenOptions::new().create(true))
     }
 
-    /// As [`open`](Self::open), a file that does not exist yet.
+    /// As [`open`](Self::open), for a file that does not exist yet.
     pub(super) fn create(flag: &'static str, path: &Path) -> Result<Self, String> {
         Self::opened(flag, path, OpenOptions::new().create_new(true))
     }
@@ -89,20 +90,20 @@ impl Appended {
             }
             _ => cannot_write(flag, path, &error),
         })?;
-        Ok(Appended { flag, path: path.to_owned(), file, pending: Vec::new() })
+        Ok(AppendedFile { flag, path: path.to_owned(), file, pending: Vec::new() })
     }
 
-    /// Adds a record, to be written with the next [`flush`](Self::flush).
+    /// Adds a record, which the next [`flush`](Self::flush) writes.
     pub(super) fn push(&mut self, record: &[u8]) -> Result<(), String> {
         if self.pending.len() + record.len() > MOST_PENDING {
-            let error = io::Error::new(ErrorKind::StorageFull, "too much waits to be written");
+            let error = io::Error::new(ErrorKind::StorageFull, "too much data is waiting to be written");
             return Err(cannot_write(self.flag, &self.path, &error));
         }
         self.pending.extend_from_slice(record);
         Ok(())
     }
 
-    /// Writes what was added, as far as it can be.
+    /// Writes as much of the pending data as possible.
     pub(super) fn flush(&mut self) -> Result<(), String> {
         while !self.pending.is_empty() {
             match self.file.write(&self.pending) {
@@ -124,18 +125,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_found_no_room_is_written_when_there_is_some() {
+    fn pending_records_are_written_when_there_is_room_again() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics");
         fs::write(&path, "before\n").unwrap();
-        let mut file = Appended::open("--metrics", &path).unwrap();
-        // As if the disk were full.
+        let mut file = AppendedFile::open("--metrics", &path).unwrap();
+        // Simulates a full disk.
         let there =
             std::mem::replace(&mut file.file, OpenOptions::new().write(true).open("/dev/full").unwrap());
-        let mut told = ByProduct::new(file);
+        let mut by_product = ByProduct::new(file);
         let mut problems = Vec::new();
         for record in ["one\n", "two\n"] {
-            told.update(|file| {
+            by_product.update(|file| {
                 file.push(record.as_bytes())?;
                 let flushed = file.flush();
                 problems.extend(flushed.clone().err());
@@ -144,18 +145,18 @@ mod tests {
         }
         let expected =
             format!("cannot write --metrics {}: No space left on device (os error 28)", path.display());
-        assert_eq!((problems, told.has_failed), (vec![expected.clone(), expected], true));
-        told.file.file = there;
-        told.update(Appended::flush);
+        assert_eq!((problems, by_product.has_failed), (vec![expected.clone(), expected], true));
+        by_product.file.file = there;
+        by_product.update(AppendedFile::flush);
         assert_eq!(fs::read_to_string(&path).unwrap(), "before\none\ntwo\n");
     }
 
     #[test]
-    fn what_waits_is_bounded() {
-        let mut file = Appended::open("--metrics", "/dev/full".as_ref()).unwrap();
+    fn pending_records_are_bounded() {
+        let mut file = AppendedFile::open("--metrics", "/dev/full".as_ref()).unwrap();
         let record = vec![b'x'; MOST_PENDING / 2];
         assert!(file.push(&record).is_ok() && file.push(&record).is_ok());
-        let error = "cannot write --metrics /dev/full: too much waits to be written";
+        let error = "cannot write --metrics /dev/full: too much data is waiting to be written";
         assert_eq!(file.push(b"x").unwrap_err(), error);
         assert_eq!(file.pending.len(), MOST_PENDING);
     }
@@ -165,9 +166,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("pipe");
         nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
-        let error = Appended::open("--metrics", &path).unwrap_err();
+        let error = AppendedFile::open("--metrics", &path).unwrap_err();
         assert_eq!(error, format!("cannot write --metrics {}: nobody reads from it", path.display()));
-        let error = Appended::open("--metrics", folder.path()).unwrap_err();
+        let error = AppendedFile::open("--metrics", folder.path()).unwrap_err();
         assert!(error.ends_with("Is a directory (os error 21)"), "{error}");
     }
 }

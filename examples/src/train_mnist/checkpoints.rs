@@ -1,11 +1,11 @@
-//! When a training is saved, and how it goes on.
+//! When a training is saved, and how it is resumed.
 //!
-//! Rank 0 alone looks at the folder, so that all ranks go on from the same checkpoint; the others get what it has read.
-//! If it refuses it ends, and the others learn of that.
+//! Only rank 0 reads the folder, so all ranks resume from the same checkpoint; the others receive its contents. If
+//! rank 0 refuses the checkpoint it exits, and the others notice that.
 //!
-//! Ranks that a launcher has restarted go on without being told to, but from checkpoints of their own launch alone. The folder may
-//! have others: the first start, which has refused them, counts as a failure like any other, and is restarted if the user wants that
-//! always. So a checkpoint says of which launch it is (`Run::launch`).
+//! Ranks restarted by a launcher resume without `--resume`, but only from checkpoints of the same launch. The folder
+//! may hold others: the first start refuses them and fails, and a launcher that always restarts starts the ranks
+//! again. So each checkpoint records its launch (`Run::launch`).
 
 use std::error::Error;
 use std::path::{Path, PathBuf};
@@ -20,12 +20,12 @@ use super::run::Run;
 
 use crate::print::{errln, outln};
 
-/// Which checkpoints a training goes on from, if there are any.
+/// Which checkpoints a training may resume from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ResumeFrom {
-    /// There must be none.
+    /// None: the folder must not contain checkpoints.
     Nothing,
-    /// There must be no others.
+    /// Only checkpoints of this launch; others are refused.
     ThisLaunch,
     AnyLaunch,
 }
@@ -43,11 +43,11 @@ impl ResumeFrom {
 /// The checkpoints of a training.
 pub(super) struct Checkpoints {
     folder: PathBuf,
-    /// On rank 0.
+    /// On rank 0 only.
     writer: Option<Writer>,
-    /// Steps from one to the next within an epoch.
+    /// Steps between checkpoints within an epoch.
     every: Option<u64>,
-    /// How many were saved, and how long the training waited for that.
+    /// Number of checkpoints, and how long training was blocked by them.
     saved: u32,
     waited: Duration,
 }
@@ -64,7 +64,7 @@ impl Checkpoints {
         })
     }
 
-    /// Goes on from the newest checkpoint, if there is one and it is of `from`. Collective.
+    /// Restores the newest checkpoint, if there is one that `from` permits. Collective.
     pub(super) fn begin(
         &mut self,
         engine: &mut dyn Engine,
@@ -73,7 +73,7 @@ impl Checkpoints {
     ) -> Result<(), Box<dyn Error>> {
         let chosen = match (&self.writer, from) {
             (None, _) => None,
-            // Old ones are deleted by their step: this run's would be mixed up with those of another.
+            // Old checkpoints are deleted by step number, so checkpoints of two runs must not be mixed.
             (Some(_), ResumeFrom::Nothing) => match checkpoint::latest(&self.folder)? {
                 Some(other) => return Err(of_an_earlier_run(&other)),
                 None => None,
@@ -85,7 +85,7 @@ impl Checkpoints {
         let step = |checkpoint: &Checkpoint| {
             let step = checkpoint.manifest().step;
             i64::try_from(step)
-                .map_err(|_| format!("{}: no run makes {step} steps", checkpoint.path().display()))
+                .map_err(|_| format!("{}: invalid step number {step}", checkpoint.path().display()))
         };
         let mut step = [chosen.as_ref().map(step).transpose()?.unwrap_or(-1)];
         engine.comm().broadcast_slice(&mut step, 0)?;
@@ -98,7 +98,7 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// The checkpoint to go on from.
+    /// Chooses the checkpoint to resume from.
     fn choose(
         &self,
         writer: &Writer,
@@ -106,39 +106,42 @@ impl Checkpoints {
         from: ResumeFrom,
     ) -> Result<Option<Checkpoint>, Box<dyn Error>> {
         let Some(Found { checkpoint, damaged }) = checkpoint::find(&self.folder)? else {
-            outln!("no checkpoint in {} yet: beginning anew", self.folder.display());
+            outln!("no checkpoint in {}: starting at step 0", self.folder.display());
             return Ok(None);
         };
         let path = checkpoint.path().display();
         let saved: Run = serde_json::from_value(checkpoint.manifest().state.clone())
             .map_err(|error| format!("{path}: not a checkpoint of train_mnist: {error}"))?;
-        if from == ResumeFrom::ThisLaunch && !run.is_of_the_launch_of(&saved) {
+        if from == ResumeFrom::ThisLaunch && !run.is_same_launch(&saved) {
             return Err(of_an_earlier_run(checkpoint.path()));
         }
         let differences = run.differences(&saved);
         if !differences.is_empty() {
-            return Err(format!("{path} is of another run:\n  {}", differences.join("\n  ")).into());
+            return Err(format!("{path} belongs to another run:\n  {}", differences.join("\n  ")).into());
         }
         for (bad, error) in damaged {
             let aside = writer.set_aside(&bad)?;
             errln!(
-                "train_mnist: {error}; it is now called {}, and the one before it is taken: {path}",
+                "train_mnist: {error}; renamed to {}; resuming from the previous checkpoint {path}",
                 aside.file_name().unwrap_or_default().display()
             );
         }
-        let roundings = run.roundings(&saved);
+        let roundings = run.rounding_differences(&saved);
         if !roundings.is_empty() {
-            outln!("the weights will not have the bits of an uninterrupted run: {}", roundings.join(", "));
+            outln!(
+                "the weights will not be bit-equal to those of an uninterrupted run: {}",
+                roundings.join(", ")
+            );
         }
         Ok(Some(checkpoint))
     }
 
-    /// The step after `step` after which to save next within an epoch.
+    /// The step after `step` at which to save next within an epoch.
     pub(super) fn next(&self, step: u64) -> Option<u64> {
         self.every.map(|every| (step / every + 1).saturating_mul(every))
     }
 
-    /// Begins to write a checkpoint, on rank 0. Collective: what is sharded over ranks is gathered.
+    /// Starts writing a checkpoint, on rank 0. Collective: sharded state is gathered.
     pub(super) fn save(
         &mut self,
         engine: &mut dyn Engine,
@@ -157,12 +160,12 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// Waits for the last one to be written.
+    /// Waits until the last checkpoint is written.
     pub(super) fn finish(&mut self) -> mgpu::Result<()> {
         self.writer.as_mut().map_or(Ok(()), |writer| writer.finish().map(|_| ()))
     }
 
-    /// How many were saved, and how many milliseconds the training waited for each.
+    /// The number of checkpoints, and the milliseconds that training was blocked by each, on average.
     pub(super) fn cost(&self) -> (u32, f64) {
         (self.saved, self.waited.as_secs_f64() * 1e3 / f64::from(self.saved.max(1)))
     }
@@ -170,5 +173,6 @@ impl Checkpoints {
 
 fn of_an_earlier_run(path: &Path) -> Box<dyn Error> {
     let path = path.display();
-    format!("{path} is of an earlier run: go on with --resume, or choose another --checkpoint-dir").into()
+    format!("{path} belongs to an earlier run: continue it with --resume, or choose another --checkpoint-dir")
+        .into()
 }

@@ -1,4 +1,4 @@
-//! What a network says to some images, for other programs to compare with.
+//! The logits of some images, as a file for comparison with other programs.
 
 use std::error::Error;
 use std::path::Path;
@@ -11,20 +11,20 @@ use super::engine::Engine;
 use crate::data::{CLASSES, Dataset, IMAGE_LEN};
 
 const FLAG: &str = "--logits";
-/// Images of which the logits are written.
+/// Number of images whose logits are written.
 const IMAGES: usize = 100;
 
 #[derive(Serialize)]
 struct Logits<'a> {
     net: &'a str,
-    /// Rows of 28×28 bytes, to be divided by 255.
+    /// 28×28 bytes each, row by row; divide by 255 for the network's input.
     images: Vec<&'a [u8]>,
     labels: &'a [u8],
     logits: Vec<&'a [f32]>,
 }
 
-/// Writes the first images of `data`, and their logits in evaluation mode, as JSON to `path`. If the file cannot be written, that
-/// is said.
+/// Writes the first images of `data` and their logits in evaluation mode to `path`, as JSON. Warns if the file cannot
+/// be written.
 pub(super) fn write(
     path: &Path,
     net: &str,
@@ -45,7 +45,7 @@ pub(super) fn write(
     Ok(())
 }
 
-/// Checks whether there can be such a file, so that this is not found out when all is over.
+/// Checks that the file can be written, so that the error comes before training.
 pub(super) fn check(path: &Path) -> Result<(), String> {
     whole_file::check(path).map_err(|error| cannot_write(FLAG, path, &error))
 }

@@ -1,8 +1,8 @@
 //! `mgpurun -n 2 train_mnist`: the networks of [`nets`](crate::nets) on MNIST, data-parallel.
 //!
-//! `run` reads from top to bottom: join the world and get the data, replicate the weights, go on from a checkpoint, epochs of
-//! steps, a conclusion. A step is in `Trainer::train_epoch`; everything around it is what a training program needs besides:
-//! evaluation, checkpoints, a report.
+//! `run` reads from top to bottom: join the world and load the data, replicate the weights, resume from a checkpoint,
+//! train epochs of steps, report. `Trainer::train_epoch` makes the steps; the other files are what a training program
+//! needs besides: evaluation, checkpoints, reports.
 
 mod args;
 mod byproducts;
@@ -32,13 +32,13 @@ use mgpu::replicate::agree;
 use mgpu::timeline::{Name, Timeline};
 use mgpu::{Backend, Communicator, DeviceCommunicator, ReduceOp, World};
 use mgpu_kernels::Precision;
-use report::{EpochReport, Metrics, Progress, Summary, Tested};
-use trainer::{Position, Trainer};
+use report::{EpochReport, Metrics, ProgressDisplay, Summary, TestResult};
+use trainer::{ProgressLine, Trainer};
 
 use crate::data::Mnist;
 use crate::print::{outln, parse_arguments, print};
 
-/// Spans of the timeline that a rank has room for: 3.5 MiB; some 7 MB in the file.
+/// Capacity of a rank's timeline in spans: 3.5 MiB in memory, about 7 MB in the file.
 const SPANS: usize = 65_536;
 
 /// The program.
@@ -46,7 +46,8 @@ pub fn main() -> ExitCode {
     let args: Args = parse_arguments();
     mgpu::whole_file::survive_file_limit();
     let refused = crate::exit::refuse("train_mnist", args.precision);
-    // It outlives the report of an error: a checkpoint that is being written then may take longer than a launcher waits.
+    // Declared here so that it outlives the error report: finishing a checkpoint may take longer than a launcher
+    // waits.
     let mut trainer = None;
     let code = refused.unwrap_or_else(|| crate::exit::report("train_mnist", run(&args, &mut trainer)));
     match trainer.as_mut().map_or(Ok(()), Trainer::finish_saving) {
@@ -59,17 +60,20 @@ fn run(args: &Args, trainer: &mut Option<Trainer>) -> Result<(), Box<dyn Error>>
     let (mut session, device, comm) = Session::begin(args)?;
     let trainer = trainer.insert(session.trainer(device, comm)?);
     if let Some(folder) = &args.checkpoint_dir {
-        trainer.keep_in(folder, &session.world, args, &session.data, session.threads)?;
+        trainer.enable_checkpoints(folder, &session.world, args, &session.data, session.threads)?;
     }
-    session.introduce(trainer);
+    session.print_header(trainer);
     let begun = trainer.steps();
     record_next(&session.timeline, args, begun);
-    let tested =
-        if begun < trainer.length() { session.train(trainer)? } else { session.nothing_left(trainer)? };
+    let tested = if begun < trainer.length() {
+        session.train(trainer)?
+    } else {
+        session.report_finished_run(trainer)?
+    };
     session.conclude(trainer, begun, tested)
 }
 
-/// What there is around a training, on one rank.
+/// Everything around the training of one rank.
 struct Session<'a> {
     args: &'a Args,
     world: World,
@@ -78,15 +82,15 @@ struct Session<'a> {
     data: Mnist,
     curves: Curves,
     metrics: Option<ByProduct<Metrics>>,
-    progress: Progress,
+    progress: ProgressDisplay,
 }
 
-/// Of a rank with a GPU.
+/// On ranks with a GPU.
 type DeviceComm = Option<Arc<DeviceCommunicator>>;
 type Comm = Communicator;
 
 impl<'a> Session<'a> {
-    /// Joins the world, compares the arguments of all ranks, checks what will be written to, and gets the data.
+    /// Joins the world, compares the arguments of all ranks, checks the output files, and loads the data.
     fn begin(args: &'a Args) -> Result<(Self, DeviceComm, Comm), Box<dyn Error>> {
         let mut world = World::from_env()?;
         let is_first = world.rank() == 0;
@@ -106,7 +110,7 @@ impl<'a> Session<'a> {
         let curves = if is_first { Curves::new(plot, events)? } else { Curves::default() };
         let metrics =
             args.metrics.as_deref().filter(|_| is_first).map(Metrics::open).transpose()?.map(ByProduct::new);
-        let progress = Progress::new(world.rank());
+        let progress = ProgressDisplay::new(world.rank());
         let session = Session { args, world, timeline, threads, data, curves, metrics, progress };
         Ok((session, device, comm))
     }
@@ -114,19 +118,21 @@ impl<'a> Session<'a> {
     /// The model, with the same weights on all ranks.
     fn trainer(&self, device: DeviceComm, comm: Comm) -> Result<Trainer, Box<dyn Error>> {
         let Session { args, world, timeline, threads, .. } = self;
-        Trainer::new(args, (world.rank(), world.size()), &self.data, timeline, |recipe| {
+        Trainer::new(args, (world.rank(), world.size()), &self.data, timeline, |training_config| {
             Ok(match (device, args.precision) {
-                (Some(device), _) => Box::new(Gpu::new(recipe, args, device, comm)?) as Box<dyn Engine>,
-                (None, Precision::Bf16) => {
-                    Box::new(Cpu::<bf16>::new(recipe, args, comm, timeline, *threads)?)
+                (Some(device), _) => {
+                    Box::new(Gpu::new(training_config, args, device, comm)?) as Box<dyn Engine>
                 }
-                (None, _) => Box::new(Cpu::<f32>::new(recipe, args, comm, timeline, *threads)?),
+                (None, Precision::Bf16) => {
+                    Box::new(Cpu::<bf16>::new(training_config, args, comm, timeline, *threads)?)
+                }
+                (None, _) => Box::new(Cpu::<f32>::new(training_config, args, comm, timeline, *threads)?),
             })
         })
     }
 
-    /// Says what will be trained, and on what.
-    fn introduce(&self, trainer: &mut Trainer) {
+    /// Prints what will be trained, and on what.
+    fn print_header(&self, trainer: &mut Trainer) {
         if self.world.rank() > 0 {
             return;
         }
@@ -136,7 +142,7 @@ impl<'a> Session<'a> {
             args.net.name,
             trainer.engine().parameters(),
             number_of_ranks(ranks),
-            trainer.engine().place(),
+            trainer.engine().describe_device(),
             args.batch() * ranks as usize,
             self.data.origin
         );
@@ -146,7 +152,7 @@ impl<'a> Session<'a> {
     }
 
     /// Trains to the end, epoch by epoch. Returns the last evaluation.
-    fn train(&mut self, trainer: &mut Trainer) -> Result<Option<Tested>, Box<dyn Error>> {
+    fn train(&mut self, trainer: &mut Trainer) -> Result<Option<TestResult>, Box<dyn Error>> {
         let mut tested = None;
         while trainer.steps() < trainer.length() {
             let mut report = self.train_epoch(trainer)?;
@@ -157,7 +163,7 @@ impl<'a> Session<'a> {
                 report::check_finite("test loss", report.epoch, report.test_loss.unwrap_or_default())?;
                 self.timeline.end(begin, Name::new("evaluation"));
             }
-            // First of all: nothing that is said or written below can cost it.
+            // The checkpoint comes first, so that no failure of the output below can lose it.
             if self.args.checkpoint_dir.is_some() {
                 self.world.report_phase(Phase::Checkpoint);
                 trainer.save()?;
@@ -174,47 +180,47 @@ impl<'a> Session<'a> {
         Ok(tested)
     }
 
-    /// An epoch, or what is left of it, with the launcher and the user told of each step.
+    /// Trains the rest of the epoch and reports each step to the launcher and the user.
     fn train_epoch(&mut self, trainer: &mut Trainer) -> Result<EpochReport, Box<dyn Error>> {
         let Session { args, world, timeline, data, curves, progress, .. } = self;
-        let seen = |position: &Position| {
-            world.report_step(position.step);
-            record_next(timeline, args, position.step);
-            progress.update(|| position.to_string());
+        let on_step = |line: &ProgressLine| {
+            world.report_step(line.step);
+            record_next(timeline, args, line.step);
+            progress.update(|| line.to_string());
             if world.rank() == 0 {
-                curves.step(position.step, position.loss);
+                curves.step(line.step, line.loss);
             }
         };
-        trainer.train_epoch(&data.train, seen, || world.report_phase(Phase::Checkpoint))
+        trainer.train_epoch(&data.train, on_step, || world.report_phase(Phase::Checkpoint))
     }
 
-    fn evaluate(&self, trainer: &mut Trainer) -> mgpu::Result<Tested> {
+    fn evaluate(&self, trainer: &mut Trainer) -> mgpu::Result<TestResult> {
         self.world.report_phase(Phase::Evaluation);
         trainer.evaluate(&self.data.test)
     }
 
-    /// All steps were made before. What they have come to is still worth knowing.
-    fn nothing_left(&self, trainer: &mut Trainer) -> Result<Option<Tested>, Box<dyn Error>> {
+    /// For a run whose steps are all done: evaluates and reports the result.
+    fn report_finished_run(&self, trainer: &mut Trainer) -> Result<Option<TestResult>, Box<dyn Error>> {
         let tested = if self.args.skip_test { None } else { Some(self.evaluate(trainer)?) };
         if self.world.rank() == 0 {
             let (made, asked) = (trainer.steps(), trainer.length());
             let result = tested.map_or(String::new(), |tested| format!("; {tested}"));
-            outln!("nothing left to train: {made} steps are made, {asked} asked for{result}");
+            outln!("nothing left to train: {made} steps are done, {asked} requested{result}");
         }
         Ok(tested)
     }
 
-    /// Compares the weights of all ranks, and says and writes what came of it all.
+    /// Compares the weights of all ranks; prints and writes the results.
     fn conclude(
         &self,
         trainer: &mut Trainer,
         begun: u64,
-        tested: Option<Tested>,
+        tested: Option<TestResult>,
     ) -> Result<(), Box<dyn Error>> {
         let (args, ranks) = (self.args, self.world.size());
         let checksum = trainer.engine().verify()?;
         let gpu_mib = trainer.engine().gpu().map(|gpu| gpu.memory_peak() as f64 / f64::from(1 << 20));
-        // Of the rank that has the most of each.
+        // The maximum over ranks, for each.
         let mut memory = [report::peak_resident_mib()?, gpu_mib.unwrap_or(0.0)];
         trainer.engine().comm().all_reduce_slice(&mut memory, ReduceOp::Max)?;
         let mut communication = trainer.totals().communication();
@@ -233,7 +239,7 @@ impl<'a> Session<'a> {
                 summary.profile = profile;
                 outln!("{}", serde_json::to_string(&summary)?);
             }
-            // Last: a full disk does not cost what was said above.
+            // The last output, so that a full disk cannot lose the lines above.
             if let Some(path) = &args.logits {
                 logits::write(path, &args.net.name, trainer.engine(), &self.data.test)?;
             }
@@ -248,8 +254,8 @@ impl<'a> Session<'a> {
     }
 }
 
-/// The timeline that the arguments ask for, or one that counts only: what communication takes costs next to nothing. On GPUs,
-/// where there is nothing to count on the host, none.
+/// The requested timeline, or one that only counts, which costs next to nothing and gives the communication time. On
+/// GPUs none, because the host has nothing to count.
 fn timeline(args: &Args, world: &World) -> Result<Timeline, Box<dyn Error>> {
     let Some(path) = &args.timeline else {
         return Ok(match world.backend() {
@@ -259,7 +265,7 @@ fn timeline(args: &Args, world: &World) -> Result<Timeline, Box<dyn Error>> {
     };
     if world.backend() == Backend::Nccl {
         return Err(
-            "--timeline shows what the CPU does: on GPUs take `nsys profile`, or --backend cpu".into()
+            "--timeline records the CPU only: on GPUs use `nsys profile`, or train with mgpurun --backend cpu".into()
         );
     }
     if world.rank() == 0 {
@@ -268,7 +274,7 @@ fn timeline(args: &Args, world: &World) -> Result<Timeline, Box<dyn Error>> {
     Ok(Timeline::new(SPANS)?)
 }
 
-/// Records what follows step `made` if it is to be on the timeline.
+/// Records the step after step `made` if it was requested.
 fn record_next(timeline: &Timeline, args: &Args, made: u64) {
     timeline.set_recording(args.timeline_steps().contains(&(made + 1)));
 }

@@ -1,10 +1,10 @@
-//! Where the time of a step goes: a table for people, and the same for programs.
+//! Profile of a training step: a table for people, and the same data as JSON.
 //!
-//! The layers' passes are measured by the network, collectives by the communicator's timeline, wherever in a step they are
-//! called, the rest of a step by the model and the engine; what none of them has seen is a row of its own, so that the rows
-//! add up to the step. What a layer computes in a second is counted by its
-//! definition, three products of weights and activations, however its kernel gets there: an algorithm that needs fewer
-//! multiplications can pass the processor's peak.
+//! The network measures the passes of its layers, the communicator's timeline measures collectives wherever they are
+//! called in a step, and the model and the engine measure the rest. Time that none of them measured is a row of its
+//! own, so the rows add up to the step. FLOP/s count the multiplications and additions of the layer's definition
+//! (three products of weights and activations), whatever its kernel does. An algorithm that needs fewer
+//! multiplications can therefore exceed the processor's peak.
 
 use std::fmt;
 use std::time::Duration;
@@ -14,34 +14,34 @@ use serde::Serialize;
 
 use crate::nets::{Profile, StageTimes};
 
-/// What steps took, on average.
+/// Average times of a step.
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct StepProfile {
     #[serde(rename = "profile")]
     layers: Vec<LayerProfile>,
     #[serde(rename = "profile_ms")]
-    rest: Rest,
-    /// What this rank's threads can do at most.
+    rest: OtherTimes,
+    /// Peak FLOP/s of this rank's threads.
     peak_gflops: f64,
     #[serde(skip)]
     steps: u32,
 }
 
-/// One layer, with those that are computed with it.
+/// One layer, with the layers fused into it.
 #[derive(Debug, Clone, Serialize)]
 struct LayerProfile {
     layer: String,
     kernel: String,
     forward_ms: f64,
     backward_ms: f64,
-    /// Of the layer's definition; none where it does not multiply.
+    /// From the layer's definition; none if it has no multiplications.
     gflops: Option<f64>,
     peak_share: Option<f64>,
 }
 
-/// Milliseconds of the rest of a step.
+/// Milliseconds of everything else in a step.
 #[derive(Debug, Clone, Serialize)]
-struct Rest {
+struct OtherTimes {
     gather: f64,
     loss: f64,
     communication: f64,
@@ -50,7 +50,7 @@ struct Rest {
     step: f64,
 }
 
-/// What steps took, summed over them, and what they took for all but layers and loss.
+/// Sums over the profiled steps: times of everything except layers and loss.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Sums {
     pub(super) gather: Duration,
@@ -86,7 +86,7 @@ impl StepProfile {
         let other = step - of_layers - gather - loss - communication - optimizer;
         let [gather, loss, communication, optimizer, other, step] =
             [gather, loss, communication, optimizer, other, step].map(round);
-        let rest = Rest { gather, loss, communication, optimizer, other, step };
+        let rest = OtherTimes { gather, loss, communication, optimizer, other, step };
         StepProfile { layers, rest, peak_gflops: round(peak_gflops), steps: net.steps() }
     }
 }
@@ -97,7 +97,7 @@ impl fmt::Display for StepProfile {
         let names = layers.iter().map(|layer| layer.layer.len());
         let name = names.chain(["communication".len()]).max().unwrap_or(0);
         let kernel = layers.iter().map(|layer| layer.kernel.len()).chain(["kernel".len()]).max().unwrap_or(0);
-        writeln!(f, "means of {steps} steps on rank 0, whose threads reach {peak_gflops:.0} GFLOP/s")?;
+        writeln!(f, "mean of {steps} steps on rank 0; peak of its threads: {peak_gflops:.0} GFLOP/s")?;
         writeln!(
             f,
             "{:<name$}  {:<kernel$}  {:>10}  {:>11}  {:>7}  {:>5}",
@@ -111,7 +111,7 @@ impl fmt::Display for StepProfile {
             }
             writeln!(f)?;
         }
-        let Rest { gather, loss, communication, optimizer, other, step } = *rest;
+        let OtherTimes { gather, loss, communication, optimizer, other, step } = *rest;
         let rows = [
             ("gather", gather),
             ("loss", loss),

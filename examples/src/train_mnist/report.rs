@@ -1,4 +1,4 @@
-//! What the user sees: a progress line, a line an epoch, and a summary.
+//! The output: a progress line, a line per epoch, and a summary.
 
 use std::error::Error;
 use std::fmt;
@@ -10,44 +10,44 @@ use serde::Serialize;
 use terminal_size::terminal_size_of;
 
 use super::args::Args;
-use super::byproducts::Appended;
+use super::byproducts::AppendedFile;
 use super::profile::StepProfile;
 use super::trainer::Trainer;
 use crate::nets::LossReport;
 use crate::print::{is_watched, outln, print};
 
-/// One epoch, or the part of it that was trained.
+/// The results of an epoch, or of the part that was trained.
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct EpochReport {
-    /// From 1.
+    /// Counted from 1.
     pub(super) epoch: u64,
-    /// Steps made since the beginning of the training.
+    /// Steps since the beginning of the training.
     pub(super) step: u64,
     pub(super) train_loss: f64,
     pub(super) train_acc: f64,
     pub(super) train_s: f64,
     pub(super) images_per_s: f64,
-    /// Share of the training's time that was spent in collectives, mean over ranks; none for a single rank, and on GPUs.
+    /// Share of training time in collectives, mean over ranks; none with one rank, and on GPUs.
     pub(super) communication: Option<f64>,
     pub(super) test_loss: Option<f64>,
     pub(super) test_acc: Option<f64>,
-    /// Accuracy with the moving average of the weights, where one is kept.
+    /// Accuracy with the moving average of the weights, if there is one.
     pub(super) test_acc_average: Option<f64>,
     pub(super) test_s: f64,
-    /// What the digits are: files, or generated.
+    /// The data source, in words.
     pub(super) data: String,
 }
 
-/// How the weights do on the test set.
+/// Results on the test set.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Tested {
+pub(super) struct TestResult {
     pub(super) score: LossReport,
-    /// With the moving average of the weights, where one is kept.
+    /// With the moving average of the weights, if there is one.
     pub(super) average: Option<LossReport>,
     pub(super) seconds: f64,
 }
 
-impl fmt::Display for Tested {
+impl fmt::Display for TestResult {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "test {:.2}% loss {:.4}", self.score.accuracy() * 100.0, self.score.loss())?;
         if let Some(average) = self.average {
@@ -58,15 +58,15 @@ impl fmt::Display for Tested {
 }
 
 impl EpochReport {
-    pub(super) fn set_test(&mut self, tested: &Tested) {
+    pub(super) fn set_test(&mut self, tested: &TestResult) {
         self.test_loss = Some(tested.score.loss());
         self.test_acc = Some(tested.score.accuracy());
         self.test_acc_average = tested.average.map(|score| score.accuracy());
         self.test_s = tested.seconds;
     }
 
-    /// The line for people.
-    pub(super) fn line(&self, epochs: u64, tested: Option<&Tested>) -> String {
+    /// The line printed for an epoch.
+    pub(super) fn line(&self, epochs: u64, tested: Option<&TestResult>) -> String {
         let train = format!(
             "epoch {}/{epochs}: train {:.2}% loss {:.4} in {:.1} s ({:.0} images/s)",
             self.epoch,
@@ -89,7 +89,7 @@ pub(super) struct Summary {
     pub(super) implementation: &'static str,
     pub(super) net: String,
     pub(super) ranks: u32,
-    /// Images a step on each rank.
+    /// Batch size of each rank, in images.
     pub(super) batch: usize,
     pub(super) device: &'static str,
     pub(super) dtype: &'static str,
@@ -97,8 +97,8 @@ pub(super) struct Summary {
     pub(super) steps: u64,
     pub(super) images_per_s: f64,
     pub(super) ms_per_step: f64,
-    /// Shares of the time of the steps above that were spent in collectives, and there waiting for peers to come, mean over
-    /// ranks; none for a single rank, and on GPUs.
+    /// Shares of the measured time in collectives, and waiting for peers in collectives, mean over ranks; none with
+    /// one rank, and on GPUs.
     pub(super) communication: Option<f64>,
     pub(super) waiting: Option<f64>,
     pub(super) train_s: f64,
@@ -106,21 +106,21 @@ pub(super) struct Summary {
     pub(super) test_acc: Option<f64>,
     pub(super) test_loss: Option<f64>,
     pub(super) test_acc_average: Option<f64>,
-    /// Peak GPU memory of the largest rank, as far as it is this program's own; nothing on the CPU.
+    /// Peak GPU memory of the rank with the most, as far as this program allocated it; none on the CPU.
     pub(super) max_gpu_mib: Option<u64>,
-    /// What rank 0's GPU is called.
+    /// Name of rank 0's GPU.
     pub(super) gpu: Option<String>,
-    /// Peak resident memory of the largest rank.
+    /// Peak resident memory of the rank with the most.
     pub(super) rss_mib: f64,
     pub(super) threads: usize,
     pub(super) seed: u64,
     pub(super) data: String,
-    /// Checkpoints written, and milliseconds that the training waited for each.
+    /// Number of checkpoints, and the milliseconds that training was blocked by each.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) checkpoints: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) ms_per_checkpoint: Option<f64>,
-    /// XXH3 of the weights, equal on all ranks.
+    /// XXH3 checksum of the weights, equal on all ranks.
     pub(super) weights: String,
     /// With `--profile`.
     #[serde(flatten)]
@@ -128,11 +128,11 @@ pub(super) struct Summary {
 }
 
 impl Summary {
-    /// `memory` is the peak resident memory and that of the GPU, in MiB, of the ranks that have the most.
+    /// `memory` is the peak resident memory and the peak GPU memory in MiB, each the maximum over ranks.
     pub(super) fn new(
         args: &Args,
         trainer: &mut Trainer,
-        tested: Option<Tested>,
+        tested: Option<TestResult>,
         [rss_mib, gpu_mib]: [f64; 2],
         threads: usize,
         checksum: u64,
@@ -169,7 +169,7 @@ impl Summary {
         }
     }
 
-    /// With the shares of the time spent in collectives, and waiting there.
+    /// Adds the shares of time in collectives, and waiting for peers there.
     pub(super) fn set_communication(&mut self, shares: [f64; 2]) {
         [self.communication, self.waiting] = shares.map(|share| Some(round(share)));
     }
@@ -179,14 +179,14 @@ fn round(value: f64) -> f64 {
     (value * 1e3).round() / 1e3
 }
 
-/// A training whose loss is no number ends, before it is saved.
+/// A non-finite loss ends the training before its state is saved.
 pub(super) fn check_finite(what: &str, epoch: u64, loss: f64) -> Result<(), String> {
     if loss.is_finite() {
         return Ok(());
     }
     Err(format!(
-        "the training has diverged: the {what} of epoch {epoch} is {loss}; it is not saved, earlier checkpoints are as they \
-         were; try a lower --lr, --warm-up or --clip-norm"
+        "the training has diverged: the {what} of epoch {epoch} is {loss}; this state is not saved, earlier \
+         checkpoints are unchanged; try a lower --lr, --warm-up or --clip-norm"
     ))
 }
 
@@ -198,12 +198,12 @@ pub(super) fn peak_resident_mib() -> Result<f64, Box<dyn Error>> {
     Ok(kib / 1024.0)
 }
 
-/// Metrics of each epoch, appended to a file.
-pub(super) struct Metrics(Appended);
+/// Appends the metrics of each epoch to a file.
+pub(super) struct Metrics(AppendedFile);
 
 impl Metrics {
     pub(super) fn open(path: &Path) -> Result<Self, String> {
-        Appended::open("--metrics", path).map(Metrics)
+        AppendedFile::open("--metrics", path).map(Metrics)
     }
 
     pub(super) fn append(&mut self, report: &EpochReport) -> Result<(), String> {
@@ -213,33 +213,33 @@ impl Metrics {
     }
 }
 
-/// The progress line: on a terminal, or for a launcher that shows one. It goes to standard output like the lines of the
-/// epochs, so that it cannot overtake them.
-pub(super) struct Progress {
+/// The progress line, on a terminal or for a launcher that displays it. It is written to standard output like the
+/// lines of epochs, so it cannot overtake them.
+pub(super) struct ProgressDisplay {
     shown: bool,
-    /// Clears what an earlier, longer line has left behind, also if the terminal has become narrower meanwhile. A
-    /// launcher does that by itself.
+    /// Clears the rest of an earlier, longer line, also if the terminal has become narrower. A launcher does that by
+    /// itself.
     clear: &'static str,
     next: Instant,
 }
 
-/// Time between two updates of the line.
+/// Minimum time between two updates of the line.
 const REFRESH: Duration = Duration::from_millis(200);
 
-impl Progress {
+impl ProgressDisplay {
     pub(super) fn new(rank: u32) -> Self {
         let launcher = std::env::var_os(mgpu::protocol::MGPU_PROGRESS).is_some_and(|value| value == "1");
         let alone = rank == 0 && !launcher && is_watched();
         let clear = if alone { "\x1b[J" } else { "" };
-        Progress { shown: alone || rank == 0 && launcher, clear, next: Instant::now() }
+        ProgressDisplay { shown: alone || rank == 0 && launcher, clear, next: Instant::now() }
     }
 
-    /// Shows what `text` returns, unless the line was refreshed a moment ago.
+    /// Shows the result of `text`, unless the line was updated less than [`REFRESH`] ago.
     pub(super) fn update(&mut self, text: impl FnOnce() -> String) {
         if self.shown && Instant::now() >= self.next {
             self.next = Instant::now() + REFRESH;
-            // A line that wraps would leave a row behind. The last column stays free: a cursor behind it may already
-            // be in the next row. (A launcher cuts by itself.)
+            // A line that wraps would leave a row behind. The last column stays free, because the cursor after it may
+            // already be in the next row. (A launcher truncates by itself.)
             let columns =
                 terminal_size_of(stdout()).map_or(usize::MAX, |(width, _)| usize::from(width.0) - 1);
             let line: String = text().chars().take(columns).collect();
@@ -247,7 +247,7 @@ impl Progress {
         }
     }
 
-    /// A line that takes the progress line's place.
+    /// Prints a line in place of the progress line.
     pub(super) fn line(&self, text: &str) {
         outln!("{text}{}", self.clear);
     }

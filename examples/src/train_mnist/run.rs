@@ -1,68 +1,68 @@
-//! Which run a checkpoint is of.
+//! Identifies the run that a checkpoint belongs to.
 //!
-//! A run is what network, seed, data, batch of all ranks, learning rates and precision make of it. A checkpoint of another one
-//! is refused, with all that differs by the flag that says so. What may differ is how the arithmetic is shared out and by
-//! what it is done: then the same sums are rounded in another way, and whoever goes on is told that the weights will not have the
-//! bits of a run that was not interrupted.
+//! A run is defined by network, seed, data, global batch size, learning rates, clipping, communication dtype and
+//! precision. A checkpoint of another run is refused, with a line for each difference that names the flag. Ranks,
+//! threads, kernels and devices may differ: they only change how sums are rounded, and a line says that the weights
+//! will not be bit-equal to those of an uninterrupted run.
 
 use mgpu::checkpoint::Position;
 use mgpu_kernels::level;
 use serde::{Deserialize, Serialize};
 
 use super::args::Args;
-use super::schedule::Shape;
+use super::schedule::ScheduleKind;
 use crate::data::Mnist;
 use crate::nets::Layer;
 
-/// What a checkpoint remembers beside the weights.
+/// The part of a checkpoint that describes its run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Run {
     pub(super) net: String,
     pub(super) seed: u64,
-    /// Images a step on each rank.
+    /// Batch size of each rank, in images.
     pub(super) batch: usize,
     pub(super) ranks: u32,
-    /// At the beginning.
+    /// Initial learning rate.
     pub(super) lr: f64,
-    /// Steps by which the learning rate has fallen to its end; none if it has none. Such a run can be prolonged.
+    /// Steps until the learning rate reaches its end; none for schedules without an end. Such runs can be extended.
     pub(super) lr_steps: Option<u64>,
-    /// Identifier of the launch that has saved it, the same after restarts, where there is one.
+    /// Identifier of the launch that saved it, the same after restarts; none without a launcher.
     #[serde(default)]
     pub(super) launch: Option<String>,
-    /// All else, once the data and the device are known.
+    /// The rest, known once data and device are known.
     details: Option<Details>,
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct Details {
     precision: String,
-    /// Where the training images come from, in words, and XXH3 of them and their labels.
+    /// The source of the training images in words, and XXH3 of images and labels.
     data: String,
     data_xxh3: String,
-    /// What computes, by which choice of kernels, and on how many threads (of a CPU).
+    /// The device, the choice of kernels, and the number of threads (CPU only).
     device: String,
     kernels: String,
     threads: Option<usize>,
     update: Update,
 }
 
-/// What lies between the gradients of a micro-batch and the parameters.
+/// Everything between the gradients of a micro-batch and the parameters.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct Update {
     schedule: String,
     warm_up: u64,
     clip_norm: Option<f64>,
-    /// What gradients travel as.
+    /// Communication dtype of gradients.
     gradients: String,
-    /// Bytes of gradients that are summed together, where that was chosen.
+    /// Bucket size in bytes, if chosen.
     bucket: Option<usize>,
-    /// What of the optimizer was sharded, where that was chosen.
+    /// Which optimizer state was sharded, if chosen.
     #[serde(default)]
     sharding: Option<String>,
-    /// How many there are and whose, in words.
+    /// Their number, and of which ranks, in words.
     micro_batches: String,
     world_size_invariant: bool,
-    /// Whether the network has batch normalisation, which is of micro-batches.
+    /// Whether the network has batch normalisation, whose statistics are per micro-batch.
     batch_norm: bool,
 }
 
@@ -80,7 +80,7 @@ impl Run {
         }
     }
 
-    /// Completes what a checkpoint remembers. `gpu` is the name of the GPU, where there is one.
+    /// Completes the description. `gpu` is the name of the GPU, if there is one.
     pub(super) fn describe(&mut self, args: &Args, data: &Mnist, threads: usize, gpu: Option<&str>) {
         self.details = Some(Details {
             precision: args.precision.name().to_owned(),
@@ -103,22 +103,22 @@ impl Run {
         });
     }
 
-    /// Whether a checkpoint was saved by this run, before or after a restart.
-    pub(super) fn is_of_the_launch_of(&self, saved: &Run) -> bool {
+    /// Whether a checkpoint was saved by the same launch, before or after a restart.
+    pub(super) fn is_same_launch(&self, saved: &Run) -> bool {
         self.launch.is_some() && self.launch == saved.launch
     }
 
-    /// Images a step on all ranks.
+    /// Global batch size in images.
     pub(super) fn global_batch(&self) -> u64 {
         (self.batch as u64).saturating_mul(u64::from(self.ranks))
     }
 
-    /// Where the run is after `step` steps.
+    /// Epoch and step within it, after `step` steps.
     pub(super) fn position(&self, step: u64, steps_per_epoch: u64) -> Position {
         Position { seed: self.seed, epoch: step / steps_per_epoch, step: step % steps_per_epoch }
     }
 
-    /// What makes this another run than that of a checkpoint, in one line each.
+    /// Why a checkpoint belongs to another run: one line per difference.
     pub(super) fn differences(&self, saved: &Run) -> Vec<String> {
         let mut lines = Vec::new();
         let mut compare = |flag: &str, saved: String, here: String| {
@@ -135,7 +135,7 @@ impl Run {
         let (before, now) = (saved.update(), self.update());
         compare("--schedule", before.schedule.clone(), now.schedule.clone());
         if let (Some(saved), Some(here)) = (saved.lr_steps, self.lr_steps) {
-            let falls = |steps: u64| format!("a learning rate that falls over {steps} steps");
+            let falls = |steps: u64| format!("a learning rate that decays over {steps} steps");
             compare("--epochs or --steps", falls(saved), falls(here));
         }
         let clipped = |update: &Update| update.clip_norm.map_or("none".to_owned(), |norm| norm.to_string());
@@ -143,7 +143,7 @@ impl Run {
         compare("--clip-norm", clipped(&before), clipped(&now));
         compare("--gradients", before.gradients.clone(), now.gradients.clone());
         if now.batch_norm {
-            // Other statistics, and running ones that move another number of times a step.
+            // The statistics would differ, and running statistics would be updated another number of times per step.
             compare(
                 "batch normalisation of micro-batches",
                 before.micro_batches.clone(),
@@ -159,12 +159,12 @@ impl Run {
         lines
     }
 
-    /// Why a run that goes on from a checkpoint will not have the bits of one that was not interrupted: nothing, if it will.
-    pub(super) fn roundings(&self, saved: &Run) -> Vec<String> {
+    /// Why a resumed run will not be bit-equal to an uninterrupted one; empty if it will.
+    pub(super) fn rounding_differences(&self, saved: &Run) -> Vec<String> {
         let mut lines = Vec::new();
         let mut compare = |what: &str, saved: String, here: String| {
             if saved != here {
-                lines.push(format!("{what} {here} in place of {saved}"));
+                lines.push(format!("{what} {here} instead of {saved}"));
             }
         };
         let (before, now) = (saved.update(), self.update());
@@ -172,7 +172,7 @@ impl Run {
             compare("ranks", saved.ranks.to_string(), self.ranks.to_string());
             let on_gpus = self.details.as_ref().is_some_and(|here| here.threads.is_none());
             if now.clip_norm.is_some() || on_gpus {
-                // A norm is summed bucket by bucket, and NCCL's sums depend on lengths.
+                // A norm is summed bucket by bucket, and NCCL's order of summation depends on lengths.
                 let bucket =
                     |update: &Update| update.bucket.map_or("default".to_owned(), |bytes| bytes.to_string());
                 compare("bytes of a bucket", bucket(&before), bucket(&now));
@@ -193,10 +193,11 @@ impl Run {
         lines
     }
 
-    /// Of a checkpoint that says nothing of it: what there was then.
+    /// Checkpoints without this entry were written when these were the only values.
     fn update(&self) -> Update {
         let first = || Update {
-            schedule: if self.lr_steps.is_some() { Shape::Linear } else { Shape::Constant }.to_string(),
+            schedule: if self.lr_steps.is_some() { ScheduleKind::Linear } else { ScheduleKind::Constant }
+                .to_string(),
             warm_up: 0,
             clip_norm: None,
             gradients: "f32".to_owned(),
@@ -239,9 +240,9 @@ mod tests {
     #[test]
     fn only_a_launch_that_is_known_has_checkpoints_of_its_own() {
         let of = |launch: Option<&str>| Run { launch: launch.map(str::to_owned), ..run() };
-        assert!(of(Some("a")).is_of_the_launch_of(&of(Some("a"))));
+        assert!(of(Some("a")).is_same_launch(&of(Some("a"))));
         for (here, saved) in [(Some("a"), Some("b")), (Some("a"), None), (None, Some("a")), (None, None)] {
-            assert!(!of(here).is_of_the_launch_of(&of(saved)), "{here:?} {saved:?}");
+            assert!(!of(here).is_same_launch(&of(saved)), "{here:?} {saved:?}");
         }
         assert!(of(Some("a")).differences(&of(Some("b"))).is_empty(), "the launch makes no other run");
     }
@@ -265,7 +266,7 @@ mod tests {
             let mut state = serde_json::to_value(run()).unwrap();
             **which.get_mut(&mut leaves(&mut state)[..]) = forged;
             if let Ok(saved) = serde_json::from_value::<Run>(state) {
-                let lines = [run().differences(&saved), run().roundings(&saved)].concat();
+                let lines = [run().differences(&saved), run().rounding_differences(&saved)].concat();
                 prop_assert!(lines.iter().all(|line| !line.is_empty()));
             }
         }

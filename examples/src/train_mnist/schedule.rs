@@ -1,68 +1,68 @@
-//! `--schedule` and `--warm-up`: how the learning rate goes on.
+//! `--schedule` and `--warm-up`: the learning rate schedule.
 
 use std::fmt;
 use std::str::FromStr;
 
 use mgpu::optimizer::{Decay, Schedule};
 
-/// What the learning rate does after the warm-up.
+/// How the learning rate changes after the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum Shape {
-    /// It falls to 0 at the end of the training, by as much in every step.
+pub(super) enum ScheduleKind {
+    /// Linear decay to 0 at the end of the training.
     Linear,
-    /// It stays.
+    /// Constant.
     Constant,
-    /// It falls to this part of it at the end of the training, like half a cosine wave.
+    /// Cosine decay to `floor` times the initial rate at the end of the training.
     Cosine { floor: f64 },
-    /// It is multiplied with this factor after every so many steps.
+    /// Multiplied by `factor` after every `every` steps.
     Step { every: u64, factor: f64 },
 }
 
-impl Shape {
-    /// The schedule of a training of `length` steps that begins with `warm_up`.
+impl ScheduleKind {
+    /// The schedule of a training of `length` steps, with `warm_up` steps of warm-up.
     pub(super) fn over(self, length: u64, warm_up: u64) -> Schedule {
         let steps = length.saturating_sub(warm_up).max(1);
         let decay = match self {
-            Shape::Linear => Decay::Linear { steps },
-            Shape::Constant => Decay::Constant,
-            Shape::Cosine { floor } => Decay::Cosine { steps, floor },
-            Shape::Step { every, factor } => Decay::Step { every, factor },
+            ScheduleKind::Linear => Decay::Linear { steps },
+            ScheduleKind::Constant => Decay::Constant,
+            ScheduleKind::Cosine { floor } => Decay::Cosine { steps, floor },
+            ScheduleKind::Step { every, factor } => Decay::Step { every, factor },
         };
         Schedule { warm_up, decay }
     }
 
-    /// Whether a longer training has other learning rates from its beginning.
+    /// True if the schedule depends on the length of the training, so that it cannot be extended.
     pub(super) fn ends(self) -> bool {
-        matches!(self, Shape::Linear | Shape::Cosine { .. })
+        matches!(self, ScheduleKind::Linear | ScheduleKind::Cosine { .. })
     }
 }
 
-impl fmt::Display for Shape {
+impl fmt::Display for ScheduleKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Shape::Linear => f.write_str("linear"),
-            Shape::Constant => f.write_str("constant"),
-            Shape::Cosine { floor: 0.0 } => f.write_str("cosine"),
-            Shape::Cosine { floor } => write!(f, "cosine:{floor}"),
-            Shape::Step { every, factor } => write!(f, "step:{every}:{factor}"),
+            ScheduleKind::Linear => f.write_str("linear"),
+            ScheduleKind::Constant => f.write_str("constant"),
+            ScheduleKind::Cosine { floor: 0.0 } => f.write_str("cosine"),
+            ScheduleKind::Cosine { floor } => write!(f, "cosine:{floor}"),
+            ScheduleKind::Step { every, factor } => write!(f, "step:{every}:{factor}"),
         }
     }
 }
 
-impl FromStr for Shape {
+impl FromStr for ScheduleKind {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         let part = |text: &str| text.parse().ok().filter(|part: &f64| (0.0..=1.0).contains(part));
         let parts: Vec<&str> = text.split(':').collect();
         let shape = match parts[..] {
-            ["linear"] => Some(Shape::Linear),
-            ["constant"] => Some(Shape::Constant),
-            ["cosine"] => Some(Shape::Cosine { floor: 0.0 }),
-            ["cosine", floor] => part(floor).map(|floor| Shape::Cosine { floor }),
+            ["linear"] => Some(ScheduleKind::Linear),
+            ["constant"] => Some(ScheduleKind::Constant),
+            ["cosine"] => Some(ScheduleKind::Cosine { floor: 0.0 }),
+            ["cosine", floor] => part(floor).map(|floor| ScheduleKind::Cosine { floor }),
             ["step", every, factor] => {
                 let every = every.parse().ok().filter(|every| *every > 0);
-                every.zip(part(factor)).map(|(every, factor)| Shape::Step { every, factor })
+                every.zip(part(factor)).map(|(every, factor)| ScheduleKind::Step { every, factor })
             }
             _ => None,
         };
@@ -77,24 +77,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shapes_are_read_as_they_are_shown() {
+    fn schedules_parse_as_they_are_printed() {
         for text in ["linear", "constant", "cosine", "cosine:0.1", "step:1000:0.5"] {
-            assert_eq!(text.parse::<Shape>().unwrap().to_string(), text);
+            assert_eq!(text.parse::<ScheduleKind>().unwrap().to_string(), text);
         }
         for text in
             ["", "triangle", "cosine:2", "cosine:x", "step:0:0.5", "step:10", "step:10:-1", "linear:1"]
         {
-            assert!(text.parse::<Shape>().unwrap_err().contains("step:EVERY:FACTOR"), "{text}");
+            assert!(text.parse::<ScheduleKind>().unwrap_err().contains("step:EVERY:FACTOR"), "{text}");
         }
     }
 
     #[test]
     fn a_schedule_ends_with_the_training() {
-        for shape in [Shape::Linear, Shape::Cosine { floor: 0.0 }] {
+        for shape in [ScheduleKind::Linear, ScheduleKind::Cosine { floor: 0.0 }] {
             let schedule = shape.over(100, 20);
             assert!(schedule.factor(99) > 0.0 && schedule.factor(99) < 0.02 && schedule.factor(100) == 0.0);
             assert_eq!(schedule.factor(19), 1.0);
         }
-        assert_eq!(Shape::Linear.over(10, 50).factor(9), 0.2);
+        assert_eq!(ScheduleKind::Linear.over(10, 50).factor(9), 0.2);
     }
 }

@@ -1,4 +1,4 @@
-//! What an epoch's steps take, and how much of it a rank spends in collectives; without what is done between steps.
+//! Measures the time of an epoch's steps and of their collectives, without the work between steps.
 
 use std::cell::Cell;
 use std::ops::{AddAssign, Sub};
@@ -6,34 +6,34 @@ use std::time::Instant;
 
 use mgpu::timeline::Timeline;
 
-/// Seconds: in all, in collectives, and of these waiting for peers to come.
+/// Seconds in total, in collectives, and, of these, waiting for peers.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Spent {
+pub(super) struct TimeSpent {
     pub(super) seconds: f64,
     collectives: f64,
     waiting: f64,
 }
 
-impl Spent {
-    /// Shares of the time that went to collectives, and to waiting for peers there.
+impl TimeSpent {
+    /// Shares of the time in collectives, and waiting for peers there.
     pub(super) fn communication(&self) -> [f64; 2] {
         [self.collectives, self.waiting].map(|seconds| seconds / self.seconds.max(1e-9))
     }
 }
 
-impl AddAssign for Spent {
-    fn add_assign(&mut self, more: Spent) {
+impl AddAssign for TimeSpent {
+    fn add_assign(&mut self, more: TimeSpent) {
         self.seconds += more.seconds;
         self.collectives += more.collectives;
         self.waiting += more.waiting;
     }
 }
 
-impl Sub for Spent {
-    type Output = Spent;
+impl Sub for TimeSpent {
+    type Output = TimeSpent;
 
-    fn sub(self, less: Spent) -> Spent {
-        Spent {
+    fn sub(self, less: TimeSpent) -> TimeSpent {
+        TimeSpent {
             seconds: self.seconds - less.seconds,
             collectives: self.collectives - less.collectives,
             waiting: self.waiting - less.waiting,
@@ -41,12 +41,12 @@ impl Sub for Spent {
     }
 }
 
-/// Runs from when it is made.
+/// Runs from its creation.
 pub(super) struct Stopwatch {
     started: Instant,
     timeline: Timeline,
-    /// What does not count.
-    left_out: Cell<Spent>,
+    /// Time that does not count.
+    left_out: Cell<TimeSpent>,
 }
 
 impl Stopwatch {
@@ -57,21 +57,21 @@ impl Stopwatch {
         watch
     }
 
-    fn total(&self) -> Spent {
+    fn total(&self) -> TimeSpent {
         let seconds = |counted: Option<std::time::Duration>| counted.unwrap_or_default().as_secs_f64();
-        Spent {
+        TimeSpent {
             seconds: self.started.elapsed().as_secs_f64(),
             collectives: seconds(self.timeline.communication()),
             waiting: seconds(self.timeline.waiting()),
         }
     }
 
-    /// What was spent so far.
-    pub(super) fn spent(&self) -> Spent {
+    /// The time so far.
+    pub(super) fn spent(&self) -> TimeSpent {
         self.total() - self.left_out.get()
     }
 
-    /// Does something that does not count.
+    /// Runs `work` without counting its time.
     pub(super) fn leave_out<R>(&self, work: impl FnOnce() -> R) -> R {
         let before = self.total();
         let result = work();

@@ -12,14 +12,14 @@ use mgpu_kernels::cuda::Device;
 
 use super::args::{Args, Length};
 use super::checkpoints::{Checkpoints, ResumeFrom};
-use super::engine::{Engine, Recipe};
-use super::report::{EpochReport, Tested};
+use super::engine::{Engine, TrainingConfig};
+use super::report::{EpochReport, TestResult};
 use super::run::Run;
-use super::stopwatch::{Spent, Stopwatch};
+use super::stopwatch::{Stopwatch, TimeSpent};
 use crate::data::{Dataset, Mnist};
 use crate::nets::LossReport;
 
-/// Steps at the beginning that no throughput counts: first touches of memory, caches, clock speeds.
+/// Steps that throughput leaves out: first accesses to memory, caches, clock frequencies.
 pub(super) const WARM_UP: u64 = 3;
 
 /// Times of the whole run.
@@ -27,8 +27,8 @@ pub(super) const WARM_UP: u64 = 3;
 pub(super) struct Totals {
     pub(super) train_s: f64,
     pub(super) test_s: f64,
-    /// After the warm-up; of all ranks, the images.
-    measured: Spent,
+    /// After the warm-up. Images are of all ranks.
+    measured: TimeSpent,
     measured_steps: u64,
     measured_images: u64,
 }
@@ -42,31 +42,31 @@ impl Totals {
         self.measured.seconds * 1e3 / self.measured_steps.max(1) as f64
     }
 
-    /// Shares of the measured time that this rank spent in collectives, and waiting for peers there.
+    /// Shares of the measured time of this rank in collectives, and waiting for peers there.
     pub(super) fn communication(&self) -> [f64; 2] {
         self.measured.communication()
     }
 }
 
-/// Where the loop is.
-pub(super) struct Position {
+/// The content of the progress line.
+pub(super) struct ProgressLine {
     epoch: u64,
     pub(super) step: u64,
-    /// Steps by the end of the epoch, and of the training.
+    /// Step numbers at the end of the epoch and of the training.
     steps: u64,
     length: u64,
     pub(super) loss: f64,
     images_per_s: f64,
-    /// Seconds a step.
+    /// Seconds per step.
     pace: f64,
-    /// Share of them that this rank spent in collectives, where there are any.
+    /// Share of this rank's time in collectives, with several ranks.
     communication: Option<f64>,
 }
 
-impl fmt::Display for Position {
+impl fmt::Display for ProgressLine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Position { epoch, step, steps, length, loss, images_per_s, pace, communication } = self;
-        // What matters most comes first: the rest may not fit the terminal.
+        let ProgressLine { epoch, step, steps, length, loss, images_per_s, pace, communication } = self;
+        // The most important comes first, because the rest may not fit the terminal.
         let left = (length.saturating_sub(*step) as f64 * pace).round() as u64;
         write!(f, "{} {}:{:02}:{:02} left, ", bar(*step, *length), left / 3600, left / 60 % 60, left % 60)?;
         write!(f, "epoch {epoch} step {step}/{steps} loss {loss:.4} {images_per_s:.0} images/s")?;
@@ -86,14 +86,14 @@ fn bar(done: u64, all: u64) -> String {
     format!("[{:<WIDTH$}] {:>3.0}%", "=".repeat(filled) + head, (share * 100.0).floor())
 }
 
-/// A model in training on one rank: what to do when, and what is left to the engine how to do.
+/// A model in training on one rank. It decides what happens when; the engine does it.
 pub(super) struct Trainer {
     engine: Box<dyn Engine>,
-    /// What the engine's communicator is observed by.
+    /// The timeline that observes the engine's communicator.
     timeline: Timeline,
     sampler: Sampler,
     run: Run,
-    /// What the digits are: files, or generated.
+    /// The data source, in words.
     data: String,
     checkpoints: Option<Checkpoints>,
     /// Steps of the whole training.
@@ -102,13 +102,13 @@ pub(super) struct Trainer {
 }
 
 impl Trainer {
-    /// `engine` makes the model, given the recipe.
+    /// `engine` creates the model from the configuration.
     pub(super) fn new(
         args: &Args,
         (rank, ranks): (u32, u32),
         data: &Mnist,
         timeline: &Timeline,
-        engine: impl FnOnce(&Recipe) -> Result<Box<dyn Engine>, Box<dyn Error>>,
+        engine: impl FnOnce(&TrainingConfig) -> Result<Box<dyn Engine>, Box<dyn Error>>,
     ) -> Result<Self, Box<dyn Error>> {
         let batch = args.batch();
         let samples = data.train.len();
@@ -118,7 +118,7 @@ impl Trainer {
             Length::Steps(steps) => steps,
         };
         let run = Run::new(args, ranks, length);
-        let recipe = Recipe {
+        let training_config = TrainingConfig {
             seed: args.seed,
             batch,
             micro_batches: args.parallel.micro_batches(batch, ranks)?,
@@ -127,7 +127,7 @@ impl Trainer {
             schedule: args.schedule.over(length, args.warm_up),
             steps_per_epoch: sampler.steps_per_epoch() as u64,
         };
-        let (engine, data) = (engine(&recipe)?, data.origin.to_string());
+        let (engine, data) = (engine(&training_config)?, data.origin.to_string());
         Ok(Trainer {
             engine,
             timeline: timeline.clone(),
@@ -140,8 +140,8 @@ impl Trainer {
         })
     }
 
-    /// Saves the training to `folder` from now on, and goes on from what is there if it may. Collective.
-    pub(super) fn keep_in(
+    /// Saves checkpoints to `folder` from now on, and resumes from it if permitted. Collective.
+    pub(super) fn enable_checkpoints(
         &mut self,
         folder: &Path,
         world: &World,
@@ -172,7 +172,7 @@ impl Trainer {
         self.length
     }
 
-    /// Epochs of the whole training, counting a part as one.
+    /// Epochs of the whole training, rounded up.
     pub(super) fn epochs(&self) -> u64 {
         self.length.div_ceil(self.steps_per_epoch())
     }
@@ -185,34 +185,33 @@ impl Trainer {
         self.totals
     }
 
-    /// What the digits are.
+    /// The data source, in words.
     pub(super) fn data(&self) -> &str {
         &self.data
     }
 
-    /// Epochs begun.
+    /// Epochs started.
     pub(super) fn epoch(&self) -> u64 {
         self.steps().div_ceil(self.steps_per_epoch())
     }
 
-    /// Trains to the end of the epoch, or of the training if that comes first. Calls `saving` before each checkpoint on the
-    /// way.
+    /// Trains to the end of the epoch, or of the training if that comes first. Calls `before_save` before each checkpoint.
     pub(super) fn train_epoch(
         &mut self,
         data: &Dataset,
-        mut seen: impl FnMut(&Position),
-        mut saving: impl FnMut(),
+        mut on_step: impl FnMut(&ProgressLine),
+        mut before_save: impl FnMut(),
     ) -> Result<EpochReport, Box<dyn Error>> {
         let per_epoch = self.steps_per_epoch();
         let epoch = self.steps() / per_epoch;
         let last = self.length.min((epoch + 1) * per_epoch);
-        // Ranks that go on for different numbers of steps would wait for each other in vain.
+        // Ranks with different numbers of steps would wait for each other in vain.
         verify_same(self.engine.comm(), &format!("steps by the end of epoch {}", epoch + 1), last as i64)?;
         let global_batch = self.run.global_batch();
         let (begin, length, alone) = (self.steps(), self.length, self.run.ranks == 1);
         let watch = Stopwatch::start(&self.timeline);
-        // Alone there is nobody to communicate with.
-        let share = |spent: Spent| (!alone).then(|| spent.communication()[0]);
+        // A single rank does not communicate.
+        let share = |spent: TimeSpent| (!alone).then(|| spent.communication()[0]);
         let mut measured_from = (begin >= WARM_UP).then(|| (watch.spent(), begin));
         let mut note = |step: u64, loss: f64| {
             let spent = watch.spent();
@@ -221,7 +220,16 @@ impl Trainer {
             }
             let pace = spent.seconds / (step - begin) as f64;
             let (epoch, images_per_s, communication) = (epoch + 1, global_batch as f64 / pace, share(spent));
-            seen(&Position { epoch, step, steps: last, length, loss, images_per_s, pace, communication });
+            on_step(&ProgressLine {
+                epoch,
+                step,
+                steps: last,
+                length,
+                loss,
+                images_per_s,
+                pace,
+                communication,
+            });
         };
         let mut score = LossReport::default();
         while self.engine.steps() < last {
@@ -229,8 +237,8 @@ impl Trainer {
             let until = next.map_or(last, |next| next.min(last));
             score += self.engine.train(data, &mut self.sampler, until, &mut note)?;
             if until < last {
-                saving();
-                // Checkpoints have a figure of their own.
+                before_save();
+                // Checkpoints are timed separately.
                 watch.leave_out(|| self.save())?;
             }
         }
@@ -260,8 +268,8 @@ impl Trainer {
         })
     }
 
-    /// Evaluates on the test set: each image once, on one of the ranks.
-    pub(super) fn evaluate(&mut self, data: &Dataset) -> mgpu::Result<Tested> {
+    /// Evaluates on the test set, each image once, on one of the ranks.
+    pub(super) fn evaluate(&mut self, data: &Dataset) -> mgpu::Result<TestResult> {
         let start = Instant::now();
         let (rank, ranks) = (self.engine.comm().rank(), self.run.ranks);
         let shard: Vec<u32> = evaluation_shard(data.len(), rank, ranks)?.map(|i| i as u32).collect();
@@ -270,10 +278,10 @@ impl Trainer {
         let average = average.map(|average| over_ranks(average, self.engine.comm())).transpose()?;
         let seconds = start.elapsed().as_secs_f64();
         self.totals.test_s += seconds;
-        Ok(Tested { score, average, seconds })
+        Ok(TestResult { score, average, seconds })
     }
 
-    /// Begins to write a checkpoint, if one is asked for. Collective.
+    /// Starts writing a checkpoint, if requested. Collective.
     pub(super) fn save(&mut self) -> Result<(), Box<dyn Error>> {
         let steps_per_epoch = self.steps_per_epoch();
         let Some(checkpoints) = &mut self.checkpoints else { return Ok(()) };
@@ -288,20 +296,20 @@ impl Trainer {
         self.checkpoints.as_mut().map_or(Ok(()), Checkpoints::finish)
     }
 
-    /// How many checkpoints were written, and how many milliseconds the training waited for each.
+    /// The number of checkpoints, and the milliseconds that training was blocked by each.
     pub(super) fn checkpoint_cost(&self) -> Option<(u32, f64)> {
         self.checkpoints.as_ref().map(Checkpoints::cost)
     }
 }
 
-/// A report over all ranks' samples. The counts stay exact: they are far below 2^53.
+/// Sums a report over all ranks. Counts stay exact: they are far below 2^53.
 fn over_ranks(report: LossReport, comm: &mut Communicator) -> mgpu::Result<LossReport> {
     let mut sums = [report.loss_sum, report.correct as f64, report.samples as f64];
     comm.all_reduce_slice(&mut sums, ReduceOp::Sum)?;
     Ok(LossReport { loss_sum: sums[0], correct: sums[1] as u64, samples: sums[2] as u64 })
 }
 
-/// The mean of all ranks' values.
+/// The mean over all ranks.
 fn mean(value: f64, comm: &mut Communicator) -> mgpu::Result<f64> {
     let mut values = [value];
     comm.all_reduce_slice(&mut values, ReduceOp::Avg)?;
@@ -313,8 +321,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_line_that_moves_tells_what_communication_takes_where_there_is_any() {
-        let mut position = Position {
+    fn the_progress_line_shows_communication_for_several_ranks() {
+        let mut position = ProgressLine {
             epoch: 2,
             step: 30,
             steps: 40,
@@ -331,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn the_bar_fills() {
+    fn the_progress_bar_fills() {
         assert_eq!(bar(0, 7), "[>                   ]   0%");
         assert_eq!(bar(999, 1000), "[===================>]  99%");
         assert_eq!(bar(7, 7), "[====================] 100%");

@@ -1,6 +1,6 @@
-//! Writes one checkpoint, to be killed while it does: `t-checkpoint FOLDER KEEP STEP RUN`. It waits for the end of its standard
-//! input, so that whoever wants to look at its system calls has the time to get ready; `getppid`, which it has no other use
-//! for, marks the first of them and the last.
+//! Writes one checkpoint and may be killed meanwhile: `t-checkpoint FOLDER KEEP STEP RUN`. First waits for the end of
+//! its standard input, so that a tracer can attach. `getppid`, which it does not otherwise call, marks the beginning
+//! and the end of the traced system calls.
 
 use std::io::{Read, stdin};
 use std::path::Path;

@@ -1,6 +1,6 @@
-//! A rank with a GPU that trains a model whose gradients are formulas: `t-device-step same` compares what a step does, in every
-//! configuration, with the CPU's step of a single rank; `t-device-step resume` goes on from another configuration's state;
-//! `t-device-step guards` makes mistakes that have to be found; `t-device-step uneven` has tensors and ranks that are not alike.
+//! A rank with a GPU that trains a model with gradients from formulas. `t-device-step same` compares steps in every
+//! configuration with the steps of a single CPU rank; `resume` continues from the state of another configuration;
+//! `guards` makes mistakes that must be detected; `uneven` has parameter groups and uneven ranks.
 
 #[path = "device_step/uneven.rs"]
 mod uneven;
@@ -14,7 +14,7 @@ use mgpu::{DataParallel, DataParallelConfig, Error, Layout, Result, ShardFrom, W
 use mgpu_kernels::arena::cuda as arena;
 use mgpu_kernels::cuda::Memory;
 
-/// Steps of a training.
+/// Number of training steps.
 const STEPS: u64 = 4;
 
 fn main() -> ExitCode {
@@ -36,7 +36,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Several buckets of 40 KB, a tensor that is looked through sparsely, one of one element, one of none.
+/// Several buckets of 40 KB, a tensor that is checked in parts, one with a single element, an empty one.
 fn layout() -> Layout {
     let mut layout = Layout::new();
     let shapes: [&[usize]; 7] = [&[70, 1001], &[5000], &[1], &[0], &[3, 21], &[130, 100], &[129]];
@@ -50,7 +50,7 @@ fn initial(layout: &Layout) -> Vec<f32> {
     (0..layout.len()).map(|index| (index % 17) as f32 / 8.0 - 1.0).collect()
 }
 
-/// The gradient that a micro-batch, counted over all ranks, has for an element.
+/// The gradient of an element in a micro-batch, counted over all ranks.
 fn gradient(micro_batch: usize, element: usize, step: u64) -> f32 {
     let bits = (micro_batch * 7919 + element * 104_729 + step as usize * 31) % 10_007;
     bits as f32 / 10_007.0 - 0.5
@@ -65,7 +65,7 @@ fn sgd() -> OptimizerConfig {
 }
 
 fn adam() -> OptimizerConfig {
-    // The last bits of a gradient near 0 would decide which way the parameter goes, but for a large ε.
+    // The large ε prevents the last bits of gradients near 0 from deciding the sign of the update.
     let rule = Rule::Adam(Adam { lr: 0.01, weight_decay: 0.1, eps: 0.1, ..Adam::default() });
     OptimizerConfig::new(rule).with_decay_weights_only().with_average(0.9)
 }
@@ -83,18 +83,17 @@ fn model(world: &mut World, config: DeviceConfig) -> Result<DeviceDataParallel> 
     DeviceDataParallel::new(device, host, layout, parameters, config)?.with_buffers(&[1.0; 3])
 }
 
-/// What a rank trains with, on its GPU: nothing of a step comes from the host, so that only streams and events keep its parts
-/// in order.
+/// The inputs of a rank's training, on its GPU: no step needs the host, so only streams and events order its parts.
 struct Inputs {
     layout: Layout,
     /// The gradients of each micro-batch, for each step.
     gradients: Vec<Vec<Memory>>,
-    /// What each micro-batch moves the buffers by.
+    /// How each micro-batch changes the buffers.
     moves: Vec<Memory>,
 }
 
 impl Inputs {
-    /// For `micro_batches` of this rank in each step.
+    /// For `micro_batches` micro-batches of this rank per step.
     fn new(model: &DeviceDataParallel, micro_batches: usize) -> Result<Self> {
         let layout = layout();
         let of_all = |index| model.rank() as usize * micro_batches + index;
@@ -120,26 +119,26 @@ impl Inputs {
     fn step_with(&self, model: &mut DeviceDataParallel, number: usize) -> Result<()> {
         for (index, gradients) in self.gradients[number].iter().enumerate() {
             if index == 0 { model.begin_step() } else { model.next_micro_batch() }?;
-            // Not the order of the layout, so that buckets are cut anew after the first step.
+            // Not the layout's order, so that buckets change after the first step.
             for tensor in [6, 5, 0, 1, 3, 2, 4] {
                 let values = gradients.slice(self.layout.range(tensor));
                 model.stream().copy(values, model.gradient(tensor))?;
                 model.ready(tensor)?;
             }
-            // As a running statistic moves.
+            // Like a running statistic.
             arena::scale(model.stream(), model.buffers(), 0.5)?;
             arena::add(model.stream(), model.buffers(), self.moves[index].view(), 1.0)?;
         }
         model.finish_step()
     }
 
-    /// Makes an element of tensor 4 infinite, or what it was, in the last micro-batch of step `number`.
+    /// Sets an element of tensor 4 to infinity, or resets it, in the last micro-batch of step `number`.
     fn set_infinite(&self, model: &DeviceDataParallel, number: usize, infinite: bool) -> Result<()> {
         let element = self.layout.range(4).start + 17;
         self.set(model, number, element, infinite.then_some(f32::INFINITY))
     }
 
-    /// Makes an element `value`, or what it was, in the last micro-batch of step `number`.
+    /// Sets an element to `value`, or resets it, in the last micro-batch of step `number`.
     fn set(
         &self,
         model: &DeviceDataParallel,
@@ -155,11 +154,11 @@ impl Inputs {
     }
 }
 
-/// What is the same on all ranks after a training.
+/// The results of a training, equal on all ranks.
 struct Outcome {
     weights: Vec<f32>,
     average: Option<Vec<f32>>,
-    /// The last step's.
+    /// Of the last step.
     gradients: Vec<f32>,
 }
 
@@ -178,7 +177,7 @@ fn train(world: &mut World, config: DeviceConfig) -> Result<Outcome> {
     let (own, all) = (model.optimizer_len(), layout().len().next_multiple_of(ALIGNMENT));
     let arenas =
         config.parallel.optimizer.rule.states() + usize::from(config.parallel.optimizer.average.is_some());
-    // What is left over of each sharded bucket is everybody's.
+    // The remainder of each sharded bucket is replicated.
     let (ranks, rests) = (world.size() as usize, 7 * 8 * world.size() as usize);
     let most = if config.parallel.shard_from == ShardFrom::Bytes(0) { all / ranks + rests } else { all };
     assert!(own <= arenas * most, "{own} elements in {arenas} arenas of {all}");
@@ -199,7 +198,7 @@ fn train(world: &mut World, config: DeviceConfig) -> Result<Outcome> {
     Ok(Outcome { weights, average, gradients: model.gradients()? })
 }
 
-/// Each micro-batch moves them from where they were; the mean of that is where they are.
+/// Each micro-batch changes the buffers from the same initial values; the result is the mean.
 fn check_buffers(model: &DeviceDataParallel, micro_batches: usize) -> Result<()> {
     let all = model.ranks() as usize * micro_batches;
     let mut expected = 1.0f32;
@@ -234,7 +233,7 @@ fn alone(config: &DeviceConfig, micro_batches: usize) -> Result<Outcome> {
 }
 
 /// # Panics
-/// Unless all tensors' elements are as close as `bound`, of numbers around 1.
+/// Unless all elements differ by at most `bound`; they are about 1.
 fn compare(what: &str, found: &[f32], expected: &[f32], bound: f32) {
     assert_eq!(found.len(), expected.len(), "{what}");
     let differs = |index: &usize| (found[*index] - expected[*index]).abs() > bound || found[*index].is_nan();
@@ -250,7 +249,7 @@ fn same(world: &mut World) -> Result<()> {
         ("plain", |_| {}, 1e-5),
         ("sum", |config| config.reducer.reduction = Reduction::Sum, 1e-4),
         ("clipped", |config| config.reducer.clip_norm = Some(2.0), 1e-5),
-        // Gradients around 0.5, rounded to 8 bits up to ranks + 1 times, in four steps.
+        // Gradients of about 0.5, rounded to 8 bits up to ranks + 1 times, in four steps.
         ("compressed", |config| config.reducer.compression = Compression::Bf16, 2e-2),
         ("invariant", |config| config.reducer.world_size_invariant = true, 0.0),
     ];
@@ -259,7 +258,7 @@ fn same(world: &mut World) -> Result<()> {
             continue;
         }
         for optimizer in [sgd(), adam()] {
-            // Adam's powers are those of another library.
+            // The powers in Adam's bias correction come from another library.
             let bound = if matches!(optimizer.rule, Rule::Adam(_)) { f32::max(bound, 1e-6) } else { bound };
             for micro_batches in [1, 4] {
                 let mut config = config(optimizer, micro_batches);
@@ -270,7 +269,7 @@ fn same(world: &mut World) -> Result<()> {
                     config.parallel.shard_from = shard_from.into();
                     let found = train(world, config)?;
                     let what = format!("{name}, {micro_batches} micro-batches, sharded from {shard_from:?}");
-                    // Two numbers have one sum. (A norm is summed over shards, where there are any.)
+                    // The sum of two numbers has only one order. (Norms are summed over shards, if there are any.)
                     if (ranks <= 2 || name == "invariant") && name != "clipped" {
                         let replicated = replicated.get_or_insert_with(|| found.weights.clone());
                         assert!(
@@ -294,7 +293,7 @@ fn same(world: &mut World) -> Result<()> {
     Ok(())
 }
 
-/// A training that is sharded goes on from one that is not, and the other way round.
+/// Resumes sharded from replicated, and replicated from sharded.
 fn resume(world: &mut World) -> Result<()> {
     for (before, after) in [(None, Some(0)), (Some(0), None), (Some(0), Some(0))] {
         let mut config = config(adam(), 2);
@@ -316,7 +315,7 @@ fn resume(world: &mut World) -> Result<()> {
         second.restore(3, |name, _| {
             let found = arenas.iter().find(|(known, _)| *known == name);
             let values = &found.unwrap_or_else(|| panic!("no arena {name}")).1;
-            // Others than rank 0 may hold anything.
+            // Ranks other than 0 may hold anything.
             Ok(if values.is_empty() { vec![7.0; layout().len()] } else { values.to_vec() })
         })?;
         inputs.step(&mut second)?;
@@ -351,17 +350,17 @@ fn guards(world: &mut World) -> Result<()> {
 }
 
 /// # Panics
-/// Unless `outcome` is that the last rank's gradients of tensor 4 were no numbers in step `step`.
+/// Unless `outcome` reports non-finite gradients of tensor 4 on the last rank in step `step`.
 fn expect_not_finite(outcome: Result<()>, ranks: u32, step: u64) {
     match outcome {
         Err(Error::NotFinite { rank, tensor, step: found }) => {
             assert_eq!((rank, tensor.as_str(), found), (ranks - 1, "4", step));
         }
-        other => panic!("gradients that are no numbers: {other:?}"),
+        other => panic!("non-finite gradients: {other:?}"),
     }
 }
 
-/// Gradients that are no numbers are found in the step, which is then made again. So is one that broke off.
+/// Non-finite gradients are detected in their step, which can be repeated. So can a step that was abandoned.
 fn bad_gradients(world: &mut World, config: DeviceConfig) -> Result<()> {
     let expected = train(world, config)?;
     let (is_culprit, ranks) = (world.rank() + 1 == world.size(), world.size());
@@ -374,37 +373,37 @@ fn bad_gradients(world: &mut World, config: DeviceConfig) -> Result<()> {
         inputs.set_infinite(&model, 2, is_culprit)?;
         inputs.step(&mut model)?;
         model.look_later(&mut stale)?;
-        // In the second round the host goes on without having looked.
+        // In the second round the host continues without checking.
         (0..later).try_for_each(|_| inputs.step(&mut model))?;
         expect_not_finite(model.check(), ranks, 3);
-        // What was seen before that says nothing any more.
+        // An earlier status read-back is stale.
         model.look(&mut stale)?;
         assert!(model.parameters()? == before, "parameters have changed");
         assert_eq!(model.steps(), 2);
         inputs.set_infinite(&model, 2, false)?;
     }
 
-    // A gradient that is handed over twice, or not at all; one micro-batch too few, or too many.
+    // A gradient announced twice or never; one micro-batch too few or too many.
     model.begin_step()?;
     model.ready(6)?;
-    let told = |outcome: Result<()>, text: &str| {
+    let expect_error = |outcome: Result<()>, text: &str| {
         let error = outcome.expect_err("a mistake").to_string();
         assert!(error.contains(text), "{error}");
     };
-    told(model.ready(6), "the gradient of tensor `6` was handed over twice");
-    told(model.next_micro_batch(), "was not handed over");
-    told(model.finish_step(), "a step of 2 micro-batches ends after 1");
+    expect_error(model.ready(6), "the gradient of tensor `6` was handed over twice");
+    expect_error(model.next_micro_batch(), "was not handed over");
+    expect_error(model.finish_step(), "a step of 2 micro-batches ends after 1");
     model.begin_step()?;
     (0..7).try_for_each(|tensor| model.ready(tensor))?;
     model.next_micro_batch()?;
-    told(model.next_micro_batch(), "a step has 2 micro-batches and no more");
+    expect_error(model.next_micro_batch(), "a step has 2 micro-batches and no more");
 
     (2..STEPS).try_for_each(|_| inputs.step(&mut model))?;
-    assert!(model.parameters()? == expected.weights, "the training goes on as another one");
+    assert!(model.parameters()? == expected.weights, "the training continues with other bits");
     Ok(())
 }
 
-/// Finite gradients of all ranks may have an infinite sum.
+/// Finite gradients can have an infinite sum.
 fn sums_that_overflow(world: &mut World, mut config: DeviceConfig) -> Result<()> {
     config.parallel.reducer.reduction = Reduction::Sum;
     let mut model = model(world, config)?;
@@ -417,7 +416,7 @@ fn sums_that_overflow(world: &mut World, mut config: DeviceConfig) -> Result<()>
         inputs.step(&mut model)?;
         match model.check() {
             Err(Error::ReducedNotFinite { tensor: found, step: 2 }) if found == tensor.to_string() => {}
-            // There is nothing to add.
+            // A single rank has nothing to sum.
             Ok(()) if world.size() == 1 => return Ok(()),
             other => panic!("a sum that overflows in tensor {tensor}: {other:?}"),
         }
@@ -428,7 +427,7 @@ fn sums_that_overflow(world: &mut World, mut config: DeviceConfig) -> Result<()>
     model.check()
 }
 
-/// Of a tensor that is too large to be checked whole before the reduction.
+/// In a tensor too large to be checked completely before the reduction.
 fn a_single_bad_element(world: &mut World, config: DeviceConfig) -> Result<()> {
     let (is_culprit, ranks) = (world.rank() + 1 == world.size(), world.size());
     let mut model = model(world, config)?;
@@ -467,7 +466,7 @@ fn settings_that_differ(world: &mut World, config: DeviceConfig) -> Result<()> {
     Ok(())
 }
 
-/// As [`bad_gradients`], where steps are replayed.
+/// As [`bad_gradients`], with replayed steps.
 fn bad_gradients_in_a_graph(world: &mut World, config: DeviceConfig) -> Result<()> {
     let (is_culprit, ranks) = (world.rank() + 1 == world.size(), world.size());
     let mut eager = model(world, config)?;
@@ -479,7 +478,7 @@ fn bad_gradients_in_a_graph(world: &mut World, config: DeviceConfig) -> Result<(
     let mut model = model(world, config)?;
     inputs.step_with(&mut model, 0)?;
     let two = model.capture(|model| (0..2).try_for_each(|_| inputs.step_with(model, 0)))?;
-    // A step that breaks off after a capture, of which events remain, and before a replay.
+    // A step abandoned after a capture, whose events remain, and before a replay.
     model.begin_step()?;
     model.ready(6)?;
     model.replay(&two)?;
@@ -491,11 +490,11 @@ fn bad_gradients_in_a_graph(world: &mut World, config: DeviceConfig) -> Result<(
     assert_eq!(model.steps(), 3);
     inputs.set_infinite(&model, 0, false)?;
     model.replay(&two)?;
-    assert!(model.parameters()? == expected, "the training goes on as another one");
+    assert!(model.parameters()? == expected, "the training continues with other bits");
     Ok(())
 }
 
-/// Found when they are compared next. (Those that a rank gets from another one in every step do not differ.)
+/// Detected at the next comparison. (Weights that a rank receives from another one in every step cannot differ.)
 fn weights_that_differ(world: &mut World, mut config: DeviceConfig) -> Result<()> {
     config.parallel.verify_every = Some(2);
     let (is_culprit, ranks) = (world.rank() + 1 == world.size(), world.size());

@@ -1,20 +1,20 @@
-//! A rank with a GPU: `t-device all`, `groups`, `capture` or `alone` check what its communicator does;
-//! `t-device loop [FAULT RANK]` reduces until an error comes, prints it, tries once more, prints what comes of that, and
-//! exits with code 9. RANK commits FAULT before its fourth turn.
+//! A rank with a GPU: `t-device all`, `groups`, `capture` or `alone` test its communicator; `t-device loop [FAULT
+//! RANK]` runs all-reduces until an error, prints it, tries once more, prints that result, and exits with code 9.
+//! RANK injects FAULT before its fourth round.
 //!
-//! SIGTERM is ignored by all, so that the well-behaved have the time to report.
+//! All ranks ignore SIGTERM, so that the healthy ones have time to report.
 
 use std::process::ExitCode;
 
 use mgpu::{DType, Error, ReduceOp, Result, World};
 use mgpu_kernels::cuda::{Memory, Stream};
-use mgpu_tests::device::{Bench, input, reduced};
+use mgpu_tests::device::{DeviceTest, input, reduced};
 use nix::sys::signal::{SigSet, Signal, kill};
 use nix::unistd::Pid;
 
-/// Turns of a loop.
+/// Rounds of a loop.
 const TURNS: usize = 20;
-/// Turns before a fault.
+/// Rounds before a fault.
 const HEALTHY: usize = 3;
 
 fn main() -> ExitCode {
@@ -36,32 +36,32 @@ fn run(arguments: &[String]) -> Result<()> {
     let device = world.device().expect("the nccl backend has a GPU").clone();
     println!("rank {} of {} on {}", world.rank(), world.size(), device.name());
     let comm = world.device_communicator()?;
-    // Ends before the other.
+    // Ends before the other communicator.
     let _second = world.device_communicator()?;
     let stream = Stream::new(&device)?;
-    let bench = Bench { comm: &comm, stream: &stream };
+    let test = DeviceTest { comm: &comm, stream: &stream };
     match arguments[0].as_str() {
-        "all" => bench.all(),
-        "groups" => bench.groups(),
-        "capture" => capture(&bench),
+        "all" => test.all(),
+        "groups" => test.groups(),
+        "capture" => capture(&test),
         "loop" => {
             let fault = arguments.get(1).map_or("none", String::as_str);
             let culprit = arguments.get(2).map(|rank| rank.parse::<u32>().expect("RANK is a number"));
-            turns(&bench, culprit.filter(|rank| *rank == comm.rank()).map(|_| fault))
+            turns(&test, culprit.filter(|rank| *rank == comm.rank()).map(|_| fault))
         }
         other => panic!("unknown body {other}"),
     }
 }
 
-/// Several operations in a graph, repeated.
-fn capture(bench: &Bench<'_>) -> Result<()> {
-    let Bench { comm, stream } = *bench;
+/// Several operations in a graph, replayed.
+fn capture(test: &DeviceTest<'_>) -> Result<()> {
+    let DeviceTest { comm, stream } = *test;
     let (rank, ranks, len) = (comm.rank(), comm.size(), 1000);
     let mine = Memory::from_slice(stream, &input::<f32>(rank, len))?;
     let sum = Memory::zeroed(comm.device(), DType::F32, len)?;
     let shard = Memory::from_slice(stream, &input::<i32>(rank, 10))?;
     let whole = Memory::zeroed(comm.device(), DType::I32, 10 * ranks as usize)?;
-    // Connections are set up before the capture.
+    // Sets up connections before the capture.
     comm.all_reduce_into(stream, mine.view(), sum.view(), ReduceOp::Sum)?;
     comm.all_gather(stream, shard.view(), whole.view())?;
     comm.wait(stream, "what comes before the capture")?;
@@ -75,16 +75,16 @@ fn capture(bench: &Bench<'_>) -> Result<()> {
         stream.zero(sum.view())?;
         stream.zero(whole.view())?;
         captured.launch(stream)?;
-        bench.expect(sum.view(), &expected, &format!("repetition {turn}"))?;
-        bench.expect(whole.view(), &gathered, &format!("repetition {turn}"))?;
+        test.expect(sum.view(), &expected, &format!("repetition {turn}"))?;
+        test.expect(whole.view(), &gathered, &format!("repetition {turn}"))?;
     }
-    // What is not captured goes on as before.
+    // Uncaptured work continues as before.
     comm.all_reduce(stream, mine.view(), ReduceOp::Sum)?;
-    bench.expect(mine.view(), &expected, "an operation after the repetitions")
+    test.expect(mine.view(), &expected, "an operation after the repetitions")
 }
 
-fn turns(bench: &Bench<'_>, fault: Option<&str>) -> Result<()> {
-    let Bench { comm, stream } = *bench;
+fn turns(test: &DeviceTest<'_>, fault: Option<&str>) -> Result<()> {
+    let DeviceTest { comm, stream } = *test;
     let memory = Memory::zeroed(comm.device(), DType::F32, 1000)?;
     let turn = |turn: usize| {
         comm.all_reduce(stream, memory.view(), ReduceOp::Sum)?;
@@ -121,7 +121,7 @@ fn misbehave(fault: &str) {
         "stop" => signal(Signal::SIGSTOP),
         "exit-0" => std::process::exit(0),
         "panic" => panic!("this rank panics"),
-        // It takes all its work for its own.
+        // The rank treats all its work as local.
         "local" => {}
         "hang" => loop {
             std::thread::park();

@@ -1,12 +1,12 @@
-//! A rank that opens many connections to the rendezvous before it joins, and the others join as they should:
-//! `t-flood RANK CONNECTIONS`.
+//! A rank that opens many connections to the rendezvous before it joins, while the others join normally: `t-flood
+//! RANK CONNECTIONS`.
 
 use std::collections::VecDeque;
 use std::os::unix::net::UnixStream;
 
 use mgpu::{ReduceOp, World};
 
-/// Connections that are held open at a time: fewer than a process may have files.
+/// Number of connections open at a time: below the limit of descriptors of a process.
 const HELD: usize = 500;
 
 fn main() -> mgpu::Result<()> {

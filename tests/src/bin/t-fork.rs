@@ -1,5 +1,6 @@
-//! A rank that forks while it belongs to a run. `t-fork`: the child uses all that it has a copy of, drops it and ends; the ranks go
-//! on. `t-fork linger RANK FOLDER`: the child of this rank lives as long as the folder, and the rank ends with code 3.
+//! A rank that forks during a run. `t-fork`: the child uses everything it has a copy of, drops it and exits; the
+//! ranks continue. `t-fork linger RANK FOLDER`: the child of this rank lives as long as the folder exists, and the
+//! rank exits with code 3.
 
 use std::path::Path;
 use std::process::ExitCode;

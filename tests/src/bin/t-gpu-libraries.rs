@@ -1,7 +1,7 @@
-//! Sets up layers on GPU 0 and compares every pass with the CPU's: `t-gpu-libraries [nondeterministic]`. A line for each
-//! layer says who made its passes; a wrong number ends the program with a panic.
+//! Sets up layers on GPU 0 and compares every pass with the CPU: `t-gpu-libraries [nondeterministic]`. Prints the
+//! kernels of each layer; panics at a wrong result.
 //!
-//! Each layer runs directly, from a captured graph, with a smaller batch, and with operands that lie askew.
+//! Each layer runs directly, from a captured graph, with a smaller batch, and with unaligned operands.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use mgpu_kernels::conv::{self, Padding};
 use mgpu_kernels::cuda::{Device, Libraries, Memory, Options, Result, Stream, View};
 use mgpu_kernels::{DType, Threads, activation, dense};
 
-/// Numbers of a layer on the host, rounded to what its precision stores.
+/// The tensors of a layer on the host, rounded to the storage dtype of the precision.
 struct Host {
     x: Vec<f32>,
     w: Vec<f32>,
@@ -22,7 +22,7 @@ struct Host {
     dy: Vec<f32>,
 }
 
-/// What the passes come to.
+/// The results of the passes.
 #[derive(Debug, PartialEq)]
 struct Expected {
     y: Vec<f32>,
@@ -47,7 +47,7 @@ fn main() -> Result<()> {
                 padding: if slope == 1.0 { Padding::Valid } else { Padding::Same },
             };
             check(&stream, shape, 4, precision, slope, options)?;
-            // Ten classes are no multiple of anything.
+            // Ten classes are not a multiple of any tile size.
             let outputs = if slope == 1.0 { 10 } else { 48 };
             let shape = dense::cuda::convolution(&dense::Shape { inputs: 72, outputs });
             check(&stream, shape, 12, precision, slope, options)?;
@@ -59,7 +59,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Numbers from -1 to 1, rounded to `precision`'s storage.
+/// Random numbers from -1 to 1, rounded to `precision`'s storage dtype.
 fn random(len: usize, seed: u64, precision: Precision) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let next = || {
@@ -70,7 +70,7 @@ fn random(len: usize, seed: u64, precision: Precision) -> Vec<f32> {
     std::iter::repeat_with(next).take(len).collect()
 }
 
-/// `values` of `images` times \[channels, pixels\] as \[pixels, channels\], which is how they lie on a GPU.
+/// Converts `images` times \[channels, pixels\] to \[pixels, channels\], the layout on a GPU.
 fn channels_last(values: &[f32], channels: usize, pixels: usize) -> Vec<f32> {
     let turned = |image: &[f32]| -> Vec<f32> {
         (0..channels * pixels).map(|at| image[at % channels * pixels + at / channels]).collect()
@@ -78,7 +78,7 @@ fn channels_last(values: &[f32], channels: usize, pixels: usize) -> Vec<f32> {
     values.chunks(channels * pixels).flat_map(turned).collect()
 }
 
-/// A layer's numbers in `dtype` on the GPU, after `skip` elements of padding.
+/// Uploads a tensor as `dtype`, after `skip` elements of padding.
 fn upload(stream: &Stream, values: &[f32], dtype: DType, skip: usize) -> Result<Memory> {
     let padded = [&vec![0.0; skip], values].concat();
     match dtype {
@@ -112,7 +112,7 @@ fn assert_close(what: &str, found: &[f32], expected: &[f32], precision: Precisio
     }
 }
 
-/// Runs all passes, with operands `skip` elements into their memory, and from a graph if `captured`.
+/// Runs all passes, with operands offset by `skip` elements, from a graph if `captured`.
 fn run(
     stream: &Stream,
     layer: &Conv,
@@ -163,7 +163,7 @@ fn compare(what: &str, found: &Expected, expected: &Expected, precision: Precisi
     assert_close(&format!("{what}: db"), &found.db, &expected.db, precision);
 }
 
-/// What the passes of `images` images come to on the CPU.
+/// The results of the passes of `images` images on the CPU.
 fn on_cpu(shape: conv::Shape, images: usize, precision: Precision, slope: f32) -> (Host, Expected) {
     let threads = Threads::new(1);
     let mut scratch = Scratch::new(&threads);
@@ -173,7 +173,7 @@ fn on_cpu(shape: conv::Shape, images: usize, precision: Precision, slope: f32) -
     let dy = random(images * shape.output_len(), 4, precision);
     let mut y = vec![0.0; dy.len()];
     let (mut dx, mut dw, mut db) = (vec![0.0; x.len()], vec![0.0; w.len()], vec![0.0; b.len()]);
-    // The backward passes here begin before the activation.
+    // The backward passes start before the activation here.
     let mut layer = cpu::Conv::new(shape, Tail::NONE, Choice::Direct);
     layer.forward(&threads, &mut scratch, &x, &w, &b, &mut y, &mut []);
     let from = Backward { x: &x, weights: &w, y: &y, chosen: &[], dy: &dy };
@@ -184,7 +184,7 @@ fn on_cpu(shape: conv::Shape, images: usize, precision: Precision, slope: f32) -
     (host, Expected { y, dx, dw: weights(&dw), db })
 }
 
-/// Runs a layer in all ways.
+/// Checks all variants of a layer.
 fn check(
     stream: &Stream,
     shape: conv::Shape,

@@ -1,6 +1,5 @@
-//! A rank that says hello with a manifest of its choice: `t-hello VERSION WORLD_SIZE GPU DRIVER NCCL`, all of them
-//! lists with an entry for each rank, separated by commas (`-` for none). The manifests are made up: nothing here
-//! touches a GPU.
+//! A rank that joins with a given manifest: `t-hello VERSION WORLD_SIZE GPU DRIVER NCCL`, each a comma-separated list
+//! with an entry per rank (`-` for none). The manifests are invented; no GPU is used.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;

@@ -1,4 +1,4 @@
-//! A launcher that gives readers up soon: `t-impatient RANKS SCRIPT`.
+//! A launcher with a short timeout for readers of its output: `t-impatient RANKS SCRIPT`.
 
 use std::process::ExitCode;
 use std::time::Duration;

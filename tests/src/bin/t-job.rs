@@ -1,5 +1,5 @@
-//! A well-behaved job with every phase that a fault can strike in: `t-job [STEPS]`. It joins, makes a communicator, and
-//! then steps, each with an all-reduce; after the third one it pretends to write a checkpoint.
+//! A well-behaved job with all phases in which faults are injected: `t-job [STEPS]`. It joins, creates a
+//! communicator, and makes steps with an all-reduce each; after the third step it simulates writing a checkpoint.
 
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -21,7 +21,7 @@ fn main() -> ExitCode {
 fn run(steps: u64) -> Result<()> {
     let mut world = World::from_env()?;
     let mut comm = world.communicator()?;
-    // As a program that leaves SIGPIPE alone.
+    // Like a program with the default handling of SIGPIPE.
     if writeln!(io::stdout(), "life {}", world.restart_count()).is_err() {
         std::process::exit(141);
     }

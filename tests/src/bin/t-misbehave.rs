@@ -1,17 +1,18 @@
-//! A rank that misbehaves in the midst of all-reduces: `t-misbehave FAULT RANK WAY [SEED]`. With a seed, the fault
-//! happens at some moment within an operation; without, before one. The others go on reducing until they get an error,
-//! print it, try once more, print what comes of that, and exit with code 9.
+//! A rank that misbehaves between all-reduces: `t-misbehave FAULT RANK PATH [SEED]`, with PATH one of
+//! `faults::PAYLOAD_PATHS`. With a seed, the fault happens at a random moment during an operation; without, before
+//! one. The other ranks continue until they get an error, print it, try once more, print that result, and exit with
+//! code 9.
 //!
-//! SIGTERM is ignored by all, so that the well-behaved have the time to report.
+//! All ranks ignore SIGTERM, so that the healthy ones have time to report.
 
 use std::process::ExitCode;
 
 use mgpu::{Buffer, Communicator, DType, ReduceOp, Result, World};
-use mgpu_tests::faults::Way;
+use mgpu_tests::faults::PayloadPath;
 use nix::sys::signal::{SigSet, Signal, kill};
 use nix::unistd::Pid;
 
-/// All-reduces before the fault.
+/// Number of all-reduces before the fault.
 const HEALTHY: usize = 3;
 
 fn main() -> ExitCode {
@@ -19,14 +20,16 @@ fn main() -> ExitCode {
     stubborn.add(Signal::SIGTERM);
     stubborn.thread_block().expect("SIGTERM can be blocked");
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let (fault, culprit, way, seed) = match &arguments[..] {
-        [fault, culprit, way] => (fault, culprit, way, None),
-        [fault, culprit, way, seed] => (fault, culprit, way, Some(seed.parse().expect("SEED is a number"))),
-        _ => panic!("usage: t-misbehave FAULT RANK WAY [SEED]"),
+    let (fault, culprit, payload, seed) = match &arguments[..] {
+        [fault, culprit, payload] => (fault, culprit, payload, None),
+        [fault, culprit, payload, seed] => {
+            (fault, culprit, payload, Some(seed.parse().expect("SEED is a number")))
+        }
+        _ => panic!("usage: t-misbehave FAULT RANK PATH [SEED]"),
     };
     let culprit = culprit.parse().expect("RANK is a number");
-    let way = Way::named(way).expect("WAY is one of the ways");
-    match run(fault, culprit, way, seed) {
+    let payload = PayloadPath::named(payload).expect("PATH is one of PAYLOAD_PATHS");
+    match run(fault, culprit, payload, seed) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error}");
@@ -35,23 +38,23 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(fault: &str, culprit: u32, way: Way, seed: Option<u64>) -> Result<()> {
+fn run(fault: &str, culprit: u32, payload: PayloadPath, seed: Option<u64>) -> Result<()> {
     if fault == "never-join" && std::env::var("RANK").as_deref() == Ok(&culprit.to_string()) {
         park();
     }
     let mut world = World::from_env()?;
     let mut comm = world.communicator()?;
-    let mut buffer = match way.in_arena {
-        true => comm.allocate(DType::F32, way.len)?,
-        false => Buffer::zeroed::<f32>(way.len),
+    let mut buffer = match payload.in_arena {
+        true => comm.allocate(DType::F32, payload.len)?,
+        false => Buffer::zeroed::<f32>(payload.len),
     };
-    comm.set_algorithm(way.algorithm);
+    comm.set_algorithm(payload.algorithm);
     let mut made = 0;
-    // A slow rank may learn of the fault before it has made as many all-reduces as the culprit had.
+    // A slow rank may notice the fault before it has made as many all-reduces as the culprit.
     let error = loop {
         if made == HEALTHY && comm.rank() == culprit {
             match seed {
-                None => return misbehave(fault, &mut comm, buffer, way),
+                None => return misbehave(fault, &mut comm, buffer, payload),
                 Some(seed) => end_soon(fault, seed),
             }
         }
@@ -68,21 +71,21 @@ fn run(fault: &str, culprit: u32, way: Way, seed: Option<u64>) -> Result<()> {
     Err(error)
 }
 
-/// The fault, and where it leaves the rank alive, the end of its part.
-fn misbehave(fault: &str, comm: &mut Communicator, buffer: Buffer, way: Way) -> Result<()> {
-    let (op, len, next) = (ReduceOp::Sum, way.len, (comm.rank() + 1) % comm.size());
+/// Commits the fault, and ends the rank's part if it is still alive.
+fn misbehave(fault: &str, comm: &mut Communicator, buffer: Buffer, payload: PayloadPath) -> Result<()> {
+    let (op, len, next) = (ReduceOp::Sum, payload.len, (comm.rank() + 1) % comm.size());
     match fault {
         "wrong-count" => drop(comm.all_reduce(buffer.split_at(len / 2).0, op)?.wait()?),
         "wrong-place" => drop(comm.all_reduce(buffer.split_at(len / 2).1, op)?.wait()?),
         "wrong-type" => drop(comm.all_reduce(Buffer::zeroed::<i32>(len), op)?.wait()?),
         "wrong-reduction" => drop(comm.all_reduce(buffer, ReduceOp::Max)?.wait()?),
         "wrong-algorithm" => {
-            comm.set_algorithm(way.other_algorithm());
+            comm.set_algorithm(payload.other_algorithm());
             drop(comm.all_reduce(buffer, op)?.wait()?);
         }
         "barrier" => comm.barrier()?,
         "broadcast" => drop(comm.broadcast(buffer, 0)?.wait()?),
-        // More than waits in a channel.
+        // More than the channel holds.
         "send" => drop(comm.send(Buffer::zeroed::<f32>(1 << 20), next)?.wait()?),
         "recv" => drop(comm.recv(Buffer::zeroed::<f32>(len), next)?.wait()?),
         "panic" => panic!("this rank panics"),
@@ -91,7 +94,7 @@ fn misbehave(fault: &str, comm: &mut Communicator, buffer: Buffer, way: Way) -> 
     Ok(())
 }
 
-/// Ends this process from another thread, while this one is busy with collectives: the moment may be any.
+/// Ends this process from another thread during collectives, at any moment.
 fn end_soon(fault: &str, seed: u64) {
     let fault = fault.to_owned();
     std::thread::spawn(move || {

@@ -1,5 +1,5 @@
-//! Rank 0 makes an id with the real NCCL and all ranks read it from the rendezvous. Prints the id.
-//! Nothing here needs a GPU.
+//! Rank 0 creates a unique id with the real NCCL, and all ranks read it from the rendezvous. Prints the id. Needs no
+//! GPU.
 
 use std::process::ExitCode;
 use std::time::Duration;

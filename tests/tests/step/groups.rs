@@ -1,5 +1,5 @@
-//! Tensors that are not all alike: groups with factors of their own, frozen tensors, tensors that are not used, gradients in any
-//! order; and the reducer alone, for who has an optimizer of his own.
+//! Parameter groups with factors, frozen tensors, unused tensors, gradients in any order; and the reducer alone, for
+//! custom optimizers.
 
 use mgpu::optimizer::{OptimizerConfig, Rule, Schedule, Sgd};
 use mgpu::{
@@ -20,7 +20,7 @@ fn grouped() -> Layout {
     layout
 }
 
-/// The tensors of which gradients are wanted, last one first.
+/// The trained tensors, last one first.
 fn trained(layout: &Layout) -> Vec<usize> {
     (0..layout.tensors().len()).rev().filter(|tensor| !layout.tensors()[*tensor].group.frozen).collect()
 }
@@ -43,7 +43,7 @@ fn train(model: &mut DataParallel, steps: u64, tensors: &[usize]) -> Result<()> 
 }
 
 #[test]
-fn groups_are_trained_to_the_same_bits_sharded_or_not_and_go_on_from_a_checkpoint() {
+fn parameter_groups_are_bit_equal_sharded_and_after_a_checkpoint() {
     let layout = grouped();
     for optimizer in optimizers() {
         for ranks in [1, 2, 3] {
@@ -117,7 +117,7 @@ fn a_frozen_tensor_takes_no_gradient() {
 }
 
 #[test]
-fn groups_that_differ_or_make_no_sense_are_named() {
+fn different_or_invalid_groups_are_named() {
     let errors = threads::run(3, |mut world| {
         let layout = if world.rank() == 1 { grouped() } else { shapes() };
         model(&mut world, &layout, config(sgd())).err().unwrap().to_string()
@@ -136,7 +136,7 @@ fn groups_that_differ_or_make_no_sense_are_named() {
     }
 }
 
-/// What is not handed over is 0, on whichever rank and in whichever micro-batch; buckets meet all the same.
+/// Missing gradients count as 0, on any rank and in any micro-batch; buckets still match.
 #[test]
 fn tensors_that_are_not_used_count_as_zeros() {
     let layout = shapes();
@@ -185,8 +185,8 @@ fn tensors_that_are_not_used_count_as_zeros() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
-    /// The book-keeping through the host's memory: each rank hands gradients over in an order of its own, another one in each
-    /// micro-batch; what is trained keeps its bits.
+    /// The tracking in host memory: each rank announces gradients in its own order, different in each micro-batch;
+    /// results are bit-equal.
     #[test]
     fn gradients_come_in_any_order_on_each_rank(
         orders in prop::collection::vec(Just(vec![0usize, 1, 2, 3, 4]).prop_shuffle(), 8),
@@ -224,7 +224,7 @@ proptest! {
 }
 
 #[test]
-fn a_reducer_averages_for_an_optimizer_of_the_programs_own() {
+fn a_reducer_serves_a_custom_optimizer() {
     let layout = grouped();
     let lr = 0.1f32;
     let plain = OptimizerConfig::new(Rule::Sgd(Sgd { lr: f64::from(lr), ..Sgd::default() }));
@@ -284,7 +284,7 @@ fn layout_without_factors(layout: &Layout) -> Layout {
 }
 
 #[test]
-fn one_closure_is_for_one_micro_batch() {
+fn a_closure_handles_one_micro_batch() {
     let mut world = World::from_env().unwrap();
     let mut model = model(&mut world, &shapes(), config(sgd()).with_micro_batches(2)).unwrap();
     let error = model.step(|_, _| Ok(())).unwrap_err().to_string();
@@ -296,7 +296,7 @@ fn one_closure_is_for_one_micro_batch() {
 }
 
 #[test]
-fn a_schedule_moves_the_learning_rate_as_the_program_would() {
+fn a_schedule_equals_setting_the_learning_rate() {
     use mgpu::optimizer::Decay;
     let schedule = Schedule { warm_up: 2, decay: Decay::Cosine { steps: 3, floor: 0.1 } };
     for optimizer in optimizers() {

@@ -1,4 +1,4 @@
-//! Ranks with different numbers of batches: who has run out takes part with weight 0.
+//! Ranks with different numbers of batches: a rank without data takes part with weight 0.
 
 use mgpu::{Compression, Reduction};
 use mgpu::{DataParallel, DataParallelConfig, Error, Layout, Reducer, ReducerConfig, Result, World};
@@ -7,12 +7,12 @@ use mgpu_tests::threads;
 
 use super::{config, exact, rough, sgd, shapes, sharded};
 
-/// Batches of rank `rank`: the first one has none, and the last ones have most.
+/// Number of batches of rank `rank`: the first has none, the last ones have the most.
 fn batches(rank: u32) -> u64 {
     [0, 4, 2, 5][rank as usize % 4]
 }
 
-/// Makes a step with the mean of these samples' gradients.
+/// Makes a step with the mean gradient of these samples.
 fn make_step(
     model: &mut DataParallel,
     samples: &[usize],
@@ -31,7 +31,7 @@ fn make_step(
     })
 }
 
-/// The parameters after all ranks' batches, and what `gradients` of the last step are.
+/// The parameters after all ranks' batches, and the `gradients` of the last step.
 fn train(
     world: &mut World,
     config: DataParallelConfig,
@@ -49,7 +49,7 @@ fn train(
     (model.parameters().to_vec(), model.gradients().unwrap())
 }
 
-/// The same by one rank that has the data of those ranks in each step.
+/// The same on one rank with the data of those ranks in each step.
 fn alone(
     config: DataParallelConfig,
     ranks: u32,
@@ -66,10 +66,10 @@ fn alone(
 }
 
 #[test]
-fn the_mean_is_over_the_ranks_that_have_data() {
+fn uneven_means_cover_only_ranks_with_data() {
     for optimizer in optimizers() {
         for ranks in [2, 3] {
-            // At most two ranks have data at a time, so that means of these are exact.
+            // At most two ranks have data at a time, so their means are exact.
             for micro_batches in [1, 2] {
                 let plain = config(optimizer).with_micro_batches(micro_batches);
                 let expected = alone(plain, ranks, exact);
@@ -87,7 +87,7 @@ fn the_mean_is_over_the_ranks_that_have_data() {
 
 /// With other means, clipped, compressed and summed: all ranks have the same weights, close to those of one rank.
 #[test]
-fn whatever_else_a_step_does_goes_with_it() {
+fn uneven_steps_work_with_every_option() {
     let ranks = 4;
     let plain = config(sgd());
     for config in [plain, plain.with_clip_norm(0.5), plain.with_compression(Compression::Bf16)] {
@@ -105,19 +105,19 @@ fn whatever_else_a_step_does_goes_with_it() {
     }
     let summed = plain.with_reduction(Reduction::Sum);
     threads::run(ranks, |mut world| {
-        // In the last step one rank has data, and its sum is its own gradient.
+        // In the last step one rank has data, and the sum is its own gradient.
         let (_, gradients) = train(&mut world, summed, exact);
         assert!(gradients.iter().enumerate().all(|(element, value)| *value == exact(12, element, 4)));
     });
 }
 
 #[test]
-fn ranks_go_on_together_after_they_have_joined() {
+fn ranks_continue_together_after_join() {
     threads::run(3, |mut world| {
         let mut model = model(&mut world, &shapes(), config(sgd()).with_join(true)).unwrap();
         for epoch in 1..=3u32 {
             for _ in 0..batches(world.rank()) {
-                // A rank without data goes along with the others' learning rate.
+                // A rank without data uses the learning rate of the others.
                 model.set_learning_rate(0.1 / f64::from(epoch));
                 make_step(&mut model, &[world.rank() as usize], rough).unwrap();
             }
@@ -131,7 +131,7 @@ fn ranks_go_on_together_after_they_have_joined() {
 }
 
 #[test]
-fn a_rank_that_joins_learns_of_errors_and_may_join_again() {
+fn a_joined_rank_sees_errors_and_may_join_again() {
     threads::run(3, |mut world| {
         let mut model = model(&mut world, &shapes(), config(sgd()).with_join(true)).unwrap();
         let bad = world.rank() == 2;
@@ -173,7 +173,7 @@ fn a_reducer_joins_one_reduction_at_a_time() {
 }
 
 #[test]
-fn what_is_not_compatible_with_joining_is_an_error() {
+fn options_incompatible_with_join_are_errors() {
     let mut world = World::from_env().unwrap();
     let mut refused = model(&mut world, &shapes(), config(sgd())).unwrap();
     let error = refused.join().unwrap_err().to_string();

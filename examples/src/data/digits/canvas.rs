@@ -1,20 +1,20 @@
-//! From strokes to pixels: a pen of round tip, drawn by distance.
+//! Draws strokes as pixels, with a round pen, from distances.
 //!
-//! Every pixel keeps the square of its distance to the nearest segment drawn so far. Ink follows from that distance
-//! at the end, once for the whole drawing: full inside the pen's radius, none outside, a ramp in between, which is
-//! the anti-aliasing. Strokes that cross or touch therefore merge instead of adding up.
+//! Every pixel stores the squared distance to the nearest segment drawn so far. The ink follows from that distance
+//! once, at the end: full inside the pen's radius, none outside, and a ramp in between for anti-aliasing. Strokes
+//! that cross or touch therefore merge instead of adding up.
 
-use super::shapes::Point;
+use super::glyphs::Point;
 use crate::data::{IMAGE_LEN, SIDE};
 
-/// Straight pieces between two points of a stroke: at 28 pixels more are not visible.
+/// Straight segments between two points of a stroke: more are not visible at 28 pixels.
 const PIECES: usize = 4;
 
-/// A drawing in the making.
+/// An unfinished drawing.
 pub(super) struct Canvas {
-    /// Squared distance of each pixel's centre to the nearest segment, in pixels; right up to `reach` only.
+    /// Squared distance of each pixel's centre to the nearest segment, in pixels; valid only up to `reach`.
     distance2: [f32; IMAGE_LEN],
-    /// How far from a segment ink can appear.
+    /// Maximum distance from a segment at which ink can appear.
     reach: f32,
 }
 
@@ -45,7 +45,7 @@ impl Canvas {
         }
     }
 
-    /// Draws a straight segment: only pixels of its bounding box, grown by the pen's reach, are looked at.
+    /// Draws a straight segment. Visits only the pixels of its bounding box, enlarged by the pen's reach.
     fn segment(&mut self, a: Point, b: Point) {
         let (dx, dy) = (b.0 - a.0, b.1 - a.1);
         let length2 = dx * dx + dy * dy;
@@ -73,9 +73,9 @@ impl Canvas {
     }
 }
 
-/// The pixels whose centres may lie between two coordinates, inside the image.
+/// The pixels inside the image whose centres may lie between two coordinates.
 fn pixels(low: f32, high: f32) -> std::ops::Range<usize> {
-    // Casts from float saturate: whatever lies outside the image ends at its edge.
+    // Casts from float saturate, so everything outside the image ends at its edge.
     let end = (high.ceil() as usize).min(SIDE);
     (low as usize).min(end)..end
 }
@@ -98,7 +98,7 @@ mod tests {
         let ink = canvas.ink(1.0, 1.0);
         for y in 0..SIDE {
             for x in 7..18 {
-                // Centres lie whole pixels from the line: full ink on it, half at the pen's radius.
+                // Pixel centres are whole pixels from the line: full ink on it, half ink at the pen's radius.
                 let expected = [1.0, 0.5, 0.0][y.abs_diff(10).min(2)];
                 assert_eq!(ink[y * SIDE + x], expected, "pixel {x}, {y}");
             }

@@ -1,5 +1,5 @@
-//! What the generator promises: the same bytes for ever, balanced classes, and images that depend on their address
-//! alone.
+//! Properties of the generator: the same bytes for ever, balanced classes, and images that depend only on seed, split
+//! and index.
 
 use std::collections::HashSet;
 
@@ -16,7 +16,7 @@ fn the_first_hundred_images_never_change() {
         Sha256::digest([images, labels].concat()).iter().map(|byte| format!("{byte:02x}")).collect();
     assert_eq!(
         sum, "ddd2edc749cf92373d7a7d88ad9049cf9e53c95efcbb39f6e92abc52087c9d10",
-        "the generator draws other digits than before: accuracies on them cannot be compared with earlier ones"
+        "the generator has changed: accuracies cannot be compared with earlier ones"
     );
 }
 
@@ -25,7 +25,7 @@ fn classes_are_balanced() {
     let mut counts = [0; CLASSES];
     let (_, labels) = generate(3, Split::Test, 0..count(Split::Test));
     labels.iter().for_each(|&label| counts[usize::from(label)] += 1);
-    // 1,000 expected, standard deviation 30.
+    // Expected 1,000 with a standard deviation of 30.
     assert!(counts.iter().all(|count| (850..1150).contains(count)), "{counts:?}");
 }
 
@@ -51,7 +51,7 @@ fn every_image_shows_something() {
 
 #[test]
 fn strokes_fit_their_path() {
-    for stroke in SHAPES.iter().flat_map(|ways| ways.iter()).flat_map(|shape| shape.iter()) {
+    for stroke in GLYPHS.iter().flat_map(|ways| ways.iter()).flat_map(|glyph| glyph.iter()) {
         assert!((2..=MAX_POINTS).contains(&stroke.len()));
         assert!(stroke.iter().all(|point| point.0.abs() <= 0.7 && point.1.abs() <= 1.0), "{stroke:?}");
     }
@@ -68,7 +68,7 @@ fn both_sets_have_the_size_of_mnist() {
 
 proptest! {
     #[test]
-    fn shares_of_a_range_are_the_range(seed: u64, start in 0usize..1_000_000, cut in 0usize..20) {
+    fn adjacent_ranges_concatenate(seed: u64, start in 0usize..1_000_000, cut in 0usize..20) {
         let (images, labels) = generate(seed, Split::Train, start..start + 20);
         let (first_images, first_labels) = generate(seed, Split::Train, start..start + cut);
         let (last_images, last_labels) = generate(seed, Split::Train, start + cut..start + 20);

@@ -1,13 +1,13 @@
-//! A bar for each file, where somebody watches.
+//! A progress bar for each file, on terminals.
 
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-/// Whether a download shows how far it is.
+/// Whether a download shows its progress.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Progress {
-    /// A bar on standard error if that is a terminal, nothing otherwise.
+    /// A bar on standard error if that is a terminal, else nothing.
     Terminal,
     /// Nothing.
     Quiet,
@@ -16,13 +16,13 @@ pub enum Progress {
 impl Progress {
     fn target(self) -> ProgressDrawTarget {
         match self {
-            // Draws nothing where standard error is no terminal.
+            // Draws nothing if standard error is not a terminal.
             Progress::Terminal => ProgressDrawTarget::stderr(),
             Progress::Quiet => ProgressDrawTarget::hidden(),
         }
     }
 
-    /// A bar for one file of a length yet unknown.
+    /// A bar for one file of unknown length.
     pub(super) fn file(self, name: &str) -> Bar {
         let bar = ProgressBar::with_draw_target(None, self.target());
         bar.set_style(style("{msg} {bytes} of {total_bytes} {wide_bar} {bytes_per_sec}"));
@@ -30,7 +30,7 @@ impl Progress {
         Bar(bar)
     }
 
-    /// A line that stays while something is waited for.
+    /// A line that is shown while waiting.
     pub(super) fn waiting(self, text: String) -> Bar {
         let bar = ProgressBar::with_draw_target(None, self.target());
         bar.set_style(style("{msg} ({elapsed})"));
@@ -40,7 +40,7 @@ impl Progress {
     }
 }
 
-/// The template, or indicatif's own bar should it ever refuse the template.
+/// The template, or indicatif's default bar if it rejects the template.
 fn style(template: &str) -> ProgressStyle {
     ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar())
 }
@@ -49,17 +49,17 @@ fn style(template: &str) -> ProgressStyle {
 pub(super) struct Bar(ProgressBar);
 
 impl Bar {
-    /// `have` bytes of `total` are there.
+    /// `have` bytes of `total` exist already.
     pub(super) fn begin(&self, have: u64, total: Option<u64>) {
         if let Some(total) = total {
             self.0.set_length(total);
         }
         self.0.set_position(have);
-        // The speed is of this transfer, not of what was there before.
+        // The speed is that of this transfer, without the bytes from before.
         self.0.reset_eta();
     }
 
-    /// `bytes` more are there.
+    /// `bytes` more have arrived.
     pub(super) fn add(&self, bytes: u64) {
         self.0.inc(bytes);
     }

@@ -1,4 +1,4 @@
-//! Downloads from servers on loopback: whole, cut off, resumed, wrong, absent.
+//! Downloads from servers on loopback: complete, interrupted, resumed, wrong, absent.
 
 mod server;
 
@@ -37,7 +37,7 @@ fn fetch_sample(folder: &TempDir, mirrors: &[&str]) -> Result<PathBuf, DataError
     download_files(folder.path(), &[file], mirrors, Progress::Quiet)
 }
 
-/// The reasons for a failure, and its words.
+/// The reasons of a failure, and its message.
 fn reasons(result: Result<PathBuf, DataError>) -> (Vec<Reason>, String) {
     let error = result.unwrap_err();
     let text = error.to_string();
@@ -62,7 +62,7 @@ fn part(folder: &TempDir) -> PathBuf {
     folder.path().join(format!("{NAME}.part"))
 }
 
-/// An address where nothing listens.
+/// An address without a listener.
 fn silent() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     format!("http://{}/", listener.local_addr().unwrap())
@@ -84,14 +84,14 @@ fn a_whole_download_is_kept_and_not_repeated() {
 #[test]
 fn a_folder_that_is_complete_needs_no_mirror_and_is_not_written() {
     let (folder, (content, _)) = (tempfile::tempdir().unwrap(), sample());
-    // Not even compressed.
+    // Uncompressed.
     fs::write(folder.path().join(NAME), content).unwrap();
     fetch_sample(&folder, &[]).unwrap();
     assert_eq!(names(&folder), [NAME]);
 }
 
 #[test]
-fn a_file_of_other_content_makes_way_and_is_kept() {
+fn a_file_with_other_content_is_renamed_and_kept() {
     let (folder, (_, file)) = (tempfile::tempdir().unwrap(), sample());
     let bytes = file.clone();
     let server = Server::start(move |request| serve(&bytes, request));
@@ -112,10 +112,10 @@ fn a_part_that_is_not_a_file_is_refused() {
     fs::write(&precious, b"old").unwrap();
     std::os::unix::fs::symlink(&precious, part(&folder)).unwrap();
     let error = fetch_sample(&folder, &[&server.url()]).unwrap_err().to_string();
-    assert_eq!(error, format!("{}: it is not a file: move it away", part(&folder).display()));
+    assert_eq!(error, format!("{}: not a regular file: move it away", part(&folder).display()));
     assert_eq!(fs::read(&precious).unwrap(), b"old");
     fs::remove_file(part(&folder)).unwrap();
-    // Nor does a pipe keep anybody waiting.
+    // A named pipe does not block either.
     for path in [part(&folder), folder.path().join(NAME)] {
         nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
         fetch_sample(&folder, &[&server.url()]).unwrap_err();
@@ -124,7 +124,7 @@ fn a_part_that_is_not_a_file_is_refused() {
 }
 
 #[test]
-fn a_cut_connection_is_taken_up_where_it_broke() {
+fn a_broken_transfer_is_resumed() {
     let (folder, (_, file)) = (tempfile::tempdir().unwrap(), sample());
     let server = Server::start(move |request| match request.from {
         None => answer("200 OK", "", file.len(), &file[..20_000]),
@@ -138,7 +138,7 @@ fn a_cut_connection_is_taken_up_where_it_broke() {
 fn a_part_is_resumed_by_a_later_run_and_by_the_next_mirror() {
     let (folder, (_, file)) = (tempfile::tempdir().unwrap(), sample());
     let bytes = file.clone();
-    // Ends every answer after 5,000 bytes.
+    // Closes every connection after 5,000 bytes.
     let cutting = Server::start(move |request| {
         let whole = serve(&bytes, request);
         let head = whole.windows(4).position(|end| end == b"\r\n\r\n").unwrap() + 4;
@@ -156,7 +156,7 @@ fn a_part_is_resumed_by_a_later_run_and_by_the_next_mirror() {
 }
 
 #[test]
-fn a_server_without_ranges_starts_again() {
+fn a_server_without_ranges_restarts_the_transfer() {
     let (folder, (_, file)) = (tempfile::tempdir().unwrap(), sample());
     fs::write(part(&folder), &file[..100]).unwrap();
     let server = Server::start(move |_| answer("200 OK", "", file.len(), &file));
@@ -179,7 +179,7 @@ fn wrong_ranges_are_not_appended() {
 }
 
 #[test]
-fn a_range_that_nobody_asked_for_is_refused() {
+fn an_unrequested_range_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let server = Server::start(|_| answer("206 Partial Content", "Content-Range: bytes 7-8/9\r\n", 2, b"ab"));
     let (found, text) = reasons(fetch_sample(&folder, &[&server.url()]));
@@ -214,7 +214,7 @@ fn other_content_is_refused_and_removed() {
     let server = Server::start(|_| answer("200 OK", "", 5, b"login"));
     let (found, text) = reasons(fetch_sample(&folder, &[&server.url()]));
     let (expected, received) = (sum(&sample().0), sum(b"login"));
-    assert!(text.contains(&format!("{NAME} of another content")), "{text}");
+    assert!(text.contains(&format!("{NAME} with wrong content")), "{text}");
     assert!(text.contains(&format!("expected SHA-256 {expected}, received {received}")), "{text}");
     assert_eq!(found, [Reason::Checksum { file: NAME.to_owned(), expected, received }]);
     assert_eq!(names(&folder), ["download.lock"]);
@@ -231,7 +231,7 @@ fn damaged_gzip_data_is_refused_and_removed() {
 }
 
 #[test]
-fn content_without_end_is_ended() {
+fn endless_content_is_cut_off() {
     let folder = tempfile::tempdir().unwrap();
     let server = Server::start(|_| answer("200 OK", "", 10_000_000, &vec![0; 10_000_000]));
     let (found, _) = reasons(fetch_sample(&folder, &[&server.url()]));
@@ -240,7 +240,7 @@ fn content_without_end_is_ended() {
 }
 
 #[test]
-fn content_that_unfolds_without_end_is_ended() {
+fn decompression_bombs_are_cut_off() {
     let folder = tempfile::tempdir().unwrap();
     let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
     encoder.write_all(&vec![0; 20_000_000]).unwrap();
@@ -260,7 +260,7 @@ fn the_second_mirror_is_asked_when_the_first_has_nothing() {
 }
 
 #[test]
-fn offline_each_mirror_has_its_reason_and_the_way_out_is_named() {
+fn offline_errors_list_every_mirror_and_suggest_data_dir() {
     let folder = tempfile::tempdir().unwrap();
     let (nobody, broken) = (silent(), Server::start(|_| answer("503 Service Unavailable", "", 0, b"")));
     let (found, text) = reasons(fetch_sample(&folder, &[&nobody, &broken.url(), "no address"]));
@@ -279,15 +279,15 @@ fn offline_each_mirror_has_its_reason_and_the_way_out_is_named() {
         assert!(text.contains(&expected), "`{expected}` is not in:\n{text}");
     }
     let (_, text) = reasons(fetch_sample(&folder, &[]));
-    assert!(text.contains("no mirror was named"), "{text}");
+    assert!(text.contains("no mirror was given"), "{text}");
 }
 
 #[test]
-fn downloads_into_the_same_folder_take_turns() {
+fn concurrent_downloads_are_serialised() {
     let (folder, (_, file)) = (tempfile::tempdir().unwrap(), sample());
     let server = Server::start(move |request| serve(&file, request));
     let start = Barrier::new(4);
-    // Locks belong to open files, not to processes: threads exclude each other as processes do.
+    // Locks belong to open files, not to processes, so threads exclude each other like processes.
     std::thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
@@ -312,12 +312,12 @@ fn a_folder_that_cannot_be_made_is_named() {
 #[test]
 fn downloads_are_kept_in_the_users_cache() {
     let folder = |xdg: &'static str, home: &'static str| {
-        folder_by(move |name| Some(if name == "HOME" { home.into() } else { xdg.into() }))
+        folder_from(move |name| Some(if name == "HOME" { home.into() } else { xdg.into() }))
     };
     assert_eq!(folder("/cache", "/home/me").unwrap(), Path::new("/cache/mgpu/mnist"));
     assert_eq!(folder("", "/home/me").unwrap(), Path::new("/home/me/.cache/mgpu/mnist"));
     assert_eq!(folder("relative", "/home/me").unwrap(), Path::new("/home/me/.cache/mgpu/mnist"));
-    assert!(matches!(folder_by(|_| None), Err(DataError::NoCache)));
+    assert!(matches!(folder_from(|_| None), Err(DataError::NoCache)));
 }
 
 #[test]

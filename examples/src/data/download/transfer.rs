@@ -1,17 +1,17 @@
-//! One file from one mirror into a `.part` file, resumed as often as it takes.
+//! Transfers one file from one mirror into a `.part` file, resuming as often as needed.
 //!
-//! What a server may answer when asked for the bytes from `have` on (RFC 9110, section 14):
+//! Responses of a server to a request for the bytes from `have` on (RFC 9110, section 14):
 //!
-//! | answer | meaning | what is done |
+//! | response | meaning | action |
 //! |---|---|---|
 //! | 206, `Content-Range: bytes HAVE-…` | the rest | appended |
-//! | 206 with another range, or none | not what was asked for | all of it is asked for, without a range |
-//! | 200 | it knows no ranges; here is all of it | the part is begun anew |
-//! | 416, `Content-Range: bytes */HAVE` | there is no rest: the part is whole | left to the checksum |
-//! | 416 otherwise | the part is longer than the file | all of it is asked for, without a range |
+//! | 206 with another range, or none | not the requested range | request the whole file, without a range |
+//! | 200 | no support for ranges; this is the whole file | the part starts again |
+//! | 416, `Content-Range: bytes */HAVE` | there is no rest: the part is complete | the checksum decides |
+//! | 416 otherwise | the part is longer than the file | request the whole file, without a range |
 //!
-//! A connection that breaks in the middle of an answer is taken up again where it broke; after [`BREAKS`] breaks the
-//! mirror is given up. The part stays, and the next mirror goes on from there.
+//! A broken connection is resumed where it broke. After [`BREAKS`] breaks the mirror is given up; the part stays, and
+//! the next mirror continues from there.
 
 use std::fs::File;
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
@@ -25,32 +25,32 @@ use ureq::{Agent, Body};
 use super::progress::{Bar, Progress};
 use super::{DataError, Reason, RemoteFile};
 
-/// Broken connections after which another mirror is asked.
+/// Broken connections after which the next mirror is tried.
 const BREAKS: u32 = 3;
-/// A host that does not answer is given up after this, on the way to a connection.
+/// Timeout of connecting to a host.
 const CONNECT: Duration = Duration::from_secs(10);
-/// And after this long without a byte, later.
+/// Timeout without a received byte, later.
 const SILENCE: Duration = Duration::from_secs(30);
 
-/// What asks the mirrors.
+/// The HTTP client.
 pub(super) struct Client {
     agent: Agent,
     progress: Progress,
 }
 
-/// A transfer that came to its end.
+/// A completed transfer.
 pub(super) struct Transfer {
-    /// Whether what is in the part now came in pieces, or was there before.
+    /// Whether the part was received in several pieces, or existed before.
     pub(super) resumed: bool,
 }
 
-/// How a single answer ended.
-enum Ended {
-    /// With all that was asked for.
+/// How a single response ended.
+enum ResponseEnd {
+    /// Complete.
     Whole,
-    /// Too early. Something may have arrived.
+    /// Interrupted. Some bytes may have arrived.
     Broken(String),
-    /// The range that was asked for was not what came.
+    /// With a range other than the requested one.
     Range,
 }
 
@@ -63,14 +63,14 @@ impl Client {
             .timeout_recv_response(Some(SILENCE))
             .timeout_per_read(Some(SILENCE))
             .timeout_per_write(Some(SILENCE))
-            // Ranges count the bytes of the file, so it must not be encoded once more on the way.
+            // Ranges count the bytes of the file, so the server must not encode it again.
             .accept_encoding("identity")
             .user_agent(concat!("mgpu/", env!("CARGO_PKG_VERSION")))
             .build();
         Self { agent: config.into(), progress }
     }
 
-    /// Brings `part` to the end of the file at `url`. The outer error is this machine's, the inner one the mirror's.
+    /// Completes `part` with the file at `url`. The outer error is local, the inner one the mirror's.
     pub(super) fn transfer(
         &self,
         url: &str,
@@ -78,9 +78,9 @@ impl Client {
         part: &Path,
     ) -> Result<Result<Transfer, Reason>, DataError> {
         let bar = self.progress.file(file.name);
-        // What a transfer leaves is a file: a link leads to somebody else's, and a pipe would keep this waiting.
+        // A transfer leaves only regular files: a link could lead to a foreign file, and a pipe would block.
         if part.symlink_metadata().is_ok_and(|metadata| !metadata.is_file()) {
-            let error = std::io::Error::new(ErrorKind::AlreadyExists, "it is not a file: move it away");
+            let error = std::io::Error::new(ErrorKind::AlreadyExists, "not a regular file: move it away");
             return Err(DataError::io(part)(error));
         }
         let mut out = File::options()
@@ -115,10 +115,12 @@ impl Client {
                 Err(error) => return Ok(Err(Reason::Connection(error.to_string()))),
             };
             match ended {
-                Ended::Whole => return Ok(Ok(Transfer { resumed: have > 0 })),
-                Ended::Range if ranges => ranges = false,
-                Ended::Range => return Ok(Err(Reason::Connection("sent a range unasked".to_owned()))),
-                Ended::Broken(error) => {
+                ResponseEnd::Whole => return Ok(Ok(Transfer { resumed: have > 0 })),
+                ResponseEnd::Range if ranges => ranges = false,
+                ResponseEnd::Range => {
+                    return Ok(Err(Reason::Connection("sent a range that was not requested".to_owned())));
+                }
+                ResponseEnd::Broken(error) => {
                     breaks += 1;
                     if breaks == BREAKS {
                         return Ok(Err(Reason::Connection(error)));
@@ -136,20 +138,20 @@ fn is_local(uri: Option<&Uri>) -> bool {
         || host.trim_matches(['[', ']']).parse().is_ok_and(|address: IpAddr| address.is_loopback())
 }
 
-/// Writes the body of an answer behind the first `have` bytes of `out`, or in place of them.
+/// Writes the body of a response after the first `have` bytes of `out`, or replaces them.
 fn receive(
     mut answer: Response<Body>,
     have: u64,
     file: &RemoteFile<'_>,
     out: &mut File,
     bar: &Bar,
-) -> std::io::Result<Result<Ended, Reason>> {
+) -> std::io::Result<Result<ResponseEnd, Reason>> {
     let range = ContentRange::of(answer.headers());
     let mut written = match answer.status().as_u16() {
         206 if range.first == Some(have) => have,
-        206 => return Ok(Ok(Ended::Range)),
-        416 if have > 0 && range.total == Some(have) => return Ok(Ok(Ended::Whole)),
-        416 if have > 0 => return Ok(Ok(Ended::Range)),
+        206 => return Ok(Ok(ResponseEnd::Range)),
+        416 if have > 0 && range.total == Some(have) => return Ok(Ok(ResponseEnd::Whole)),
+        416 if have > 0 => return Ok(Ok(ResponseEnd::Range)),
         200 => {
             out.set_len(0)?;
             out.rewind()?;
@@ -157,7 +159,7 @@ fn receive(
         }
         status => return Ok(Err(Reason::Status(status))),
     };
-    // A gzip file of incompressible content is a little longer than the content.
+    // A gzip file of incompressible content is slightly larger than the content.
     let limit = file.len + file.len / 64 + 1024;
     let total = answer.body().content_length().map(|rest| written.saturating_add(rest));
     bar.begin(written, total);
@@ -165,9 +167,9 @@ fn receive(
     let mut chunk = vec![0; 1 << 16];
     loop {
         match body.read(&mut chunk) {
-            // A body without a length ends with its connection, whoever closed it: the checksum will tell.
-            Ok(0) if total.is_none_or(|total| written == total) => return Ok(Ok(Ended::Whole)),
-            Ok(0) => return Ok(Ok(Ended::Broken("the connection ended too early".to_owned()))),
+            // A body without a length ends with its connection, whoever closed it; the checksum decides.
+            Ok(0) if total.is_none_or(|total| written == total) => return Ok(Ok(ResponseEnd::Whole)),
+            Ok(0) => return Ok(Ok(ResponseEnd::Broken("the connection ended too early".to_owned()))),
             Ok(read) => {
                 written += read as u64;
                 if written > limit {
@@ -177,12 +179,12 @@ fn receive(
                 out.write_all(&chunk[..read])?;
                 bar.add(read as u64);
             }
-            Err(error) => return Ok(Ok(Ended::Broken(error.to_string()))),
+            Err(error) => return Ok(Ok(ResponseEnd::Broken(error.to_string()))),
         }
     }
 }
 
-/// What `Content-Range` says: `bytes FIRST-LAST/TOTAL`, `bytes FIRST-LAST/*` or `bytes */TOTAL`.
+/// Values of `Content-Range`: `bytes FIRST-LAST/TOTAL`, `bytes FIRST-LAST/*` or `bytes */TOTAL`.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct ContentRange {
     first: Option<u64>,
@@ -195,7 +197,7 @@ impl ContentRange {
         value.map(Self::parse).unwrap_or_default()
     }
 
-    /// Whatever cannot be understood is left out.
+    /// Parts that cannot be parsed become `None`.
     fn parse(value: &str) -> Self {
         let Some((range, total)) = value.trim().strip_prefix("bytes ").and_then(|rest| rest.split_once('/'))
         else {

@@ -1,4 +1,4 @@
-//! Whether a file has the content that is pinned for it.
+//! Verifies the content of a file against its pinned checksum.
 
 use std::io::{self, ErrorKind, Read};
 use std::path::Path;
@@ -8,19 +8,19 @@ use sha2::{Digest, Sha256};
 use super::RemoteFile;
 use crate::data::idx::open_content;
 
-/// What is in a file.
+/// The state of a file's content.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Content {
-    /// What should be in it.
+    /// As expected.
     Right,
-    /// Something else: its sum, or why it has none.
+    /// Something else: its checksum, or why it has none.
     Wrong(String),
-    /// There is no such file.
+    /// The file does not exist.
     Absent,
 }
 
-/// Compares a file's decompressed content with the pinned sum. Reads no more than the right content and a byte, so
-/// that a small gzip file which unfolds without end takes no time.
+/// Compares the checksum of a file's decompressed content with the pinned one. Reads at most one byte more than the
+/// expected content, so a small gzip file that decompresses without end costs no time.
 pub(super) fn content(path: &Path, file: &RemoteFile<'_>) -> io::Result<Content> {
     let (bytes, gzip) = match open_content(path) {
         Ok(opened) => opened,
@@ -39,7 +39,7 @@ pub(super) fn content(path: &Path, file: &RemoteFile<'_>) -> io::Result<Content>
                 len += read as u64;
             }
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
-            // The decoder's errors are about the content, the file's own are about this machine.
+            // Errors of the decoder are about the content; errors of the file are local.
             Err(error) if gzip => return Ok(Content::Wrong(format!("damaged gzip data ({error})"))),
             Err(error) => return Err(error),
         }

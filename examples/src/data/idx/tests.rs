@@ -1,4 +1,4 @@
-//! The reader against whole, damaged and hostile files.
+//! The reader with complete, damaged and hostile files.
 
 use std::fs;
 use std::io::Write;
@@ -58,7 +58,7 @@ fn each_mistake_names_its_byte() {
     let zipped = gzip(&labels(&[1, 2, 3]));
     let mut bad_sum = zipped.clone();
     bad_sum[zipped.len() - 8] ^= 1;
-    // By its header 2⁹⁶ bytes.
+    // 2⁹⁶ bytes according to the header.
     let vast = [&[0, 0, 8, 3][..], &[255; 12]].concat();
     for (result, texts) in [
         (parse_labels(&[]), ["at byte 0", "truncated"]),
@@ -104,7 +104,7 @@ fn folders_are_checked_as_a_whole() {
 }
 
 #[test]
-fn what_a_folder_has_instead_is_listed() {
+fn the_error_lists_the_files_of_the_folder() {
     let folder = tempfile::tempdir().unwrap();
     for number in 0..10 {
         fs::write(folder.path().join(format!("cat{number}.jpg")), b"").unwrap();
@@ -145,12 +145,12 @@ fn the_original_is_whole() {
 
 proptest! {
     #[test]
-    fn any_bytes_are_survived(bytes in any::<Vec<u8>>()) {
+    fn arbitrary_bytes_do_not_panic(bytes in any::<Vec<u8>>()) {
         let _ = (parse_labels(&bytes), parse_images(&bytes));
     }
 
     #[test]
-    fn damaged_files_are_survived(at in 0usize..900, value: u8, cut in 0usize..900, zip: bool) {
+    fn damaged_files_do_not_panic(at in 0usize..900, value: u8, cut in 0usize..900, zip: bool) {
         let mut bytes = if zip { gzip(&images(1)) } else { images(1) };
         let len = bytes.len();
         bytes[at % len] = value;
@@ -160,7 +160,7 @@ proptest! {
 }
 
 #[test]
-fn what_is_no_file_is_named_and_nobody_waits_for_it() {
+fn non_regular_files_are_errors_and_never_block() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("train-images-idx3-ubyte");
     let of_images = |problem: &str| {
@@ -181,7 +181,7 @@ fn what_is_no_file_is_named_and_nobody_waits_for_it() {
         std::os::unix::fs::symlink(target, &path).unwrap();
         of_images(problem);
     }
-    // A folder is in nobody's way where the file has another spelling.
+    // A folder of that name does not matter if the file exists in another spelling.
     fs::create_dir(&path).unwrap();
     fs::write(path.with_extension("gz"), images(2)).unwrap();
     assert_eq!(find(folder.path(), "train-images-idx3-ubyte").unwrap(), Some(path.with_extension("gz")));

@@ -1,8 +1,8 @@
-//! A network on a GPU: the same layers as on the CPU, one launch after the other on one stream.
+//! A network on a GPU: the same layers as on the CPU, as launches on one stream.
 //!
-//! Nothing here waits, and nothing is allocated after [`DeviceNet::new`]: a training step is a fixed sequence of launches
-//! on fixed memory, so that it can be captured and replayed. What differs from step to step, kernels read from the GPU's
-//! memory (which step it is, and so which samples and which dropout masks).
+//! Nothing here blocks, and nothing is allocated after [`DeviceNet::new`]: a training step is a fixed sequence of
+//! launches on fixed memory, so it can be captured and replayed. Kernels read everything that changes from step to
+//! step from GPU memory (the step number, and with it samples and dropout masks).
 
 mod order;
 
@@ -10,14 +10,16 @@ use mgpu::device::DeviceDataParallel;
 use mgpu::{DType, Layout, Result};
 use mgpu_kernels::cuda::{Memory, Options, Stream, View};
 use mgpu_kernels::{Precision, gather, loss};
-use order::Order;
+use order::ElementOrder;
 
-use super::layers::{DeviceDropout, DevicePass, DeviceSides, DeviceStep, OnGpu, SetUp, Shared};
+use super::layers::{
+    DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep, OnGpu, SetUp, SharedWorkspace,
+};
 use super::plan::Plan;
 use super::spec::Spec;
 use super::{LossReport, initial};
 
-/// Images and labels on a GPU, and the order in which batches take them.
+/// Images and labels on a GPU, and the order in which batches use them.
 #[derive(Debug)]
 pub struct DeviceData {
     images: Memory,
@@ -26,8 +28,8 @@ pub struct DeviceData {
 }
 
 impl DeviceData {
-    /// Copies `images` (u8, one after the other) and `labels` to the GPU of `stream`, with room for an order of `places`
-    /// samples.
+    /// Copies `images` (u8, one after the other) and `labels` to the GPU of `stream`, with capacity for an order of
+    /// `places` samples.
     ///
     /// # Errors
     /// If memory is short.
@@ -39,13 +41,13 @@ impl DeviceData {
         })
     }
 
-    /// Sets the first places of the order.
+    /// Sets the beginning of the order.
     ///
     /// # Errors
     /// If the driver refuses.
     ///
     /// # Panics
-    /// If there is no room for so many.
+    /// If `order` exceeds the capacity.
     pub fn set_order(&self, stream: &Stream, order: &[u32]) -> Result<()> {
         Ok(stream.upload(order, self.order.slice(0..order.len()))?)
     }
@@ -59,14 +61,14 @@ impl DeviceData {
 /// A network with all the memory that batches of up to a given size need on a GPU.
 pub struct DeviceNet {
     plan: Plan,
-    order: Order,
+    order: ElementOrder,
     max_batch: usize,
-    /// For each stage, what computes it.
-    machines: Vec<Box<dyn OnGpu>>,
-    shared: Shared,
+    /// The kernels of each stage.
+    gpu_layers: Vec<Box<dyn OnGpu>>,
+    shared: SharedWorkspace,
     /// Activations; the last slot holds the logits.
     slots: Vec<Memory>,
-    /// Gradients of the activations of the layer being worked on: of its output, and of its input.
+    /// Gradients of the current stage's activations: of its output, and of its input.
     gradients: [Memory; 2],
     labels: Memory,
     scratch: Memory,
@@ -74,8 +76,8 @@ pub struct DeviceNet {
 }
 
 impl DeviceNet {
-    /// Allocates everything for batches of up to `max_batch` images. Where there is a choice of kernels for a layer they
-    /// are timed here, on `stream`.
+    /// Allocates everything for batches of up to `max_batch` images. Where several kernels are available for a layer,
+    /// they are benchmarked here, on `stream`.
     ///
     /// # Errors
     /// If memory is short, or kernels do not compile.
@@ -91,25 +93,26 @@ impl DeviceNet {
     ) -> Result<DeviceNet> {
         let plan = Plan::new(spec);
         let first = plan.first_with_parameters();
-        let set_up = SetUp { stream, max_batch, precision, options, below: false };
-        let mut machines = Vec::new();
-        for (place, stage) in plan.stages.iter().enumerate() {
+        let set_up = SetUp { stream, max_batch, precision, options, input_gradient: false };
+        let mut gpu_layers = Vec::new();
+        for (index, stage) in plan.stages.iter().enumerate() {
             let reordered = stage.op.takes_vectors() || stage.flattened.is_none();
             assert!(reordered, "layer {}: on a GPU only dense layers follow a flattened image", stage.layer);
-            machines.push(stage.op.on_gpu(&SetUp { below: place > first, ..set_up })?);
+            gpu_layers.push(stage.op.on_gpu(&SetUp { input_gradient: index > first, ..set_up })?);
         }
-        let shared = Shared::new(&set_up, machines.iter().map(|machine| machine.demand()))?;
+        let shared =
+            SharedWorkspace::new(&set_up, gpu_layers.iter().map(|gpu_layer| gpu_layer.workspace_needs()))?;
         let activations = |len: &usize| set_up.zeroed(precision.storage(), *len);
         let largest = plan.slots[1..].iter().max().unwrap_or(&0);
         let bytes = |len| Memory::zeroed(stream.device(), DType::U8, len);
         Ok(DeviceNet {
-            order: Order::of_parameters(&plan),
+            order: ElementOrder::of_parameters(&plan),
             slots: plan.slots.iter().map(activations).collect::<Result<_>>()?,
             gradients: [activations(largest)?, activations(largest)?],
             labels: bytes(max_batch)?,
             scratch: bytes(loss::cuda::SCRATCH_BYTES)?,
             score: bytes(loss::cuda::Score::BYTES)?,
-            machines,
+            gpu_layers,
             shared,
             plan,
             max_batch,
@@ -131,7 +134,7 @@ impl DeviceNet {
         &self.plan.tensors.buffers
     }
 
-    /// An arena in the order of [`host_layout`](Self::host_layout), in that of [`layout`](Self::layout).
+    /// Converts an arena from the order of [`host_layout`](Self::host_layout) to that of [`layout`](Self::layout).
     ///
     /// # Panics
     /// If it is shorter than its layout.
@@ -139,7 +142,7 @@ impl DeviceNet {
         self.order.to_device(values)
     }
 
-    /// The other way.
+    /// Converts an arena from device order to host order.
     ///
     /// # Panics
     /// If it is shorter than its layout.
@@ -147,36 +150,37 @@ impl DeviceNet {
         self.order.to_host(values)
     }
 
-    /// As [`to_host`](Self::to_host), for another thread.
+    /// As [`to_host`](Self::to_host), as a function that another thread can call.
     ///
     /// # Panics
-    /// When called: if the arena is shorter than its layout.
+    /// When it is called: if the arena is shorter than its layout.
     pub fn host_order(&self) -> impl Fn(&[f32]) -> Vec<f32> + Send + 'static {
         let order = self.order.clone();
         move |values| order.to_host(values)
     }
 
-    /// The parameters to start training from, in the order of [`host_layout`](Self::host_layout): those of the CPU.
+    /// The initial parameters, in the order of [`host_layout`](Self::host_layout), equal to those of the CPU.
     pub fn initial_parameters(&self, seed: u64) -> Vec<f32> {
         initial::parameters(&self.plan.tensors, seed)
     }
 
-    /// The parameters that the recorded reference runs start from.
+    /// The initial parameters of golden runs.
     pub fn golden_parameters(&self, seed: u64) -> Vec<f32> {
         initial::golden_parameters(&self.plan.tensors, seed)
     }
 
-    /// The running statistics before any training, in the order of [`buffers_layout`](Self::buffers_layout).
+    /// The initial running statistics, in the order of [`buffers_layout`](Self::buffers_layout).
     pub fn initial_buffers(&self) -> Vec<f32> {
         initial::buffers(&self.plan.tensors)
     }
 
-    /// Losses and hits of all batches since [`clear_score`](Self::clear_score): bytes of a [`loss::cuda::Score`].
+    /// Loss and correct predictions of all batches since [`clear_score`](Self::clear_score), as the bytes of a
+    /// [`loss::cuda::Score`].
     pub fn score(&self) -> View<'_> {
         self.score.view()
     }
 
-    /// Forgets losses and hits, in the order of the stream.
+    /// Resets the score, in stream order.
     ///
     /// # Errors
     /// If the driver refuses.
@@ -184,7 +188,7 @@ impl DeviceNet {
         Ok(stream.zero(self.score.view())?)
     }
 
-    /// The score on the host, once the work on `stream` so far is over.
+    /// The score on the host, after the work on `stream` so far.
     ///
     /// # Errors
     /// If that work failed.
@@ -217,13 +221,13 @@ impl DeviceNet {
         Ok(wide.to_vec(stream)?)
     }
 
-    /// One line for each convolution and dense layer: what computes it.
+    /// One line for each convolution and dense layer: its kernels.
     pub fn describe(&self) -> Vec<String> {
-        self.machines.iter().filter_map(|machine| machine.describe()).collect()
+        self.gpu_layers.iter().filter_map(|gpu_layer| gpu_layer.describe()).collect()
     }
 
-    /// Puts one training step on the model's stream: for each micro-batch a part of the batch that is the step's turn, with its
-    /// labels, forward and backward; and the update. Adds to the [`score`](Self::score).
+    /// Enqueues one training step on the model's stream: for each micro-batch the gather of its images and labels,
+    /// forward and backward; then the update. Adds to the [`score`](Self::score).
     ///
     /// # Errors
     /// If a kernel cannot be launched, and as the communicator's.
@@ -248,14 +252,14 @@ impl DeviceNet {
         model.finish_step()
     }
 
-    /// Puts the evaluation of places `first..first + images` of the order on the model's stream, with running statistics
-    /// and without dropout. Adds to the [`score`](Self::score).
+    /// Enqueues the evaluation of entries `first..first + images` of the order, with running statistics and without
+    /// dropout. Adds to the [`score`](Self::score).
     ///
     /// # Errors
     /// If a kernel cannot be launched.
     ///
     /// # Panics
-    /// If there is no memory for so many.
+    /// If `images` exceeds the maximum batch.
     pub fn evaluate(
         &mut self,
         model: &mut DeviceDataParallel,
@@ -279,9 +283,9 @@ impl DeviceNet {
 
     fn forward(&self, model: &DeviceDataParallel, images: usize, pass: DevicePass) -> Result<()> {
         let step = DeviceStep { images, shared: &self.shared };
-        for (stage, machine) in self.plan.stages.iter().zip(&self.machines) {
+        for (stage, gpu_layer) in self.plan.stages.iter().zip(&self.gpu_layers) {
             let (x, y) = (self.output(stage.input, images), self.output(stage.output, images));
-            machine.forward(step, model, x, y, pass)?;
+            gpu_layer.forward(step, model, x, y, pass)?;
         }
         Ok(())
     }
@@ -295,12 +299,12 @@ impl DeviceNet {
         let gradient = current.slice(0..logits.len());
         loss::cuda::gradient(model.stream(), logits, self.labels.view(), gradient, scratch, score)?;
         let first = self.plan.first_with_parameters();
-        let stages = self.plan.stages.iter().zip(&self.machines).enumerate();
-        for (place, (stage, machine)) in stages.skip(first).rev() {
+        let stages = self.plan.stages.iter().zip(&self.gpu_layers).enumerate();
+        for (index, (stage, gpu_layer)) in stages.skip(first).rev() {
             let (x, y) = (self.output(stage.input, images), self.output(stage.output, images));
-            let dx = (place > first).then(|| other.slice(0..x.len()));
+            let dx = (index > first).then(|| other.slice(0..x.len()));
             let dy = current.slice(0..y.len());
-            machine.backward(step, model, DeviceSides { x, y, dy, dx }, dropout)?;
+            gpu_layer.backward(step, model, DeviceStageTensors { x, y, dy, dx }, dropout)?;
             if !stage.backward_in_place() {
                 std::mem::swap(&mut current, &mut other);
             }

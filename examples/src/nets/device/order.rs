@@ -1,9 +1,8 @@
-//! How the elements of each parameter tensor lie on a GPU.
+//! The memory layout of parameter tensors on a GPU.
 //!
-//! Checkpoints and the CPU have PyTorch's order: images and filters channel by channel. A GPU has the channel as the
+//! Checkpoints and the CPU use PyTorch's layout: images and filters channel by channel. On a GPU the channel is the
 //! fastest index, in images and therefore in filters, and in the rows of a dense layer that reads a flattened image.
-//! Optimizers go element by element and do not care, so the device's order meets the other one only where values come
-//! and go.
+//! Optimizers are element-wise, so only transfers between host and device convert the layout.
 
 use mgpu::Layout;
 use mgpu::device::ALIGNMENT;
@@ -11,15 +10,15 @@ use mgpu::device::ALIGNMENT;
 use super::super::layers::Transposed;
 use super::super::plan::Plan;
 
-/// Where every element of a network's parameters lies, here and on a GPU.
+/// The position of each parameter element on the host and on the GPU.
 #[derive(Debug, Clone)]
-pub(super) struct Order {
+pub(super) struct ElementOrder {
     host: Layout,
     device: Layout,
     tensors: Vec<Transposed>,
 }
 
-impl Order {
+impl ElementOrder {
     pub(super) fn of_parameters(plan: &Plan) -> Self {
         let as_it_is = |len| Transposed { outer: 1, channels: 1, plane: len };
         let lens = plan.tensors.parameters.tensors().iter().map(|tensor| tensor.len());
@@ -37,7 +36,7 @@ impl Order {
         for tensor in host.tensors() {
             device.push_aligned(tensor.name.clone(), tensor.shape.clone(), ALIGNMENT);
         }
-        Order { host: host.clone(), device, tensors }
+        ElementOrder { host: host.clone(), device, tensors }
     }
 
     /// Names and shapes as on the CPU, offsets as on the GPU.
@@ -45,21 +44,21 @@ impl Order {
         &self.device
     }
 
-    /// Brings an arena into the device's order.
+    /// Converts an arena to device order.
     pub(super) fn to_device(&self, values: &[f32]) -> Vec<f32> {
         let mut moved = vec![0.0; self.device.len()];
         self.pairs(|host, device| moved[device] = values[host]);
         moved
     }
 
-    /// Brings an arena back.
+    /// Converts an arena to host order.
     pub(super) fn to_host(&self, values: &[f32]) -> Vec<f32> {
         let mut moved = vec![0.0; self.host.len()];
         self.pairs(|host, device| moved[host] = values[device]);
         moved
     }
 
-    /// Visits every element's place on the host and on the device.
+    /// Visits the position of every element on the host and on the device.
     fn pairs(&self, mut visit: impl FnMut(usize, usize)) {
         let begins = self.host.tensors().iter().zip(self.device.tensors());
         for ((host, device), &Transposed { outer, channels, plane }) in begins.zip(&self.tensors) {
@@ -84,7 +83,7 @@ mod tests {
     fn every_element_comes_back() {
         for name in names() {
             let plan = Plan::new(&Spec::named(name).unwrap());
-            let order = Order::of_parameters(&plan);
+            let order = ElementOrder::of_parameters(&plan);
             let values: Vec<f32> = (0..plan.tensors.parameters.len()).map(|i| i as f32).collect();
             let moved = order.to_device(&values);
             assert_eq!(order.to_host(&moved), values, "{name}");
@@ -97,10 +96,10 @@ mod tests {
     #[test]
     fn filters_have_their_channels_last() {
         let plan = Plan::new(&Spec::named("lenet5").unwrap());
-        let order = Order::of_parameters(&plan);
+        let order = ElementOrder::of_parameters(&plan);
         let values: Vec<f32> = (0..plan.tensors.parameters.len()).map(|i| i as f32).collect();
         let moved = order.to_device(&values);
-        // The second convolution: 16 filters of 6 channels and 5x5. Position 0 of channels 0 and 1 are neighbours.
+        // The second convolution: 16 filters of 6 channels and 5x5. Position 0 of channels 0 and 1 are adjacent.
         let (host, device) = (plan.tensors.parameters.range(2).start, order.layout().range(2).start);
         assert_eq!(moved[device..device + 3], [0, 25, 50].map(|at| values[host + at]));
         // The first dense layer reads 16 channels of 5x5.

@@ -1,4 +1,4 @@
-//! The rectified linear unit, and the leaky one. A convolution or dense layer before it takes it along.
+//! The rectified linear unit (ReLU) and leaky ReLU. A preceding convolution or dense layer fuses it.
 
 use mgpu::Result;
 use mgpu::device::DeviceDataParallel;
@@ -8,8 +8,8 @@ use mgpu_kernels::conv::cpu::Choice;
 use mgpu_kernels::cuda::View;
 
 use super::{
-    BackwardPass, Definition, DeviceDropout, DevicePass, DeviceSides, DeviceStep, ForwardPass, InPlace,
-    Machine, OnCpu, OnGpu, Operation, Place, SetUp, Sides, Step, Tail,
+    BackwardPass, CpuLayer, Definition, DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep, Epilogue,
+    ForwardPass, InPlace, LayerContext, OnCpu, OnGpu, Operation, SetUp, StageTensors, Step,
 };
 use crate::nets::tensors::Tensors;
 
@@ -31,7 +31,7 @@ impl Definition for Rectifier {
         true
     }
 
-    fn plan(&self, _: &mut Tensors, _: &Place) -> Option<Box<dyn Operation>> {
+    fn plan(&self, _: &mut Tensors, _: &LayerContext) -> Option<Box<dyn Operation>> {
         Some(Box::new(*self))
     }
 }
@@ -45,12 +45,12 @@ impl Operation for Rectifier {
         InPlace::Both
     }
 
-    fn as_tail(&self) -> Option<Tail> {
-        Some(Tail::Rectifier { slope: self.slope })
+    fn as_epilogue(&self) -> Option<Epilogue> {
+        Some(Epilogue::Rectifier { slope: self.slope })
     }
 
-    fn on_cpu(&self, _: usize, _: Choice) -> Machine {
-        Machine::Rectifier(*self)
+    fn on_cpu(&self, _: usize, _: Choice) -> CpuLayer {
+        CpuLayer::Rectifier(*self)
     }
 
     fn on_gpu(&self, _: &SetUp<'_>) -> Result<Box<dyn OnGpu>> {
@@ -64,8 +64,8 @@ impl<T: Storage> OnCpu<T> for Rectifier {
         Ok(())
     }
 
-    fn backward(&mut self, step: Step<'_>, on: Sides<'_, T>, _: BackwardPass<'_>) -> Result<()> {
-        activation::cpu::backward(step.threads, self.slope, on.y, on.dy);
+    fn backward(&mut self, step: Step<'_>, tensors: StageTensors<'_, T>, _: BackwardPass<'_>) -> Result<()> {
+        activation::cpu::backward(step.threads, self.slope, tensors.y, tensors.dy);
         Ok(())
     }
 }
@@ -86,9 +86,9 @@ impl OnGpu for Rectifier {
         &self,
         _: DeviceStep<'_>,
         model: &mut DeviceDataParallel,
-        on: DeviceSides<'_>,
+        tensors: DeviceStageTensors<'_>,
         _: Option<DeviceDropout>,
     ) -> Result<()> {
-        Ok(activation::cuda::backward(model.stream(), self.slope, on.y, on.dy)?)
+        Ok(activation::cuda::backward(model.stream(), self.slope, tensors.y, tensors.dy)?)
     }
 }

@@ -1,4 +1,4 @@
-//! Batch normalisation, with statistics of the batch of all ranks.
+//! Batch normalisation, with the statistics of the global batch.
 
 use std::ops::Range;
 
@@ -10,8 +10,8 @@ use mgpu_kernels::norm::{self, Statistics, Sums};
 use mgpu_kernels::{DType, Storage};
 
 use super::{
-    BackwardPass, Definition, Demand, DeviceDropout, DevicePass, DeviceSides, DeviceStep, ForwardPass,
-    InPlace, Machine, OnCpu, OnGpu, Operation, Place, SetUp, Sides, Step,
+    BackwardPass, CpuLayer, Definition, DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep,
+    ForwardPass, InPlace, LayerContext, OnCpu, OnGpu, Operation, SetUp, StageTensors, Step, WorkspaceNeeds,
 };
 use crate::nets::profile::{Lap, lap};
 use crate::nets::tensors::{Role, Tensors};
@@ -20,26 +20,26 @@ use crate::nets::tensors::{Role, Tensors};
 pub(super) struct BatchNorm;
 
 impl Definition for BatchNorm {
-    fn plan(&self, tensors: &mut Tensors, place: &Place) -> Option<Box<dyn Operation>> {
-        let channels = place.extents[0];
-        let weight = tensors.add_pair(place.layer, &[channels], Role::Scale, Role::Shift);
-        let mean = tensors.add_buffer(place.layer, "running_mean", channels);
-        let var = tensors.add_buffer(place.layer, "running_var", channels);
-        Some(Box::new(Norm { channels, weight, mean, var }))
+    fn plan(&self, tensors: &mut Tensors, context: &LayerContext) -> Option<Box<dyn Operation>> {
+        let channels = context.extents[0];
+        let weight = tensors.add_pair(context.layer, &[channels], Role::Scale, Role::Shift);
+        let mean = tensors.add_buffer(context.layer, "running_mean", channels);
+        let var = tensors.add_buffer(context.layer, "running_var", channels);
+        Some(Box::new(NormOp { channels, weight, mean, var }))
     }
 }
 
-/// A normalisation in its network. `weight` scales, the next tensor shifts; the running statistics have their places among
-/// the buffers.
+/// A normalisation in its network. Tensor `weight` is the scale, the next one the shift; `mean` and `var` are the
+/// ranges of the running statistics in the buffers.
 #[derive(Debug, Clone)]
-struct Norm {
+struct NormOp {
     channels: usize,
     weight: usize,
     mean: Range<usize>,
     var: Range<usize>,
 }
 
-impl Operation for Norm {
+impl Operation for NormOp {
     fn describe(&self) -> String {
         "batch norm".to_owned()
     }
@@ -52,9 +52,9 @@ impl Operation for Norm {
         InPlace::Backward
     }
 
-    fn on_cpu(&self, _: usize, _: Choice) -> Machine {
+    fn on_cpu(&self, _: usize, _: Choice) -> CpuLayer {
         let (statistics, sums) = (Statistics::new(self.channels), Sums::new(self.channels));
-        Machine::BatchNorm(Cpu { norm: self.clone(), statistics, sums })
+        CpuLayer::BatchNorm(Cpu { norm: self.clone(), statistics, sums })
     }
 
     fn on_gpu(&self, set_up: &SetUp<'_>) -> Result<Box<dyn OnGpu>> {
@@ -68,21 +68,21 @@ impl Operation for Norm {
     }
 }
 
-/// On the CPU, with the statistics of a batch from the forward to the backward pass.
+/// On the CPU, with the batch statistics kept from the forward to the backward pass.
 #[derive(Debug)]
 pub(in crate::nets) struct Cpu {
-    norm: Norm,
+    norm: NormOp,
     statistics: Statistics,
     sums: Sums,
 }
 
 impl<T: Storage> OnCpu<T> for Cpu {
     fn forward(&mut self, step: Step<'_>, x: &[T], y: &mut [T], pass: &mut ForwardPass<'_>) -> Result<()> {
-        let Cpu { norm: Norm { weight, mean, var, .. }, statistics, sums } = self;
+        let Cpu { norm: NormOp { weight, mean, var, .. }, statistics, sums } = self;
         match pass {
             ForwardPass::Train { buffers, ranks, .. } => {
                 norm::cpu::sum_inputs(step.threads, x, sums);
-                lap(step.profile, Lap::Forward(step.place));
+                lap(step.profile, Lap::Forward(step.stage));
                 ranks.sum_over_ranks(sums.values_mut())?;
                 lap(step.profile, Lap::Communication);
                 let (running_mean, running_var) = buffers.split_at_mut(var.start);
@@ -98,16 +98,21 @@ impl<T: Storage> OnCpu<T> for Cpu {
         Ok(())
     }
 
-    fn backward(&mut self, mut step: Step<'_>, on: Sides<'_, T>, pass: BackwardPass<'_>) -> Result<()> {
-        let Cpu { norm: Norm { weight, .. }, statistics, sums } = self;
-        let (Sides { x, dy, .. }, BackwardPass { below, sink, bias, .. }) = (on, pass);
+    fn backward(
+        &mut self,
+        mut step: Step<'_>,
+        tensors: StageTensors<'_, T>,
+        pass: BackwardPass<'_>,
+    ) -> Result<()> {
+        let Cpu { norm: NormOp { weight, .. }, statistics, sums } = self;
+        let (StageTensors { x, dy, .. }, BackwardPass { input_gradient, sink, bias, .. }) = (tensors, pass);
         let gamma = step.tensor(*weight);
         norm::cpu::sum_gradients(step.threads, statistics, x, dy, sums);
         norm::cpu::scale_gradient(sums, sink.gradient(*weight));
         let db = &mut bias[..gamma.len()];
         norm::cpu::shift_gradient(sums, db);
-        step.hand_over(sink, *weight, db)?;
-        if below {
+        step.announce(sink, *weight, db)?;
+        if input_gradient {
             sink.sum_over_ranks(sums.values_mut())?;
             lap(step.profile, Lap::Communication);
             norm::cpu::backward_input(step.threads, statistics, sums, gamma, x, dy);
@@ -116,18 +121,18 @@ impl<T: Storage> OnCpu<T> for Cpu {
     }
 }
 
-/// On a GPU, with the statistics of a batch from the forward to the backward pass.
+/// On a GPU, with the batch statistics kept from the forward to the backward pass.
 struct Gpu {
-    norm: Norm,
+    norm: NormOp,
     statistics: Memory,
     sums: Memory,
-    /// Elements of the memory for partial sums.
+    /// Size of the memory for partial sums, in elements.
     workspace: usize,
 }
 
 impl OnGpu for Gpu {
-    fn demand(&self) -> Demand {
-        Demand { sums: self.workspace, ..Demand::default() }
+    fn workspace_needs(&self) -> WorkspaceNeeds {
+        WorkspaceNeeds { sums: self.workspace, ..WorkspaceNeeds::default() }
     }
 
     fn forward(
@@ -138,7 +143,7 @@ impl OnGpu for Gpu {
         y: View<'_>,
         pass: DevicePass,
     ) -> Result<()> {
-        let (Norm { weight, mean, var, .. }, stream) = (&self.norm, model.stream());
+        let (NormOp { weight, mean, var, .. }, stream) = (&self.norm, model.stream());
         let (statistics, sums) = (self.statistics.view(), self.sums.view());
         let (mean, var) = (model.buffers().slice(mean.clone()), model.buffers().slice(var.clone()));
         match pass {
@@ -157,10 +162,10 @@ impl OnGpu for Gpu {
         &self,
         step: DeviceStep<'_>,
         model: &mut DeviceDataParallel,
-        on: DeviceSides<'_>,
+        tensors: DeviceStageTensors<'_>,
         _: Option<DeviceDropout>,
     ) -> Result<()> {
-        let DeviceSides { x, dy, dx, .. } = on;
+        let DeviceStageTensors { x, dy, dx, .. } = tensors;
         let weight = self.norm.weight;
         let (statistics, sums) = (self.statistics.view(), self.sums.view());
         let (dgamma, dbeta) = (model.gradient(weight), model.gradient(weight + 1));

@@ -1,5 +1,5 @@
-//! Convolution. It takes the activation function behind it along, and the pooling layer behind that: its own output is
-//! needed for a moment only, and of a pooled layer the pooled output alone is kept.
+//! Convolution, fused with a following activation function and pooling layer: its own output is only needed briefly,
+//! and only the pooled output is stored.
 
 use mgpu::Result;
 use mgpu::device::DeviceDataParallel;
@@ -11,8 +11,9 @@ use mgpu_kernels::{DType, Storage, pool};
 
 use super::activation::Rectifier;
 use super::{
-    BackwardPass, Definition, Demand, DeviceDropout, DevicePass, DeviceSides, DeviceStep, ForwardPass, Image,
-    Machine, OnCpu, OnGpu, Operation, Place, Pool, SetUp, Sides, Step, Tail, Transposed,
+    BackwardPass, CpuLayer, Definition, DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep, Epilogue,
+    ForwardPass, Image, LayerContext, OnCpu, OnGpu, Operation, PoolOp, SetUp, StageTensors, Step, Transposed,
+    WorkspaceNeeds,
 };
 use crate::nets::tensors::{Role, Tensors};
 
@@ -36,25 +37,25 @@ impl Definition for Conv {
         [self.filters, shape.out_height(), shape.out_width()]
     }
 
-    fn plan(&self, tensors: &mut Tensors, place: &Place) -> Option<Box<dyn Operation>> {
-        let shape = self.shape(place.extents);
-        let role = Role::Weight { fan_in: shape.filter_len(), rectified: place.rectified };
+    fn plan(&self, tensors: &mut Tensors, context: &LayerContext) -> Option<Box<dyn Operation>> {
+        let shape = self.shape(context.extents);
+        let role = Role::Weight { fan_in: shape.filter_len(), rectified: context.rectified };
         let weights = [shape.filters, shape.channels, shape.kernel, shape.kernel];
-        let weight = tensors.add_pair(place.layer, &weights, role, Role::Bias);
-        Some(Box::new(Filters { shape, weight, slope: None, pool: None }))
+        let weight = tensors.add_pair(context.layer, &weights, role, Role::Bias);
+        Some(Box::new(ConvOp { shape, weight, slope: None, pool: None }))
     }
 }
 
-/// A convolution in its network, with the `slope` of the rectifier and the pooling layer that it has taken along.
+/// A convolution in its network, with the `slope` of the fused rectifier and the fused pooling layer.
 #[derive(Debug, Clone, Copy)]
-struct Filters {
+struct ConvOp {
     shape: Shape,
     weight: usize,
     slope: Option<f32>,
-    pool: Option<Pool>,
+    pool: Option<PoolOp>,
 }
 
-impl Operation for Filters {
+impl Operation for ConvOp {
     fn describe(&self) -> String {
         let Shape { channels, height, width, filters, kernel, padding } = self.shape;
         let padding = if padding == Padding::Same { "same" } else { "valid" };
@@ -63,7 +64,7 @@ impl Operation for Filters {
         format!("conv {filters} {kernel}x{kernel} {padding} of {channels}x{height}x{width}{slope}{pool}")
     }
 
-    fn products(&self) -> usize {
+    fn multiply_adds(&self) -> usize {
         self.shape.output_len() * self.shape.filter_len()
     }
 
@@ -71,10 +72,10 @@ impl Operation for Filters {
         Some(self.weight)
     }
 
-    fn take_along(&mut self, tail: Tail) -> bool {
-        match (tail, self.slope, self.pool) {
-            (Tail::Rectifier { slope }, None, None) => self.slope = Some(slope),
-            (Tail::MaxPool(pool), _, None) => self.pool = Some(pool),
+    fn fuse(&mut self, epilogue: Epilogue) -> bool {
+        match (epilogue, self.slope, self.pool) {
+            (Epilogue::Rectifier { slope }, None, None) => self.slope = Some(slope),
+            (Epilogue::MaxPool(pool), _, None) => self.pool = Some(pool),
             _ => return false,
         }
         true
@@ -85,18 +86,18 @@ impl Operation for Filters {
         Some(Transposed { outer: filters, channels, plane: kernel * kernel })
     }
 
-    fn on_cpu(&self, max_batch: usize, choice: Choice) -> Machine {
-        let tail = KernelTail { slope: self.slope, pool: self.pool.map(|pool| pool.shape.rounding) };
-        Machine::Conv(Box::new(Cpu {
+    fn on_cpu(&self, max_batch: usize, choice: Choice) -> CpuLayer {
+        let epilogue = KernelTail { slope: self.slope, pool: self.pool.map(|pool| pool.shape.rounding) };
+        CpuLayer::Conv(Box::new(Cpu {
             filters: self.shape.filters,
             weight: self.weight,
-            kernel: conv::cpu::Conv::new(self.shape, tail, choice),
+            kernel: conv::cpu::Conv::new(self.shape, epilogue, choice),
             chosen: vec![0; self.pool.map_or(0, |pool| pool.outputs()) * max_batch],
         }))
     }
 
     fn on_gpu(&self, set_up: &SetUp<'_>) -> Result<Box<dyn OnGpu>> {
-        let &Filters { shape, weight, slope, pool } = self;
+        let &ConvOp { shape, weight, slope, pool } = self;
         Ok(Box::new(Gpu::new(set_up, shape, weight, slope, pool)?))
     }
 }
@@ -107,12 +108,12 @@ pub(in crate::nets) struct Cpu {
     filters: usize,
     weight: usize,
     kernel: conv::cpu::Conv,
-    /// For every output, if it is pooled, which of its window was the largest.
+    /// For every pooled output, the index of the maximum in its window.
     chosen: Vec<u8>,
 }
 
 impl Cpu {
-    /// What its kernel is called.
+    /// The name of its kernel.
     pub(super) fn algorithm(&self) -> String {
         self.kernel.algorithm().to_string()
     }
@@ -127,32 +128,37 @@ impl<T: Storage> OnCpu<T> for Cpu {
         Ok(())
     }
 
-    fn backward(&mut self, mut step: Step<'_>, on: Sides<'_, T>, pass: BackwardPass<'_>) -> Result<()> {
+    fn backward(
+        &mut self,
+        mut step: Step<'_>,
+        tensors: StageTensors<'_, T>,
+        pass: BackwardPass<'_>,
+    ) -> Result<()> {
         let Cpu { filters, weight, kernel, chosen } = self;
-        let (Sides { x, y, dy, dx }, BackwardPass { sink, bias, .. }) = (on, pass);
+        let (StageTensors { x, y, dy, dx }, BackwardPass { sink, bias, .. }) = (tensors, pass);
         let chosen = if chosen.is_empty() { &[][..] } else { &chosen[..y.len()] };
         let from = conv::cpu::Backward { x, weights: step.tensor(*weight), y, chosen, dy };
         let db = &mut bias[..*filters];
         kernel.backward(step.threads, step.scratch, from, sink.gradient(*weight), db, dx);
-        step.hand_over(sink, *weight, db)
+        step.announce(sink, *weight, db)
     }
 }
 
-/// On a GPU. A dense layer is a convolution of 1×1 there, on images of 1×1.
+/// On a GPU. Dense layers use it as a 1×1 convolution of 1×1 images.
 pub(super) struct Gpu {
     conv: conv::gpu::Conv,
     shape: Shape,
     weight: usize,
-    /// What weights are read as.
+    /// The dtype of the weights.
     dtype: DType,
-    /// [`LINEAR`] for no activation function.
+    /// [`LINEAR`] without an activation function.
     slope: f32,
-    pool: Option<Pooled>,
+    pool: Option<FusedPool>,
 }
 
-/// A pooling layer that a convolution has taken along, with the choices of the forward pass.
-struct Pooled {
-    pool: Pool,
+/// A fused pooling layer, with the maximum indices of the forward pass.
+struct FusedPool {
+    pool: PoolOp,
     chosen: Memory,
 }
 
@@ -162,15 +168,15 @@ impl Gpu {
         shape: Shape,
         weight: usize,
         slope: Option<f32>,
-        pool: Option<Pool>,
+        pool: Option<PoolOp>,
     ) -> Result<Self> {
-        let &SetUp { stream, max_batch, precision, options, below } = set_up;
+        let &SetUp { stream, max_batch, precision, options, input_gradient } = set_up;
         let slope = slope.unwrap_or(LINEAR);
-        let pooled = |pool: Pool| -> Result<Pooled> {
-            Ok(Pooled { pool, chosen: set_up.zeroed(DType::U8, pool.outputs())? })
+        let pooled = |pool: PoolOp| -> Result<FusedPool> {
+            Ok(FusedPool { pool, chosen: set_up.zeroed(DType::U8, pool.outputs())? })
         };
         Ok(Gpu {
-            conv: conv::gpu::Conv::new(stream, shape, max_batch, precision, slope, below, options)?,
+            conv: conv::gpu::Conv::new(stream, shape, max_batch, precision, slope, input_gradient, options)?,
             shape,
             weight,
             dtype: precision.storage(),
@@ -181,10 +187,10 @@ impl Gpu {
 }
 
 impl OnGpu for Gpu {
-    fn demand(&self) -> Demand {
+    fn workspace_needs(&self) -> WorkspaceNeeds {
         let unpooled = self.pool.as_ref().map_or(0, |_| self.shape.output_len());
         let workspace = self.conv.workspace_bytes().div_ceil(size_of::<f32>());
-        Demand { workspace, unpooled, ..Demand::default() }
+        WorkspaceNeeds { workspace, unpooled, ..WorkspaceNeeds::default() }
     }
 
     fn describe(&self) -> Option<String> {
@@ -203,7 +209,7 @@ impl OnGpu for Gpu {
         let &Gpu { ref conv, shape, weight, dtype, ref pool, .. } = self;
         let (w, b) = (model.parameter_as(weight, dtype), model.parameter(weight + 1));
         let (stream, workspace) = (model.stream(), shared.workspace.view());
-        let Some(Pooled { pool: Pool { shape: window, .. }, chosen }) = pool else {
+        let Some(FusedPool { pool: PoolOp { shape: window, .. }, chosen }) = pool else {
             return Ok(conv.forward(stream, images, x, w, b, y, workspace)?);
         };
         let raw = shared.unpooled.slice(0..shape.output_len() * images);
@@ -215,14 +221,14 @@ impl OnGpu for Gpu {
         &self,
         step: DeviceStep<'_>,
         model: &mut DeviceDataParallel,
-        on: DeviceSides<'_>,
+        tensors: DeviceStageTensors<'_>,
         _: Option<DeviceDropout>,
     ) -> Result<()> {
-        let (DeviceSides { x, y, dy, dx }, DeviceStep { images, shared }) = (on, step);
+        let (DeviceStageTensors { x, y, dy, dx }, DeviceStep { images, shared }) = (tensors, step);
         let &Gpu { ref conv, shape, weight, dtype, slope, ref pool } = self;
         let (workspace, db) = (shared.workspace.view(), model.gradient(weight + 1));
         let raw = match pool {
-            Some(Pooled { pool: Pool { shape: window, channels }, chosen }) => {
+            Some(FusedPool { pool: PoolOp { shape: window, channels }, chosen }) => {
                 let raw = shared.unpooled.slice(0..shape.output_len() * images);
                 let (stream, chosen) = (model.stream(), chosen.slice(0..y.len()));
                 pool::cuda::backward_fused(stream, window, *channels, slope, dy, y, chosen, raw)?;

@@ -1,4 +1,4 @@
-//! Fully connected layers. They take the activation function behind them along.
+//! Fully connected layers, fused with a following activation function.
 
 use mgpu::Result;
 use mgpu_kernels::conv::cpu::Choice;
@@ -6,8 +6,8 @@ use mgpu_kernels::dense::{self, Shape};
 
 use super::activation::Rectifier;
 use super::{
-    BackwardPass, Definition, ForwardPass, Image, Machine, OnCpu, OnGpu, Operation, Place, SetUp, Sides,
-    Step, Tail, Transposed, conv,
+    BackwardPass, CpuLayer, Definition, Epilogue, ForwardPass, Image, LayerContext, OnCpu, OnGpu, Operation,
+    SetUp, StageTensors, Step, Transposed, conv,
 };
 use crate::nets::tensors::{Role, Tensors};
 
@@ -21,31 +21,31 @@ impl Definition for Dense {
         [self.outputs, 1, 1]
     }
 
-    fn plan(&self, tensors: &mut Tensors, place: &Place) -> Option<Box<dyn Operation>> {
-        let (outputs, [inputs, height, width]) = (self.outputs, place.extents);
-        assert_eq!((height, width), (1, 1), "layer {}: a dense layer needs a flattened input", place.layer);
-        let role = Role::Weight { fan_in: inputs, rectified: place.rectified };
-        let weight = tensors.add_pair(place.layer, &[outputs, inputs], role, Role::Bias);
-        Some(Box::new(Product { shape: Shape { inputs, outputs }, weight, slope: None }))
+    fn plan(&self, tensors: &mut Tensors, context: &LayerContext) -> Option<Box<dyn Operation>> {
+        let (outputs, [inputs, height, width]) = (self.outputs, context.extents);
+        assert_eq!((height, width), (1, 1), "layer {}: a dense layer needs a flattened input", context.layer);
+        let role = Role::Weight { fan_in: inputs, rectified: context.rectified };
+        let weight = tensors.add_pair(context.layer, &[outputs, inputs], role, Role::Bias);
+        Some(Box::new(DenseOp { shape: Shape { inputs, outputs }, weight, slope: None }))
     }
 }
 
-/// A dense layer in its network, with the `slope` of the rectifier that it has taken along.
+/// A dense layer in its network, with the `slope` of the fused rectifier.
 #[derive(Debug, Clone, Copy)]
-struct Product {
+struct DenseOp {
     shape: Shape,
     weight: usize,
     slope: Option<f32>,
 }
 
-impl Operation for Product {
+impl Operation for DenseOp {
     fn describe(&self) -> String {
         let Shape { inputs, outputs } = self.shape;
         let slope = self.slope.map_or(String::new(), |slope| format!(", {}", Rectifier { slope }.name()));
         format!("dense {outputs} of {inputs}{slope}")
     }
 
-    fn products(&self) -> usize {
+    fn multiply_adds(&self) -> usize {
         self.shape.inputs * self.shape.outputs
     }
 
@@ -57,9 +57,9 @@ impl Operation for Product {
         true
     }
 
-    fn take_along(&mut self, tail: Tail) -> bool {
-        match tail {
-            Tail::Rectifier { slope } if self.slope.is_none() => self.slope = Some(slope),
+    fn fuse(&mut self, epilogue: Epilogue) -> bool {
+        match epilogue {
+            Epilogue::Rectifier { slope } if self.slope.is_none() => self.slope = Some(slope),
             _ => return false,
         }
         true
@@ -69,9 +69,9 @@ impl Operation for Product {
         flattened.map(|Image { channels, plane }| Transposed { outer: self.shape.outputs, channels, plane })
     }
 
-    fn on_cpu(&self, _: usize, _: Choice) -> Machine {
-        let &Product { shape, weight, slope } = self;
-        Machine::Dense(Cpu { outputs: shape.outputs, weight, kernel: dense::cpu::Dense::new(shape, slope) })
+    fn on_cpu(&self, _: usize, _: Choice) -> CpuLayer {
+        let &DenseOp { shape, weight, slope } = self;
+        CpuLayer::Dense(Cpu { outputs: shape.outputs, weight, kernel: dense::cpu::Dense::new(shape, slope) })
     }
 
     fn on_gpu(&self, set_up: &SetUp<'_>) -> Result<Box<dyn OnGpu>> {
@@ -95,12 +95,17 @@ impl OnCpu<f32> for Cpu {
         Ok(())
     }
 
-    fn backward(&mut self, mut step: Step<'_>, on: Sides<'_, f32>, pass: BackwardPass<'_>) -> Result<()> {
+    fn backward(
+        &mut self,
+        mut step: Step<'_>,
+        tensors: StageTensors<'_, f32>,
+        pass: BackwardPass<'_>,
+    ) -> Result<()> {
         let Cpu { outputs, weight, kernel } = self;
-        let (Sides { x, y, dy, dx }, BackwardPass { sink, bias, .. }) = (on, pass);
+        let (StageTensors { x, y, dy, dx }, BackwardPass { sink, bias, .. }) = (tensors, pass);
         let from = dense::cpu::Backward { x, weights: step.tensor(*weight), y, dy };
         let db = &mut bias[..*outputs];
         kernel.backward(step.threads, step.scratch, from, sink.gradient(*weight), db, dx);
-        step.hand_over(sink, *weight, db)
+        step.announce(sink, *weight, db)
     }
 }

@@ -1,4 +1,4 @@
-//! Dropout, in place. Its mask is computed again for the backward pass, so the layer keeps nothing.
+//! Dropout, in place. The mask is recomputed in the backward pass, so nothing is stored.
 
 use mgpu::Result;
 use mgpu::device::DeviceDataParallel;
@@ -7,29 +7,29 @@ use mgpu_kernels::cuda::View;
 use mgpu_kernels::{Storage, dropout};
 
 use super::{
-    BackwardPass, Definition, DevicePass, DeviceSides, DeviceStep, ForwardPass, Image, InPlace, Machine,
-    OnCpu, OnGpu, Operation, Place, SetUp, Sides, Step,
+    BackwardPass, CpuLayer, Definition, DevicePass, DeviceStageTensors, DeviceStep, ForwardPass, Image,
+    InPlace, LayerContext, OnCpu, OnGpu, Operation, SetUp, StageTensors, Step,
 };
 use crate::nets::tensors::Tensors;
 
-/// What dropout masks depend on, besides layer and element.
+/// The inputs of the dropout masks, apart from layer and element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DropoutKey {
     /// The run's seed, the same on all ranks.
     pub seed: u64,
     /// The training step.
     pub step: u64,
-    /// Index in the batch of all ranks of this rank's first sample. A batch split over ranks then drops exactly
-    /// what one rank with the whole batch would drop.
+    /// Index of this rank's first sample in the global batch. A batch split over ranks then drops exactly the
+    /// elements that one rank with the whole batch would drop.
     pub first_sample: u64,
 }
 
-/// What the masks of a training on a GPU depend on, besides step, layer and element. The GPU counts the steps.
+/// The inputs of the dropout masks on a GPU, apart from step, layer and element. The GPU counts the steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceDropout {
     /// The run's seed, the same on all ranks.
     pub seed: u64,
-    /// Index in the batch of all ranks of this rank's first sample.
+    /// Index of this rank's first sample in the global batch.
     pub first_sample: u64,
 }
 
@@ -39,25 +39,29 @@ pub(super) struct Dropout {
 }
 
 impl Definition for Dropout {
-    fn plan(&self, _: &mut Tensors, place: &Place) -> Option<Box<dyn Operation>> {
-        Some(Box::new(Masked { probability: self.probability, layer: place.layer, image: place.image }))
+    fn plan(&self, _: &mut Tensors, context: &LayerContext) -> Option<Box<dyn Operation>> {
+        Some(Box::new(DropoutOp {
+            probability: self.probability,
+            layer: context.layer,
+            image: context.image,
+        }))
     }
 }
 
 /// A dropout layer in its network.
 #[derive(Debug, Clone, Copy)]
-pub(in crate::nets) struct Masked {
+pub(in crate::nets) struct DropoutOp {
     probability: f32,
-    /// Index in the spec, to tell masks apart.
+    /// Index in the spec; it distinguishes the masks of layers.
     layer: usize,
-    /// What a sample is. The elements of masks are counted as \[C, H, W\].
+    /// The shape of a sample. Mask elements are numbered in \[C, H, W\] order.
     image: Image,
 }
 
-impl Masked {
+impl DropoutOp {
     fn mask(&self, seed: u64, first_sample: u64) -> dropout::Mask {
         let Image { channels, plane } = self.image;
-        // The top bit keeps clear of the streams of initial values.
+        // The top bit separates these streams from those of initial values.
         dropout::Mask { seed, stream: 1 << 63 | self.layer as u64, first_sample, channels, plane }
     }
 
@@ -72,7 +76,7 @@ impl Masked {
     }
 }
 
-impl Operation for Masked {
+impl Operation for DropoutOp {
     fn describe(&self) -> String {
         format!("dropout {}", self.probability)
     }
@@ -81,8 +85,8 @@ impl Operation for Masked {
         InPlace::Both
     }
 
-    fn on_cpu(&self, _: usize, _: Choice) -> Machine {
-        Machine::Dropout(*self)
+    fn on_cpu(&self, _: usize, _: Choice) -> CpuLayer {
+        CpuLayer::Dropout(*self)
     }
 
     fn on_gpu(&self, _: &SetUp<'_>) -> Result<Box<dyn OnGpu>> {
@@ -90,7 +94,7 @@ impl Operation for Masked {
     }
 }
 
-impl<T: Storage> OnCpu<T> for Masked {
+impl<T: Storage> OnCpu<T> for DropoutOp {
     fn forward(&mut self, step: Step<'_>, _: &[T], y: &mut [T], pass: &mut ForwardPass<'_>) -> Result<()> {
         if let ForwardPass::Train { dropout: Some(key), .. } = pass {
             self.apply(&step, *key, y);
@@ -98,15 +102,20 @@ impl<T: Storage> OnCpu<T> for Masked {
         Ok(())
     }
 
-    fn backward(&mut self, step: Step<'_>, on: Sides<'_, T>, pass: BackwardPass<'_>) -> Result<()> {
+    fn backward(
+        &mut self,
+        step: Step<'_>,
+        tensors: StageTensors<'_, T>,
+        pass: BackwardPass<'_>,
+    ) -> Result<()> {
         if let Some(key) = pass.dropout {
-            self.apply(&step, key, on.dy);
+            self.apply(&step, key, tensors.dy);
         }
         Ok(())
     }
 }
 
-impl OnGpu for Masked {
+impl OnGpu for DropoutOp {
     fn forward(
         &self,
         _: DeviceStep<'_>,
@@ -125,9 +134,9 @@ impl OnGpu for Masked {
         &self,
         _: DeviceStep<'_>,
         model: &mut DeviceDataParallel,
-        on: DeviceSides<'_>,
+        tensors: DeviceStageTensors<'_>,
         dropout: Option<DeviceDropout>,
     ) -> Result<()> {
-        dropout.map_or(Ok(()), |key| self.apply_on_gpu(model, key, on.dy))
+        dropout.map_or(Ok(()), |key| self.apply_on_gpu(model, key, tensors.dy))
     }
 }

@@ -1,6 +1,6 @@
-//! Flattening moves no data: a flattened image is still one in memory, and the layer behind it is what notices.
+//! Flattening moves no data: the next layer handles the layout of the image.
 
-use super::{Definition, Operation, Place};
+use super::{Definition, LayerContext, Operation};
 use crate::nets::tensors::Tensors;
 
 /// Turns the channels of an image into one vector.
@@ -11,7 +11,7 @@ impl Definition for Flatten {
         [extents.iter().product(), 1, 1]
     }
 
-    fn plan(&self, _: &mut Tensors, _: &Place) -> Option<Box<dyn Operation>> {
+    fn plan(&self, _: &mut Tensors, _: &LayerContext) -> Option<Box<dyn Operation>> {
         None
     }
 }

@@ -1,4 +1,4 @@
-//! The Gaussian error linear unit, PyTorch's `nn.GELU()`. Its backward pass needs its input, so its output lies apart.
+//! The Gaussian error linear unit, PyTorch's `nn.GELU()`. Not in place, because its backward pass needs its input.
 
 use mgpu::Result;
 use mgpu::device::DeviceDataParallel;
@@ -7,8 +7,8 @@ use mgpu_kernels::cuda::View;
 use mgpu_kernels::{Storage, gelu};
 
 use super::{
-    BackwardPass, Definition, DeviceDropout, DevicePass, DeviceSides, DeviceStep, ForwardPass, InPlace,
-    Machine, OnCpu, OnGpu, Operation, Place, SetUp, Sides, Step,
+    BackwardPass, CpuLayer, Definition, DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep,
+    ForwardPass, InPlace, LayerContext, OnCpu, OnGpu, Operation, SetUp, StageTensors, Step,
 };
 use crate::nets::tensors::Tensors;
 
@@ -21,7 +21,7 @@ impl Definition for Gelu {
         true
     }
 
-    fn plan(&self, _: &mut Tensors, _: &Place) -> Option<Box<dyn Operation>> {
+    fn plan(&self, _: &mut Tensors, _: &LayerContext) -> Option<Box<dyn Operation>> {
         Some(Box::new(Gelu))
     }
 }
@@ -35,8 +35,8 @@ impl Operation for Gelu {
         InPlace::Backward
     }
 
-    fn on_cpu(&self, _: usize, _: Choice) -> Machine {
-        Machine::Gelu(Gelu)
+    fn on_cpu(&self, _: usize, _: Choice) -> CpuLayer {
+        CpuLayer::Gelu(Gelu)
     }
 
     fn on_gpu(&self, _: &SetUp<'_>) -> Result<Box<dyn OnGpu>> {
@@ -50,8 +50,8 @@ impl<T: Storage> OnCpu<T> for Gelu {
         Ok(())
     }
 
-    fn backward(&mut self, step: Step<'_>, on: Sides<'_, T>, _: BackwardPass<'_>) -> Result<()> {
-        gelu::cpu::backward(step.threads, on.x, on.dy);
+    fn backward(&mut self, step: Step<'_>, tensors: StageTensors<'_, T>, _: BackwardPass<'_>) -> Result<()> {
+        gelu::cpu::backward(step.threads, tensors.x, tensors.dy);
         Ok(())
     }
 }
@@ -72,9 +72,9 @@ impl OnGpu for Gelu {
         &self,
         _: DeviceStep<'_>,
         model: &mut DeviceDataParallel,
-        on: DeviceSides<'_>,
+        tensors: DeviceStageTensors<'_>,
         _: Option<DeviceDropout>,
     ) -> Result<()> {
-        Ok(gelu::cuda::backward(model.stream(), on.x, on.dy)?)
+        Ok(gelu::cuda::backward(model.stream(), tensors.x, tensors.dy)?)
     }
 }

@@ -1,4 +1,4 @@
-//! The passes of an operation on a GPU, and what they have at hand.
+//! The interface of forward and backward passes on a GPU.
 
 use mgpu::Result;
 use mgpu::device::DeviceDataParallel;
@@ -7,23 +7,22 @@ use mgpu_kernels::{DType, Precision};
 
 use super::DeviceDropout;
 
-/// An operation on a GPU, with memory for what it alone needs. Its passes put launches on the model's stream and wait for
-/// nothing.
+/// An operation on a GPU, with its private memory. Its passes enqueue launches on the model's stream and never block.
 pub(in crate::nets) trait OnGpu: Send + Sync {
-    /// Memory that it shares with the other operations.
-    fn demand(&self) -> Demand {
-        Demand::default()
+    /// The memory it needs from the shared workspace.
+    fn workspace_needs(&self) -> WorkspaceNeeds {
+        WorkspaceNeeds::default()
     }
 
-    /// What computes it, where its kernels were chosen.
+    /// Its kernel, if it was chosen among several.
     fn describe(&self) -> Option<String> {
         None
     }
 
-    /// Overwrites `y` with the output. An operation in place finds its input there.
+    /// Overwrites `y` with the output. An in-place operation finds its input in `y`.
     ///
     /// # Errors
-    /// If a kernel cannot be launched, and as the communicator's.
+    /// If a kernel cannot be launched; errors of the communicator.
     fn forward(
         &self,
         step: DeviceStep<'_>,
@@ -41,20 +40,20 @@ pub(in crate::nets) trait OnGpu: Send + Sync {
         &self,
         step: DeviceStep<'_>,
         model: &mut DeviceDataParallel,
-        on: DeviceSides<'_>,
+        tensors: DeviceStageTensors<'_>,
         dropout: Option<DeviceDropout>,
     ) -> Result<()>;
 }
 
-/// What operations are set up for.
+/// The context in which operations are set up.
 pub(in crate::nets) struct SetUp<'a> {
-    /// Kernels are raced here.
+    /// Kernels are benchmarked on this stream.
     pub(in crate::nets) stream: &'a Stream,
     pub(in crate::nets) max_batch: usize,
     pub(in crate::nets) precision: Precision,
     pub(in crate::nets) options: Options,
-    /// Whether the gradient of the operation's input is asked for.
-    pub(in crate::nets) below: bool,
+    /// Whether the gradient of the operation's input is needed.
+    pub(in crate::nets) input_gradient: bool,
 }
 
 impl SetUp<'_> {
@@ -64,35 +63,38 @@ impl SetUp<'_> {
     }
 }
 
-/// Elements of each part of [`Shared`] that an operation needs.
+/// Elements of each part of the [`SharedWorkspace`] that an operation needs.
 #[derive(Debug, Clone, Copy, Default)]
-pub(in crate::nets) struct Demand {
+pub(in crate::nets) struct WorkspaceNeeds {
     pub(super) workspace: usize,
     pub(super) sums: usize,
-    /// For each image of a batch.
+    /// Per image of a batch.
     pub(super) unpooled: usize,
 }
 
-/// Memory that operations use in turn: they run on one stream.
-pub(in crate::nets) struct Shared {
-    /// For what products need besides, f32.
+/// Memory that all operations use one after the other: they run on one stream.
+pub(in crate::nets) struct SharedWorkspace {
+    /// Workspace of matrix products, f32.
     pub(super) workspace: Memory,
-    /// For sums of normalisations, f64.
+    /// Sums of normalisations, f64.
     pub(super) sums: Memory,
-    /// Activations that a convolution pools, and their gradient.
+    /// Unpooled activations of a convolution with fused pooling, and their gradient.
     pub(super) unpooled: Memory,
 }
 
-impl Shared {
-    /// Enough for each of `demands`.
-    pub(in crate::nets) fn new(set_up: &SetUp<'_>, demands: impl Iterator<Item = Demand>) -> Result<Self> {
-        let most = demands.fold(Demand::default(), |most, one| Demand {
+impl SharedWorkspace {
+    /// Large enough for each of `needs`.
+    pub(in crate::nets) fn new(
+        set_up: &SetUp<'_>,
+        needs: impl Iterator<Item = WorkspaceNeeds>,
+    ) -> Result<Self> {
+        let most = needs.fold(WorkspaceNeeds::default(), |most, one| WorkspaceNeeds {
             workspace: most.workspace.max(one.workspace),
             sums: most.sums.max(one.sums),
             unpooled: most.unpooled.max(one.unpooled),
         });
         let device = set_up.stream.device();
-        Ok(Shared {
+        Ok(SharedWorkspace {
             workspace: Memory::zeroed(device, DType::F32, most.workspace)?,
             sums: Memory::zeroed(device, DType::F64, most.sums)?,
             unpooled: set_up.zeroed(set_up.precision.storage(), most.unpooled)?,
@@ -100,15 +102,15 @@ impl Shared {
     }
 }
 
-/// What the passes of a stage have at hand.
+/// The context of a stage's passes.
 #[derive(Clone, Copy)]
 pub(in crate::nets) struct DeviceStep<'a> {
     /// Images in the batch.
     pub(in crate::nets) images: usize,
-    pub(in crate::nets) shared: &'a Shared,
+    pub(in crate::nets) shared: &'a SharedWorkspace,
 }
 
-/// What a forward pass is for.
+/// The kind of forward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::nets) enum DevicePass {
     Train(Option<DeviceDropout>),
@@ -117,21 +119,21 @@ pub(in crate::nets) enum DevicePass {
 
 /// Input and output of a stage, and their gradients.
 #[derive(Clone, Copy)]
-pub(in crate::nets) struct DeviceSides<'a> {
+pub(in crate::nets) struct DeviceStageTensors<'a> {
     pub(in crate::nets) x: View<'a>,
     pub(in crate::nets) y: View<'a>,
-    /// Gradient of the output; where the backward pass works in place, afterwards that of the input.
+    /// Gradient of the output; after an in-place backward pass, the gradient of the input.
     pub(in crate::nets) dy: View<'a>,
-    /// Gradient of the input, if it is asked for.
+    /// Gradient of the input, if it is needed.
     pub(in crate::nets) dx: Option<View<'a>>,
 }
 
-/// The order of a tensor's elements: \[outer, channels, plane\] on the CPU, \[outer, plane, channels\] on a GPU.
+/// The layout of a tensor: \[outer, channels, plane\] on the CPU, \[outer, plane, channels\] on a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::nets) struct Transposed {
-    /// Parts that keep their order: filters, or outputs.
+    /// The dimension that keeps its place: filters, or outputs.
     pub(in crate::nets) outer: usize,
     pub(in crate::nets) channels: usize,
-    /// Positions of a channel.
+    /// Positions in a channel.
     pub(in crate::nets) plane: usize,
 }

@@ -1,4 +1,4 @@
-//! Max-pooling. A convolution before it takes it along.
+//! Max pooling. A preceding convolution fuses it.
 
 use mgpu::Result;
 use mgpu::device::DeviceDataParallel;
@@ -8,8 +8,8 @@ use mgpu_kernels::pool::{self, Rounding};
 use mgpu_kernels::{DType, Storage};
 
 use super::{
-    BackwardPass, Definition, DeviceDropout, DevicePass, DeviceSides, DeviceStep, ForwardPass, Machine,
-    OnCpu, OnGpu, Operation, Place, SetUp, Sides, Step, Tail,
+    BackwardPass, CpuLayer, Definition, DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep, Epilogue,
+    ForwardPass, LayerContext, OnCpu, OnGpu, Operation, SetUp, StageTensors, Step,
 };
 use crate::nets::tensors::Tensors;
 
@@ -30,37 +30,37 @@ impl Definition for MaxPool {
         [extents[0], shape.out_height(), shape.out_width()]
     }
 
-    fn plan(&self, _: &mut Tensors, place: &Place) -> Option<Box<dyn Operation>> {
-        Some(Box::new(Pool { shape: self.shape(place.extents), channels: place.extents[0] }))
+    fn plan(&self, _: &mut Tensors, context: &LayerContext) -> Option<Box<dyn Operation>> {
+        Some(Box::new(PoolOp { shape: self.shape(context.extents), channels: context.extents[0] }))
     }
 }
 
 /// A pooling layer in its network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::nets) struct Pool {
+pub(in crate::nets) struct PoolOp {
     pub(super) shape: pool::Shape,
     pub(super) channels: usize,
 }
 
-impl Pool {
-    /// Output elements of one image. For each there is a byte that says which of its window was the largest.
+impl PoolOp {
+    /// Output elements of one image. For each, a byte stores the index of the maximum in its window.
     pub(super) fn outputs(&self) -> usize {
         self.channels * self.shape.out_height() * self.shape.out_width()
     }
 }
 
-impl Operation for Pool {
+impl Operation for PoolOp {
     fn describe(&self) -> String {
-        let Pool { shape, channels } = self;
+        let PoolOp { shape, channels } = self;
         format!("pool of {channels}x{}x{}", shape.height, shape.width)
     }
 
-    fn as_tail(&self) -> Option<Tail> {
-        Some(Tail::MaxPool(*self))
+    fn as_epilogue(&self) -> Option<Epilogue> {
+        Some(Epilogue::MaxPool(*self))
     }
 
-    fn on_cpu(&self, max_batch: usize, _: Choice) -> Machine {
-        Machine::MaxPool(Cpu { pool: *self, chosen: vec![0; self.outputs() * max_batch] })
+    fn on_cpu(&self, max_batch: usize, _: Choice) -> CpuLayer {
+        CpuLayer::MaxPool(Cpu { pool: *self, chosen: vec![0; self.outputs() * max_batch] })
     }
 
     fn on_gpu(&self, set_up: &SetUp<'_>) -> Result<Box<dyn OnGpu>> {
@@ -68,31 +68,31 @@ impl Operation for Pool {
     }
 }
 
-/// On the CPU, with the choices of the forward pass.
+/// On the CPU, with the maximum indices of the forward pass.
 #[derive(Debug)]
 pub(in crate::nets) struct Cpu {
-    pool: Pool,
+    pool: PoolOp,
     chosen: Vec<u8>,
 }
 
 impl<T: Storage> OnCpu<T> for Cpu {
     fn forward(&mut self, step: Step<'_>, x: &[T], y: &mut [T], _: &mut ForwardPass<'_>) -> Result<()> {
-        let Cpu { pool: Pool { shape, channels }, chosen } = self;
+        let Cpu { pool: PoolOp { shape, channels }, chosen } = self;
         pool::cpu::forward(step.threads, shape, *channels, x, y, &mut chosen[..y.len()]);
         Ok(())
     }
 
-    fn backward(&mut self, step: Step<'_>, on: Sides<'_, T>, _: BackwardPass<'_>) -> Result<()> {
-        let Cpu { pool: Pool { shape, channels }, chosen } = self;
-        let dx = on.dx.expect("pooling has no parameters");
-        pool::cpu::backward(step.threads, shape, *channels, on.dy, &chosen[..on.y.len()], dx);
+    fn backward(&mut self, step: Step<'_>, tensors: StageTensors<'_, T>, _: BackwardPass<'_>) -> Result<()> {
+        let Cpu { pool: PoolOp { shape, channels }, chosen } = self;
+        let dx = tensors.dx.expect("pooling has no parameters");
+        pool::cpu::backward(step.threads, shape, *channels, tensors.dy, &chosen[..tensors.y.len()], dx);
         Ok(())
     }
 }
 
-/// On a GPU, with the choices of the forward pass.
+/// On a GPU, with the maximum indices of the forward pass.
 struct Gpu {
-    pool: Pool,
+    pool: PoolOp,
     chosen: Memory,
 }
 
@@ -105,7 +105,7 @@ impl OnGpu for Gpu {
         y: View<'_>,
         _: DevicePass,
     ) -> Result<()> {
-        let Pool { shape, channels } = &self.pool;
+        let PoolOp { shape, channels } = &self.pool;
         let chosen = self.chosen.slice(0..y.len());
         Ok(pool::cuda::forward(model.stream(), shape, *channels, x, y, chosen)?)
     }
@@ -114,12 +114,12 @@ impl OnGpu for Gpu {
         &self,
         _: DeviceStep<'_>,
         model: &mut DeviceDataParallel,
-        on: DeviceSides<'_>,
+        tensors: DeviceStageTensors<'_>,
         _: Option<DeviceDropout>,
     ) -> Result<()> {
-        let Pool { shape, channels } = &self.pool;
-        let chosen = self.chosen.slice(0..on.y.len());
-        let dx = on.dx.expect("pooling has no parameters");
-        Ok(pool::cuda::backward(model.stream(), shape, *channels, on.dy, chosen, dx)?)
+        let PoolOp { shape, channels } = &self.pool;
+        let chosen = self.chosen.slice(0..tensors.y.len());
+        let dx = tensors.dx.expect("pooling has no parameters");
+        Ok(pool::cuda::backward(model.stream(), shape, *channels, tensors.dy, chosen, dx)?)
     }
 }

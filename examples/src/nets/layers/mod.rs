@@ -1,13 +1,13 @@
-//! The kinds of layers, one file each: what a layer is, and its passes on the CPU and on a GPU.
+//! The kinds of layers, one file each: definition, and passes on the CPU and on a GPU.
 //!
-//! A [`Layer`] is an entry of a network's list. There is a trait for each part of its life:
+//! A [`Layer`] is an entry of a network's list. There is a trait for each stage of its use:
 //!
-//! 1. [`Definition`]: its output's extents, and its tensors with their names in PyTorch's state dict;
-//! 2. [`Operation`]: the layer with its shapes worked out, which is what a stage of the [plan](super::plan) does. A
-//!    convolution or a dense layer takes the layers behind it along ([`Tail`]);
-//! 3. [`OnCpu`] and [`OnGpu`]: the operation with the memory that it alone needs, and its forward and backward passes.
+//! 1. [`Definition`]: the shape of its output, and its tensors with their names in PyTorch's state dict;
+//! 2. [`Operation`]: the layer with all shapes known, as a stage of the [plan](super::plan). A convolution or a dense
+//!    layer fuses following layers ([`Epilogue`]);
+//! 3. [`OnCpu`] and [`OnGpu`]: the operation with its private memory, and its forward and backward passes.
 //!
-//! A further kind of layer is a file here with its implementations, a variant of [`Layer`] and one of [`Machine`].
+//! A new kind of layer is a file here with its implementations, a variant of [`Layer`] and one of [`CpuLayer`].
 
 mod activation;
 mod batch_norm;
@@ -29,10 +29,12 @@ use mgpu_kernels::conv::cpu::Choice;
 use mgpu_kernels::pool::Rounding;
 
 use super::tensors::Tensors;
-pub(super) use cpu::{BackwardPass, ForwardPass, OnCpu, Sides, Step};
+pub(super) use cpu::{BackwardPass, ForwardPass, OnCpu, StageTensors, Step};
 pub use dropout::{DeviceDropout, DropoutKey};
-pub(super) use gpu::{Demand, DevicePass, DeviceSides, DeviceStep, OnGpu, SetUp, Shared, Transposed};
-pub(super) use max_pool::Pool;
+pub(super) use gpu::{
+    DevicePass, DeviceStageTensors, DeviceStep, OnGpu, SetUp, SharedWorkspace, Transposed, WorkspaceNeeds,
+};
+pub(super) use max_pool::PoolOp;
 
 /// One entry of a network's list of layers.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -46,19 +48,19 @@ pub enum Layer {
         /// Treatment of the border.
         padding: Padding,
     },
-    /// Normalisation of each channel over the batch of all ranks, with a learned scale and shift.
+    /// Normalisation of each channel over the global batch, with a learned scale and shift.
     BatchNorm,
     /// `max(x, 0)`.
     Relu,
     /// `max(x, 0.2 x)`.
     LeakyRelu,
-    /// `x · Φ(x)`, the Gaussian error linear unit in its exact form.
+    /// `x · Φ(x)`, the exact Gaussian error linear unit.
     Gelu,
     /// Maximum over windows of 2×2, stride 2.
     MaxPool(Rounding),
-    /// Zeroes each value with this probability while training, and scales the rest.
+    /// In training, zeroes each value with this probability and scales the rest.
     Dropout(f32),
-    /// Turns the channels of an image into one vector. Moves no data, but counts as a layer in names.
+    /// Flattens an image into a vector. Moves no data, but counts as a layer in tensor names.
     Flatten,
     /// Fully connected, with this many outputs and a bias for each.
     Dense(usize),
@@ -79,7 +81,7 @@ impl Layer {
         }
     }
 
-    /// Channels, rows and columns of its output for an input of `extents`.
+    /// Channels, rows and columns of its output for an input of shape `extents`.
     ///
     /// # Panics
     /// If a kernel does not fit its image.
@@ -87,18 +89,18 @@ impl Layer {
         self.definition().output(extents)
     }
 
-    /// True if it is an activation function that drops about half of its inputs, as a rectifier does.
+    /// True for activation functions that zero about half of their inputs, like a rectifier.
     pub(super) fn rectifies(self) -> bool {
         self.definition().rectifies()
     }
 
     /// As [`Definition::plan`].
-    pub(super) fn plan(self, tensors: &mut Tensors, place: &Place) -> Option<Box<dyn Operation>> {
-        self.definition().plan(tensors, place)
+    pub(super) fn plan(self, tensors: &mut Tensors, context: &LayerContext) -> Option<Box<dyn Operation>> {
+        self.definition().plan(tensors, context)
     }
 }
 
-/// Extents of the images in memory. Flattening moves no data: a flattened image is still one.
+/// The shape of images in memory. Flattening does not change it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Image {
     pub(super) channels: usize,
@@ -112,20 +114,20 @@ impl Image {
     }
 }
 
-/// Where a layer stands in its network.
+/// The context of a layer in its network.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Place {
-    /// Its index in the spec, which names its tensors.
+pub(super) struct LayerContext {
+    /// Its index in the spec, which is part of its tensors' names.
     pub(super) layer: usize,
     /// Channels, rows and columns of its input.
     pub(super) extents: [usize; 3],
-    /// The input as it lies in memory.
+    /// The input as stored in memory.
     pub(super) image: Image,
     /// Whether a rectifier follows.
     pub(super) rectified: bool,
 }
 
-/// What a kind of layer is.
+/// The definition of a kind of layer.
 trait Definition {
     /// As [`Layer::output`].
     fn output(&self, extents: [usize; 3]) -> [usize; 3] {
@@ -137,128 +139,130 @@ trait Definition {
         false
     }
 
-    /// Adds its tensors and works out what it does at its place; `None` if that is nothing.
+    /// Adds its tensors and returns its operation in `context`; `None` if there is nothing to compute.
     ///
     /// # Panics
     /// If it does not fit its input.
-    fn plan(&self, tensors: &mut Tensors, place: &Place) -> Option<Box<dyn Operation>>;
+    fn plan(&self, tensors: &mut Tensors, context: &LayerContext) -> Option<Box<dyn Operation>>;
 }
 
-/// A layer with everything about its shape but the number of images, and with the layers that it takes along.
+/// A layer with all shapes known except the number of images, including the layers fused into it.
 pub(super) trait Operation: fmt::Debug + Send + Sync {
-    /// What it does, in words.
+    /// A description in words.
     fn describe(&self) -> String;
 
-    /// Products of its definition in the forward pass of one image. Sums and comparisons do not count.
-    fn products(&self) -> usize {
+    /// Multiplications (with additions) of its definition in the forward pass of one image. Sums and comparisons do
+    /// not count.
+    fn multiply_adds(&self) -> usize {
         0
     }
 
-    /// The tensor of its weights, if it has parameters. That of the bias is the next one.
+    /// The index of its weight tensor, if it has parameters. The bias is the next tensor.
     fn weight(&self) -> Option<usize> {
         None
     }
 
-    /// Which of its passes replace values where they lie.
+    /// Which of its passes work in place.
     fn in_place(&self) -> InPlace {
         InPlace::Neither
     }
 
-    /// True if it works on vectors alone: images are flattened for it, and its weights count features as \[C, H, W\].
+    /// True if it works on vectors only: images are flattened first, and its weights number features in \[C, H, W\]
+    /// order.
     fn takes_vectors(&self) -> bool {
         false
     }
 
-    /// What the operation before it needs to know to take it along, if any can.
-    fn as_tail(&self) -> Option<Tail> {
+    /// What the preceding operation needs to fuse this one, if that is possible.
+    fn as_epilogue(&self) -> Option<Epilogue> {
         None
     }
 
-    /// Takes the operation behind it along; false if it cannot.
-    fn take_along(&mut self, _tail: Tail) -> bool {
+    /// Fuses the following operation; false if that is impossible.
+    fn fuse(&mut self, _epilogue: Epilogue) -> bool {
         false
     }
 
-    /// How the elements of its weights lie on a GPU, if not as on the CPU. `flattened` is the image that its input was.
+    /// The layout of its weights on a GPU, if it differs from the CPU. `flattened` is the image that its input was.
     fn transposed(&self, _flattened: Option<Image>) -> Option<Transposed> {
         None
     }
 
-    /// Allocates what it needs on the CPU for batches of up to `max_batch` images. `choice` is of convolutions.
-    fn on_cpu(&self, max_batch: usize, choice: Choice) -> Machine;
+    /// Allocates its memory on the CPU for batches of up to `max_batch` images. `choice` applies to convolutions.
+    fn on_cpu(&self, max_batch: usize, choice: Choice) -> CpuLayer;
 
-    /// Allocates what it needs on a GPU, and chooses its kernels.
+    /// Allocates its memory on a GPU, and chooses its kernels.
     ///
     /// # Errors
     /// If memory is short, or kernels do not compile.
     fn on_gpu(&self, set_up: &SetUp<'_>) -> mgpu::Result<Box<dyn OnGpu>>;
 }
 
-/// Which passes of an operation replace values where they lie.
+/// Which passes of an operation work in place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum InPlace {
     Neither,
-    /// The gradient of the input takes the place of the output's.
+    /// The gradient of the input overwrites that of the output.
     Backward,
-    /// And the output that of the input. The backward pass makes do with the output.
+    /// Also, the output overwrites the input. The backward pass needs only the output.
     Both,
 }
 
-/// An operation that the one before it can take along.
+/// An operation that the preceding one can fuse.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum Tail {
-    /// The rectified linear unit with a slope for negative values.
+pub(super) enum Epilogue {
+    /// The rectified linear unit, with a slope for negative values.
     Rectifier {
         slope: f32,
     },
-    MaxPool(Pool),
+    MaxPool(PoolOp),
 }
 
-/// What computes an operation on the CPU.
+/// An operation on the CPU.
 #[derive(Debug)]
-pub(super) enum Machine {
+pub(super) enum CpuLayer {
     Rectifier(activation::Rectifier),
     BatchNorm(batch_norm::Cpu),
     Conv(Box<conv::Cpu>),
     Dense(dense::Cpu),
-    Dropout(dropout::Masked),
+    Dropout(dropout::DropoutOp),
     Gelu(gelu::Gelu),
     MaxPool(max_pool::Cpu),
 }
 
-impl Machine {
-    /// Its passes on images, which are kept as `T`.
+impl CpuLayer {
+    /// Its passes on images, stored as `T`.
     pub(super) fn on_images<T: Storage>(&mut self) -> &mut dyn OnCpu<T> {
         match self {
-            Machine::Rectifier(machine) => machine,
-            Machine::BatchNorm(machine) => machine,
-            Machine::Conv(machine) => machine.as_mut(),
-            Machine::Dense(_) => panic!("a dense layer takes vectors"),
-            Machine::Dropout(machine) => machine,
-            Machine::Gelu(machine) => machine,
-            Machine::MaxPool(machine) => machine,
+            CpuLayer::Rectifier(layer) => layer,
+            CpuLayer::BatchNorm(layer) => layer,
+            CpuLayer::Conv(layer) => layer.as_mut(),
+            CpuLayer::Dense(_) => panic!("a dense layer takes vectors"),
+            CpuLayer::Dropout(layer) => layer,
+            CpuLayer::Gelu(layer) => layer,
+            CpuLayer::MaxPool(layer) => layer,
         }
     }
 
     /// Its passes on vectors.
     pub(super) fn on_vectors(&mut self) -> &mut dyn OnCpu<f32> {
         match self {
-            Machine::Dense(machine) => machine,
-            machine => machine.on_images(),
+            CpuLayer::Dense(layer) => layer,
+            layer => layer.on_images(),
         }
     }
 
-    /// What its kernel is called.
+    /// The name of its kernel.
     pub(super) fn kernel(&self) -> String {
         match self {
-            Machine::Conv(machine) => machine.algorithm(),
-            Machine::Dense(_) => "product".to_owned(),
+            CpuLayer::Conv(layer) => layer.algorithm(),
+            CpuLayer::Dense(_) => "product".to_owned(),
             _ => "pass".to_owned(),
         }
     }
 
-    /// True if its kernel is one of several that would do.
+    /// True if its kernel was chosen among several.
     pub(super) fn is_chosen(&self) -> bool {
-        matches!(self, Machine::Conv(_))
+        matches!(self, CpuLayer::Conv(_))
     }
 }

@@ -1,8 +1,8 @@
 //! TensorBoard's event files: scalars over steps.
 //!
-//! A file is a sequence of records, each framed by its length and by checksums of both (`TFRecord`); a record is one `Event`
-//! message of protocol buffers. Of that schema (tensorflow/core/util/event.proto, framework/summary.proto) a few fields of
-//! scalars are all that is needed, so they are encoded here:
+//! A file is a sequence of records, each framed by its length and by checksums of both (`TFRecord`). A record is one
+//! `Event` message of protocol buffers. Scalars need only a few fields of that schema
+//! (tensorflow/core/util/event.proto, framework/summary.proto), which are encoded here:
 //!
 //! ```text
 //! record   length (u64) · masked CRC-32C of it · event · masked CRC-32C of it, all little-endian
@@ -16,11 +16,11 @@ use std::time::{Duration, Instant, SystemTime};
 
 use crc::{CRC_32_ISCSI, Crc};
 
-use super::super::byproducts::{Appended, cannot_write};
+use super::super::byproducts::{AppendedFile, cannot_write};
 
 const CRC: Crc<u32> = Crc::<u32>::new(&CRC_32_ISCSI);
 const FLAG: &str = "--tensorboard";
-/// Time after which what was appended is written, so that a viewer follows.
+/// Appended data is written after this time, so that a viewer can follow.
 const FLUSH: Duration = Duration::from_secs(2);
 
 /// Wire types of protocol buffers.
@@ -32,12 +32,12 @@ const FIXED32: u8 = 5;
 /// An open event file.
 #[derive(Debug)]
 pub(super) struct EventFile {
-    file: Appended,
+    file: AppendedFile,
     flushed: Instant,
 }
 
 impl EventFile {
-    /// Begins a new file in `folder`, which is made if there is none.
+    /// Creates a new file in `folder`, which is created if needed.
     ///
     /// # Errors
     /// If it cannot be written.
@@ -45,14 +45,14 @@ impl EventFile {
         fs::create_dir_all(folder).map_err(|error| cannot_write(FLAG, folder, &error))?;
         let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
         let host = if host.trim().is_empty() { "localhost" } else { host.trim() };
-        // The name that viewers look for.
+        // Viewers look for this name.
         let name = format!("events.out.tfevents.{}.{host}.{}", seconds() as u64, std::process::id());
-        let file = Appended::create(FLAG, &free_name(&folder.join(name)))?;
+        let file = AppendedFile::create(FLAG, &free_name(&folder.join(name)))?;
         let mut events = EventFile { file, flushed: Instant::now() };
         let mut event = Message::default();
         event.double(1, seconds()).bytes(3, b"brain.Event:2");
         events.record(&event.0)?;
-        // A disk that is full now is no error: it may have room when there is something to show.
+        // A full disk is not an error yet: it may have space when there is data to write.
         let _ = events.flush();
         Ok(events)
     }
@@ -77,7 +77,7 @@ impl EventFile {
         Ok(())
     }
 
-    /// Writes everything that was appended.
+    /// Writes all appended data.
     ///
     /// # Errors
     /// If the file cannot be written.
@@ -92,7 +92,7 @@ impl EventFile {
     }
 }
 
-/// `path`, or `path.2`, … if there is such a file: of a process with the same number, in another container.
+/// `path`, or `path.2`, … if it exists: a process in another container can have the same process ID.
 fn free_name(path: &Path) -> PathBuf {
     let numbered = |number: u64| {
         let mut name = path.as_os_str().to_owned();
@@ -108,7 +108,7 @@ fn seconds() -> f64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs_f64()
 }
 
-/// The checksum of `bytes`, rotated and shifted, since it may lie within data that is itself checked by such sums.
+/// The CRC of `bytes`, rotated and offset, because the file format checksums data that itself contains CRCs.
 fn masked_crc(bytes: &[u8]) -> [u8; 4] {
     CRC.checksum(bytes).rotate_right(15).wrapping_add(0xa282_ead8).to_le_bytes()
 }
@@ -160,7 +160,7 @@ impl Message {
 mod tests {
     use super::*;
 
-    /// The fields of a message: number and content, varints in 8 bytes.
+    /// The fields of a message: number and content; varints as 8 bytes.
     fn fields(mut bytes: &[u8]) -> Vec<(u8, Vec<u8>)> {
         fn varint(bytes: &mut &[u8]) -> u64 {
             let mut value = 0;
@@ -194,7 +194,7 @@ mod tests {
         found
     }
 
-    /// The events of a file, whose checksums are right.
+    /// The events of a file. Checks their checksums.
     fn read(path: &Path) -> Vec<Vec<(u8, Vec<u8>)>> {
         let bytes = fs::read(path).unwrap();
         let (mut rest, mut events) = (&bytes[..], Vec::new());
@@ -238,7 +238,7 @@ mod tests {
 
     #[test]
     fn checksums_are_those_of_the_format() {
-        // Of the standard's check string, masked.
+        // The check value of the CRC-32C standard, masked.
         assert_eq!(CRC.checksum(b"123456789"), 0xe306_9283);
         let expected = 0xe306_9283u32.rotate_right(15).wrapping_add(0xa282_ead8);
         assert_eq!(masked_crc(b"123456789"), expected.to_le_bytes());

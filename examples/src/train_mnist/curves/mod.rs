@@ -1,7 +1,7 @@
-//! Curves of a training: kept while it runs, and written where the user asked for them.
+//! Training curves: collected during training and written where the user asked for them.
 //!
-//! A point is a step's loss on rank 0 (of its own batch), or what an epoch gave on all ranks. `plot` draws them all, after every
-//! epoch anew; `events` appends each to a file that TensorBoard follows.
+//! A point is the loss of a step on rank 0 (of its own batch), or the results of an epoch on all ranks. `plot`
+//! redraws everything after each epoch; `events` appends to a file that TensorBoard follows.
 
 mod events;
 mod plot;
@@ -16,7 +16,7 @@ use super::report::EpochReport;
 
 const PLOT: &str = "--plot";
 
-/// What was asked for, on rank 0.
+/// The requested curves, on rank 0.
 #[derive(Debug, Default)]
 pub(super) struct Curves {
     /// Where to draw, and the points so far.
@@ -24,18 +24,18 @@ pub(super) struct Curves {
     events: Option<ByProduct<EventFile>>,
 }
 
-/// Points of all curves.
+/// The points of all curves.
 #[derive(Debug, Default)]
 struct Points {
-    /// Steps made, and the loss of the last one.
+    /// Number of steps done, and the loss of the last one.
     losses: Vec<(u64, f64)>,
     epochs: Vec<EpochPoint>,
 }
 
-/// What an epoch gave: accuracies from 0 to 1.
+/// The results of an epoch: accuracies from 0 to 1.
 #[derive(Debug, Clone, Copy)]
 struct EpochPoint {
-    /// Steps made by its end.
+    /// Number of steps at its end.
     step: u64,
     train_accuracy: f64,
     test_loss: Option<f64>,
@@ -43,13 +43,13 @@ struct EpochPoint {
 }
 
 impl Curves {
-    /// Curves drawn to the file `plot` and appended to a new file in the folder `events`, where they are given.
+    /// Curves drawn to the file `plot` and appended to a new file in the folder `events`, if given.
     ///
     /// # Errors
-    /// If one of them cannot be written; it is named.
+    /// If one of them cannot be written; the error names it.
     pub(super) fn new(plot: Option<&Path>, events: Option<&Path>) -> Result<Self, String> {
         if let Some(path) = plot {
-            // Better known now than after an epoch.
+            // Fail before training rather than after an epoch.
             whole_file::check(path).map_err(|error| cannot_write(PLOT, path, &error))?;
         }
         let plot = plot.map(|path| ByProduct::new((path.to_owned(), Points::default())));
@@ -57,7 +57,7 @@ impl Curves {
         Ok(Curves { plot, events: events.map(ByProduct::new) })
     }
 
-    /// The loss of the last of `step` steps.
+    /// Adds the loss of the last of `step` steps.
     pub(super) fn step(&mut self, step: u64, loss: f64) {
         if let Some(plot) = &mut self.plot {
             plot.update(|(_, points)| {
@@ -70,7 +70,7 @@ impl Curves {
         }
     }
 
-    /// What an epoch gave.
+    /// Adds the results of an epoch.
     pub(super) fn epoch(&mut self, report: &EpochReport) {
         if let Some(plot) = &mut self.plot {
             let point = EpochPoint {

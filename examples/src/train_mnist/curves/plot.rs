@@ -11,15 +11,15 @@ use super::super::byproducts::cannot_write;
 use super::{PLOT, Points};
 
 const WIDTH: u32 = 900;
-/// Of each of the two charts.
+/// Height of each of the two charts.
 const HEIGHT: u32 = 380;
-/// More points than this are averaged over neighbours: as many as there are pixels.
+/// Curves with more points are averaged over neighbours: this is about the width in pixels.
 const POINTS: usize = 800;
 const FONT: (&str, u32) = ("sans-serif", 18);
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
-/// Draws the curves to `path`, as [`whole_file`] does.
+/// Draws the curves to `path`, atomically (see [`whole_file`]).
 ///
 /// # Errors
 /// If the file cannot be written.
@@ -28,7 +28,7 @@ pub(super) fn draw(points: &Points, path: &Path) -> Result<(), String> {
     whole_file::write(path, text.as_bytes()).map_err(|error| cannot_write(PLOT, path, &error))
 }
 
-/// The curves as the text of an SVG.
+/// The curves as SVG text.
 fn render(points: &Points) -> Result<String, Box<dyn Error>> {
     let mut text = String::new();
     {
@@ -46,12 +46,12 @@ fn render(points: &Points) -> Result<String, Box<dyn Error>> {
 }
 
 fn draw_losses(points: &Points, steps: f64, area: &Area<'_>) -> Result<(), Box<dyn Error>> {
-    let train = thinned(&points.losses);
+    let train = averaged_points(&points.losses);
     let test = points.epochs.iter().filter_map(|epoch| Some((epoch.step as f64, epoch.test_loss?)));
     let test: Vec<_> = test.filter(|(_, loss)| loss.is_finite()).collect();
     let losses = || train.iter().chain(&test).map(|(_, loss)| *loss);
     let (low, high) = (losses().fold(f64::INFINITY, f64::min), losses().fold(0.0, f64::max));
-    // Nothing yet, or nothing but zeros.
+    // No losses yet, or only zeros.
     let (low, high) = if low < high { (low.max(high * 1e-6), high) } else { (0.1, 10.0) };
     let mut chart =
         chart(area, "loss").build_cartesian_2d(0.0..steps, (low * 0.9..high * 1.1).log_scale())?;
@@ -109,20 +109,20 @@ fn draw_accuracies(points: &Points, steps: f64, area: &Area<'_>) -> Result<(), B
     Ok(())
 }
 
-/// A chart with room for a caption and the numbers of its axes.
+/// A chart with space for a caption and axis labels.
 fn chart<'a, 'b>(area: &'b Area<'a>, caption: &str) -> ChartBuilder<'b, 'b, SVGBackend<'a>> {
     let mut chart = ChartBuilder::on(area);
     chart.caption(caption, FONT).margin(12).x_label_area_size(36).y_label_area_size(60);
     chart
 }
 
-/// A curve's sample beside its name.
+/// The legend sample of a curve.
 fn key(colour: RGBColor) -> impl Fn((i32, i32)) -> PathElement<(i32, i32)> {
     move |(x, y)| PathElement::new([(x, y), (x + 16, y)], colour.stroke_width(2))
 }
 
-/// At most [`POINTS`] points, each the mean of its neighbours; those that are no number are left out.
-fn thinned(losses: &[(u64, f64)]) -> Vec<(f64, f64)> {
+/// At most [`POINTS`] points, each the mean of its neighbours; non-finite values are skipped.
+fn averaged_points(losses: &[(u64, f64)]) -> Vec<(f64, f64)> {
     let runs = losses.chunks(losses.len().div_ceil(POINTS).max(1));
     let means = runs.filter_map(|run| {
         let finite = run.iter().filter(|(_, loss)| loss.is_finite());
@@ -140,13 +140,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn many_points_become_means_and_no_number_is_left_out() {
+    fn points_are_averaged_and_non_finite_ones_are_skipped() {
         let losses: Vec<(u64, f64)> = (1..=2 * POINTS as u64).map(|step| (step, step as f64)).collect();
-        let thin = thinned(&losses);
+        let thin = averaged_points(&losses);
         assert_eq!(thin.len(), POINTS);
         assert_eq!(thin[0], (1.5, 1.5));
-        assert_eq!(thinned(&[(1, f64::NAN), (2, 3.0), (3, f64::INFINITY)]), [(2.0, 3.0)]);
-        assert_eq!(thinned(&[]), []);
+        assert_eq!(averaged_points(&[(1, f64::NAN), (2, 3.0), (3, f64::INFINITY)]), [(2.0, 3.0)]);
+        assert_eq!(averaged_points(&[]), []);
     }
 
     #[test]
@@ -163,7 +163,7 @@ mod tests {
         };
         let losses = (1..50).map(|step| (step, 1.0 / step as f64)).collect();
         let full = Points { losses, epochs: vec![epoch(20, Some(0.1)), epoch(50, Some(0.2))] };
-        // Losses and accuracies, each with its sample beside the name.
+        // Losses and accuracies, each with its legend sample.
         for colour in ["#0000FF", "#FF0000"] {
             assert_eq!((lines(&Points::default(), colour), lines(&full, colour)), (2, 4), "{colour}");
         }

@@ -12,60 +12,64 @@ use mgpu_kernels::cuda::Device;
 use super::super::args::Args;
 use super::super::profile::{StepProfile, Sums};
 use super::super::trainer::WARM_UP;
-use super::{Engine, Recipe, Seen, check_finite, read};
+use super::{Engine, StepObserver, TrainingConfig, check_finite, read};
 use crate::data::{Dataset, IMAGE_LEN};
 use crate::nets::{DropoutKey, LossReport, Mode, Net};
 
-/// A network with its memory, and its parameters. Images between layers are kept as `E`.
+/// A network with its memory and parameters. Images between layers are stored as `E`.
 pub(in super::super) struct Cpu<E> {
     model: DataParallel,
     net: Net<E>,
-    /// What the communicator is observed by.
+    /// The timeline that observes the communicator.
     timeline: Timeline,
-    recipe: Recipe,
+    training_config: TrainingConfig,
     threads: usize,
     images: Vec<f32>,
     labels: Vec<u8>,
-    /// Whether to measure where the time goes, and that, once the first steps are over.
+    /// Whether to profile the steps after the warm-up, and the times measured so far.
     profile: bool,
-    measured: Option<Measured>,
+    measured: Option<MeasuredTimes>,
 }
 
-/// Time of the steps that are measured, but for what the network measures.
+/// Times of the profiled steps, except those that the network measures.
 #[derive(Debug, Default)]
-struct Measured {
-    /// What updating had taken before them.
+struct MeasuredTimes {
+    /// Update time before the profiled steps.
     updated: Duration,
-    /// For filling batches.
+    /// Gathering batches.
     gather: Duration,
-    /// In collectives.
+    /// Collectives.
     communication: Duration,
-    /// In all.
+    /// Total.
     steps: Duration,
 }
 
 impl<E: Storage> Cpu<E> {
     pub(in super::super) fn new(
-        recipe: &Recipe,
+        training_config: &TrainingConfig,
         args: &Args,
         comm: Communicator,
         timeline: &Timeline,
         threads: usize,
     ) -> mgpu::Result<Self> {
-        let micro_batch = recipe.batch / recipe.micro_batches;
+        let micro_batch = training_config.batch / training_config.micro_batches;
         let mut net = Net::with_choice(&args.net, micro_batch, threads, args.conv);
         if args.timeline.is_some() {
-            net.show_on(timeline);
+            net.record_on(timeline);
         }
-        let (layout, parameters) = (net.layout().clone(), net.initial_parameters(recipe.seed));
-        let config = args.parallel.config(recipe.optimizer(&args.net), threads, recipe.micro_batches);
+        let (layout, parameters) = (net.layout().clone(), net.initial_parameters(training_config.seed));
+        let config = args.parallel.config(
+            training_config.optimizer(&args.net),
+            threads,
+            training_config.micro_batches,
+        );
         let model = DataParallel::with_config(comm, layout, parameters, config)?;
         let model = model.with_buffers(net.initial_buffers())?;
         Ok(Cpu {
             model,
             net,
             timeline: timeline.clone(),
-            recipe: *recipe,
+            training_config: *training_config,
             threads,
             images: vec![0.0; micro_batch * IMAGE_LEN],
             labels: vec![0; micro_batch],
@@ -93,15 +97,15 @@ impl<E: Storage> Engine for Cpu<E> {
         data: &Dataset,
         sampler: &mut Sampler,
         until: u64,
-        seen: &mut Seen<'_>,
+        observer: &mut StepObserver<'_>,
     ) -> mgpu::Result<LossReport> {
-        let Cpu { model, net, timeline, recipe, images, labels, profile, measured, .. } = self;
-        let Recipe { seed, first_sample, steps_per_epoch, .. } = *recipe;
+        let Cpu { model, net, timeline, training_config, images, labels, profile, measured, .. } = self;
+        let TrainingConfig { seed, first_sample, steps_per_epoch, .. } = *training_config;
         let mut score = LossReport::default();
         while model.steps() < until {
             let step = model.steps();
             if *profile && measured.is_none() && step >= WARM_UP {
-                *measured = Some(Measured { updated: model.update_time(), ..Measured::default() });
+                *measured = Some(MeasuredTimes { updated: model.update_time(), ..MeasuredTimes::default() });
                 net.start_profile();
             }
             let (begin, communicated) = (measured.as_ref().map(|_| Instant::now()), timeline.communication());
@@ -130,7 +134,7 @@ impl<E: Storage> Engine for Cpu<E> {
                     timeline.communication().unwrap_or_default() - communicated.unwrap_or_default();
             }
             score += report;
-            seen(step + 1, report.loss());
+            observer(step + 1, report.loss());
         }
         Ok(score)
     }
@@ -190,7 +194,7 @@ impl<E: Storage> Engine for Cpu<E> {
         None
     }
 
-    fn place(&self) -> String {
+    fn describe_device(&self) -> String {
         format!("{} thread{}", self.threads, if self.threads == 1 { "" } else { "s" })
     }
 
@@ -199,7 +203,7 @@ impl<E: Storage> Engine for Cpu<E> {
     }
 
     fn profile(&self) -> Option<StepProfile> {
-        let Measured { updated, gather, communication, steps } = self.measured.as_ref()?;
+        let MeasuredTimes { updated, gather, communication, steps } = self.measured.as_ref()?;
         let (net, stages) = self.net.profile()?;
         let rest = Sums {
             gather: *gather,

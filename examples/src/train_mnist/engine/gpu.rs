@@ -1,9 +1,9 @@
-//! Training on a GPU: the data set lies in its memory, and steps are replayed from graphs.
+//! Training on a GPU: the data set is in GPU memory, and steps are replayed from CUDA graphs.
 //!
-//! The first steps are launched kernel by kernel, which also compiles and loads every kernel. Then two graphs are
-//! captured, of one step and of several, and the rest of the training is replays of them: the host says "ten more" now
-//! and then, and reads the losses that the GPU has added up. It never runs more than two launches ahead, so that it
-//! notices within moments when a rank is lost, and says so.
+//! The first steps launch each kernel separately, which also compiles and loads every kernel. Then two graphs are
+//! captured, one of a single step and one of several steps, and the rest of the training replays them. The host only
+//! enqueues replays and reads the losses that the GPU accumulated. It is at most two launches ahead of the GPU, so it
+//! notices a lost rank quickly.
 
 use std::sync::Arc;
 
@@ -17,18 +17,18 @@ use mgpu_kernels::loss::cuda::Score;
 
 use super::super::args::Args;
 use super::super::profile::StepProfile;
-use super::{Engine, Recipe, Seen, check_finite, read};
+use super::{Engine, StepObserver, TrainingConfig, check_finite, read};
 use crate::data::Dataset;
 use crate::nets::{DeviceData, DeviceDropout, DeviceNet, LossReport};
 
-/// Steps that are launched kernel by kernel.
+/// Steps that launch each kernel separately.
 const FIRST_STEPS: u64 = 3;
-/// Steps of the longer graph.
+/// Steps in the larger graph.
 const STEPS_A_LAUNCH: u64 = 10;
 /// Launches that the host may be ahead of the GPU.
 const AHEAD: usize = 2;
 
-/// What the user may choose of how a GPU is used.
+/// The GPU options of the user.
 #[derive(Debug, Clone, Copy)]
 pub(in super::super) struct Options {
     pub(in super::super) precision: Precision,
@@ -37,11 +37,11 @@ pub(in super::super) struct Options {
     pub(in super::super) graph: bool,
 }
 
-/// A place in the stream's work, and how things stood there.
-struct Mark {
+/// A position in the stream's work, with the read-backs enqueued there.
+struct LaunchMark {
     score: Reading,
     health: Health,
-    /// Steps that had been made.
+    /// Steps done at that position.
     step: u64,
 }
 
@@ -50,48 +50,49 @@ pub(in super::super) struct Gpu {
     graphs: Vec<StepGraph>,
     model: DeviceDataParallel,
     net: DeviceNet,
-    recipe: Recipe,
+    training_config: TrainingConfig,
     options: Options,
     train: Option<DeviceData>,
-    /// The epoch whose order the training data has.
+    /// The epoch that the training data is ordered for.
     epoch: Option<u64>,
     test: Option<DeviceData>,
-    marks: Vec<Mark>,
-    /// Steps since the engine was made.
+    marks: Vec<LaunchMark>,
+    /// Steps since the engine was created.
     launched: u64,
 }
 
 impl Gpu {
     pub(in super::super) fn new(
-        recipe: &Recipe,
+        training_config: &TrainingConfig,
         args: &Args,
         device: Arc<DeviceCommunicator>,
         host: Communicator,
     ) -> mgpu::Result<Self> {
         let (set_up, options) = (Stream::new(device.device())?, args.gpu());
         let choice = cuda::Options { deterministic: true, libraries: options.libraries };
-        let micro_batch = recipe.batch / recipe.micro_batches;
+        let micro_batch = training_config.batch / training_config.micro_batches;
         let net = DeviceNet::new(&args.net, micro_batch, options.precision, choice, &set_up)?;
-        let parameters = net.to_device(&net.initial_parameters(recipe.seed));
-        let parallel = args.parallel.config(recipe.optimizer(&args.net), 1, recipe.micro_batches);
+        let parameters = net.to_device(&net.initial_parameters(training_config.seed));
+        let parallel =
+            args.parallel.config(training_config.optimizer(&args.net), 1, training_config.micro_batches);
         let config = DeviceConfig::new(parallel)
-            .with_steps_per_epoch(recipe.steps_per_epoch)
+            .with_steps_per_epoch(training_config.steps_per_epoch)
             .with_bf16_copy(options.precision == Precision::Bf16);
         let model = DeviceDataParallel::new(device, host, net.layout().clone(), parameters, config)?;
         let model = model.with_buffers(&net.initial_buffers())?;
         let device = model.stream().device();
-        let mark = |_| -> mgpu::Result<Mark> {
+        let mark = |_| -> mgpu::Result<LaunchMark> {
             let (score, health) = (Reading::new(device, Score::BYTES)?, Health::new(&model)?);
-            Ok(Mark { score, health, step: 0 })
+            Ok(LaunchMark { score, health, step: 0 })
         };
-        // What set-up took to time kernels with is not the training's.
+        // Memory used while benchmarking kernels does not count as training memory.
         device.reset_memory_peak();
         Ok(Gpu {
             graphs: Vec::new(),
             marks: (0..AHEAD).map(mark).collect::<mgpu::Result<_>>()?,
             model,
             net,
-            recipe: *recipe,
+            training_config: *training_config,
             options,
             train: None,
             epoch: None,
@@ -100,15 +101,15 @@ impl Gpu {
         })
     }
 
-    /// Brings the training set and this rank's order of `epoch` to the GPU, unless they are there.
+    /// Uploads the training set and this rank's sample order of `epoch`, unless they are there already.
     fn load(&mut self, data: &Dataset, sampler: &mut Sampler, epoch: u64) -> mgpu::Result<()> {
         if self.epoch == Some(epoch) {
             return Ok(());
         }
         let stream = self.model.stream();
-        let steps = self.recipe.steps_per_epoch as usize;
+        let steps = self.training_config.steps_per_epoch as usize;
         if self.train.is_none() {
-            let places = steps * self.recipe.batch;
+            let places = steps * self.training_config.batch;
             self.train = Some(DeviceData::new(stream, &data.images, &data.labels, places)?);
         }
         let order: Vec<u32> = (0..steps).flat_map(|step| sampler.batch(epoch, step).to_vec()).collect();
@@ -119,29 +120,30 @@ impl Gpu {
         Ok(())
     }
 
-    /// Puts `steps` steps on the stream.
+    /// Enqueues `steps` steps on the stream.
     fn launch(&mut self, steps: u64) -> mgpu::Result<()> {
         if let Some(graph) = self.graphs.iter().find(|graph| graph.steps() == steps) {
             return self.model.replay(graph);
         }
-        let Gpu { model, net, train, recipe, .. } = self;
-        launch_each(model, net, train.as_ref(), recipe, steps)
+        let Gpu { model, net, train, training_config, .. } = self;
+        launch_each(model, net, train.as_ref(), training_config, steps)
     }
 
-    /// Captures the graphs, once every kernel has been launched.
+    /// Captures the graphs, after every kernel has been launched once.
     fn capture(&mut self) -> mgpu::Result<()> {
         for steps in [STEPS_A_LAUNCH, 1] {
-            let Gpu { model, net, train, recipe, .. } = self;
-            let graph = model.capture(|model| launch_each(model, net, train.as_ref(), recipe, steps))?;
+            let Gpu { model, net, train, training_config, .. } = self;
+            let graph =
+                model.capture(|model| launch_each(model, net, train.as_ref(), training_config, steps))?;
             self.graphs.push(graph);
         }
         Ok(())
     }
 
-    /// Evaluates the first `images` places of the test set's order.
+    /// Evaluates the first `images` samples of the test order.
     fn score(&mut self, images: usize) -> mgpu::Result<LossReport> {
         let Gpu { model, net, test, .. } = self;
-        // What follows is this rank's own affair.
+        // The rest concerns this rank only; wait for its peers' last collective first.
         model.wait("training step")?;
         let test = test.as_ref().expect("the test set is on the GPU");
         net.clear_score(model.stream())?;
@@ -152,22 +154,22 @@ impl Gpu {
         net.read_score(model.stream())
     }
 
-    /// The arena `values` of the device, as it is in checkpoints.
+    /// The layout of arenas in checkpoints.
     fn host_layout(&self) -> &Layout {
         self.net.host_layout()
     }
 }
 
-/// Puts `steps` steps on the stream, kernel by kernel.
+/// Enqueues `steps` steps on the stream, kernel by kernel.
 fn launch_each(
     model: &mut DeviceDataParallel,
     net: &mut DeviceNet,
     data: Option<&DeviceData>,
-    recipe: &Recipe,
+    training_config: &TrainingConfig,
     steps: u64,
 ) -> mgpu::Result<()> {
     let data = data.expect("the training set is on the GPU");
-    let dropout = DeviceDropout { seed: recipe.seed, first_sample: recipe.first_sample };
+    let dropout = DeviceDropout { seed: training_config.seed, first_sample: training_config.first_sample };
     (0..steps).try_for_each(|_| net.step(model, data, Some(dropout)))
 }
 
@@ -189,13 +191,13 @@ impl Engine for Gpu {
         data: &Dataset,
         sampler: &mut Sampler,
         until: u64,
-        seen: &mut Seen<'_>,
+        observer: &mut StepObserver<'_>,
     ) -> mgpu::Result<LossReport> {
         let begin = self.model.steps();
-        self.load(data, sampler, begin / self.recipe.steps_per_epoch)?;
+        self.load(data, sampler, begin / self.training_config.steps_per_epoch)?;
         self.net.clear_score(self.model.stream())?;
-        // Told so far: steps, and the score as of the last mark that was read.
-        let (mut told, mut score) = (begin, LossReport::default());
+        // Reported so far: steps, and the score at the last mark read.
+        let (mut reported, mut score) = (begin, LossReport::default());
         let mut launches = 0;
         while self.model.steps() < until {
             if self.options.graph && self.graphs.is_empty() && self.launched >= FIRST_STEPS {
@@ -204,11 +206,11 @@ impl Engine for Gpu {
             let longest = if self.graphs.is_empty() { 1 } else { STEPS_A_LAUNCH };
             let steps = if self.model.steps() + longest <= until { longest } else { 1 };
             let place = launches % AHEAD;
-            // The mark's last use is over before it is used again: that keeps the host from running ahead.
+            // A mark is reused only after it was read. That keeps the host from running further ahead.
             if launches >= AHEAD {
                 let step = self.marks[place].step;
-                score = self.read(place, score, told..step, seen)?;
-                told = step;
+                score = self.read(place, score, reported..step, observer)?;
+                reported = step;
             }
             self.launch(steps)?;
             self.launched += steps;
@@ -219,14 +221,14 @@ impl Engine for Gpu {
             mark.step = model.steps();
             launches += 1;
             if self.graphs.is_empty() {
-                // Without a graph every step is told as it ends.
+                // Without a graph, every step is reported when it ends.
                 self.model.wait("training step")?;
             }
         }
         for launch in launches.saturating_sub(AHEAD)..launches {
             let step = self.marks[launch % AHEAD].step;
-            score = self.read(launch % AHEAD, score, told..step, seen)?;
-            told = step;
+            score = self.read(launch % AHEAD, score, reported..step, observer)?;
+            reported = step;
         }
         Ok(score)
     }
@@ -300,7 +302,7 @@ impl Engine for Gpu {
         Some(self.model.stream().device())
     }
 
-    fn place(&self) -> String {
+    fn describe_device(&self) -> String {
         format!("one {}, {}", self.model.stream().device().name(), self.options.precision)
     }
 
@@ -314,21 +316,21 @@ impl Engine for Gpu {
 }
 
 impl Gpu {
-    /// Waits for mark `place` and tells of its steps. Returns the score as it was there; `before` is that of the mark
-    /// before.
+    /// Waits for mark `place` and reports its steps. Returns the score there; `before` is the score at the previous
+    /// mark.
     fn read(
         &mut self,
         place: usize,
         before: LossReport,
         steps: std::ops::Range<u64>,
-        seen: &mut Seen<'_>,
+        observer: &mut StepObserver<'_>,
     ) -> mgpu::Result<LossReport> {
         self.model.look(&mut self.marks[place].health)?;
         let bytes = self.model.read(&mut self.marks[place].score)?;
         let score: LossReport = Score::from_bytes(bytes).into();
         let samples = (score.samples - before.samples).max(1);
         let loss = (score.loss_sum - before.loss_sum) / samples as f64;
-        steps.for_each(|step| seen(step + 1, loss));
+        steps.for_each(|step| observer(step + 1, loss));
         Ok(score)
     }
 }

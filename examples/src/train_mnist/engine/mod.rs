@@ -1,7 +1,8 @@
-//! How a rank trains: on the CPU or on a GPU, with one contract.
+//! Training on the CPU or on a GPU, behind one interface.
 //!
-//! A trainer decides what happens when; an engine has the model and does it. Both engines train the same networks from
-//! the same initial values on the same batches, and write the same checkpoints: a run may go on with the other one.
+//! The trainer decides what happens when; an engine owns the model and does it. Both engines train the same networks
+//! from the same initial values on the same batches and write the same checkpoints, so a run can be resumed with the
+//! other engine.
 
 mod cpu;
 mod gpu;
@@ -17,25 +18,25 @@ use super::profile::StepProfile;
 use crate::data::Dataset;
 use crate::nets::{LossReport, Spec};
 
-/// What an engine has to know of the run.
+/// The parameters of a run that an engine needs.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Recipe {
+pub(super) struct TrainingConfig {
     pub(super) seed: u64,
-    /// Images a step on this rank.
+    /// Batch size of this rank, in images.
     pub(super) batch: usize,
-    /// Parts that those are cut into.
+    /// Number of micro-batches in that batch.
     pub(super) micro_batches: usize,
-    /// Index in the batch of all ranks of this rank's first image.
+    /// Index of this rank's first image in the global batch.
     pub(super) first_sample: u64,
-    /// Learning rate at the beginning.
+    /// Initial learning rate.
     pub(super) lr: f64,
-    /// What becomes of it.
+    /// Schedule of the learning rate.
     pub(super) schedule: Schedule,
     pub(super) steps_per_epoch: u64,
 }
 
-impl Recipe {
-    /// How parameters of `net` follow their gradients in this run.
+impl TrainingConfig {
+    /// The optimizer of `net` in this run.
     fn optimizer(&self, net: &Spec) -> OptimizerConfig {
         let mut optimizer = net.optimizer.with_schedule(self.schedule);
         optimizer.rule = optimizer.rule.with_lr(self.lr);
@@ -43,77 +44,77 @@ impl Recipe {
     }
 }
 
-/// Told after steps how many have been made in all, and the loss of the last one whose loss is known.
-pub(super) type Seen<'a> = dyn FnMut(u64, f64) + 'a;
+/// Called after steps, with the number of steps done and the latest known loss.
+pub(super) type StepObserver<'a> = dyn FnMut(u64, f64) + 'a;
 
-/// A model in training. What is said to be collective is called by all ranks alike.
+/// A model in training. All ranks must call collective methods together.
 pub(super) trait Engine {
-    /// For collectives of the program's own between steps.
+    /// For the program's own collectives between steps.
     fn comm(&mut self) -> &mut Communicator;
 
-    /// Parameters of the network.
+    /// Number of parameters of the network.
     fn parameters(&self) -> usize;
 
-    /// Steps made.
+    /// Number of steps done.
     fn steps(&self) -> u64;
 
-    /// Makes steps until `until` have been made, all of one epoch, on the batches of `sampler`, and returns this rank's
+    /// Trains until `until` steps are done, all in one epoch, on the batches of `sampler`. Returns this rank's
     /// losses. Collective.
     ///
     /// # Errors
-    /// As the communicator's, and the GPU's.
+    /// Errors of the communicator and of the GPU.
     fn train(
         &mut self,
         data: &Dataset,
         sampler: &mut Sampler,
         until: u64,
-        seen: &mut Seen<'_>,
+        observer: &mut StepObserver<'_>,
     ) -> mgpu::Result<LossReport>;
 
-    /// Evaluates the samples `shard`, and once more with the moving average of the weights where one is kept. Collective.
+    /// Evaluates the samples `shard`, and again with the moving average of the weights if there is one. Collective.
     ///
     /// # Errors
-    /// As the communicator's, and the GPU's.
+    /// Errors of the communicator and of the GPU.
     fn evaluate(&mut self, data: &Dataset, shard: &[u32]) -> mgpu::Result<(LossReport, Option<LossReport>)>;
 
-    /// Checks that all ranks hold the same weights, and finite ones, and returns their checksum. Collective.
+    /// Checks that all ranks hold the same, finite weights. Returns their checksum. Collective.
     ///
     /// # Errors
-    /// If they do not.
+    /// If the weights differ or are not finite.
     fn verify(&mut self) -> mgpu::Result<u64>;
 
-    /// A copy of everything there is to save, on rank 0. Collective.
+    /// A copy of the state to save, on rank 0. Collective.
     ///
     /// # Errors
-    /// As the communicator's, and the GPU's.
+    /// Errors of the communicator and of the GPU.
     fn snapshot(&mut self) -> mgpu::Result<Option<Snapshot>>;
 
-    /// Goes back to the state after `step` steps, which rank 0 has a checkpoint of. Collective.
+    /// Restores the state after `step` steps from rank 0's checkpoint. Collective.
     ///
     /// # Errors
-    /// If it cannot be read, or does not fit.
+    /// If the checkpoint cannot be read or does not fit.
     fn restore(&mut self, step: u64, checkpoint: Option<&Checkpoint>) -> mgpu::Result<()>;
 
     /// The logits of the first `count` images of `data`, \[count, classes\], in evaluation mode.
     ///
     /// # Errors
-    /// As the GPU's.
+    /// Errors of the GPU.
     fn logits(&mut self, data: &Dataset, count: usize) -> mgpu::Result<Vec<f32>>;
 
     /// The GPU; `None` on the CPU.
     fn gpu(&self) -> Option<&Device>;
 
-    /// What a rank has to compute with, in words.
-    fn place(&self) -> String;
+    /// The device of a rank, in words.
+    fn describe_device(&self) -> String;
 
-    /// One line for each layer that there is a choice of kernels for: which was chosen.
+    /// One line for each layer with a choice of kernels: the kernel chosen.
     fn kernels(&self) -> Vec<String>;
 
-    /// Where the time of the steps so far went, if that was asked for and is known.
+    /// The profile of the steps so far, if requested and available.
     fn profile(&self) -> Option<StepProfile>;
 }
 
-/// The values of an arena: of the checkpoint on rank 0, elsewhere any, to be replaced by rank 0's.
+/// The values of an arena: from the checkpoint on rank 0; placeholders elsewhere, which rank 0's values replace.
 fn read(checkpoint: Option<&Checkpoint>, name: &str, layout: &Layout) -> mgpu::Result<Vec<f32>> {
     match checkpoint {
         Some(checkpoint) => checkpoint.load(name, layout),
@@ -121,7 +122,7 @@ fn read(checkpoint: Option<&Checkpoint>, name: &str, layout: &Layout) -> mgpu::R
     }
 }
 
-/// An error that names the tensor, if a weight is not finite.
+/// Returns an error that names the tensor if a weight is not finite.
 fn check_finite(layout: &Layout, weights: &[f32]) -> mgpu::Result<()> {
     let is_finite = |values: &[f32]| values.iter().all(|value| value.is_finite());
     match layout.tensors().iter().find(|tensor| !is_finite(&weights[tensor.range()])) {

@@ -1,5 +1,5 @@
-//! What is not alike: tensors in groups, frozen ones, ones that a rank does not use, gradients in an order of each rank's own,
-//! ranks that run out of data. All as on the CPU.
+//! Uneven training: parameter groups, frozen tensors, tensors unused on a rank, different gradient orders on each
+//! rank, and ranks that run out of data. All compared with the CPU.
 
 use mgpu::device::{DeviceConfig, DeviceDataParallel};
 use mgpu::optimizer::OptimizerConfig;
@@ -24,7 +24,7 @@ pub(crate) fn check(world: &mut World) -> Result<()> {
     mistakes(world)
 }
 
-/// Tensors with factors, and frozen ones at the ends and in between.
+/// Tensors with factors, and frozen tensors at the ends and in between.
 fn grouped() -> Layout {
     let mut layout = layout();
     layout.assign([0], ParameterGroup::new().with_learning_rate(0.3).with_weight_decay(2.0));
@@ -38,15 +38,15 @@ fn model(world: &mut World, layout: &Layout, config: DeviceConfig) -> Result<Dev
     DeviceDataParallel::new(device, host, layout.clone(), initial(layout), config)?.with_buffers(&[1.0; 3])
 }
 
-/// The tensors in an order of this rank's own, another one in each micro-batch.
+/// The order of tensors on this rank, different in each micro-batch.
 fn order(rank: u32, index: usize) -> Vec<usize> {
     let mut tensors: Vec<usize> = (0..7).collect();
     tensors.sort_by_key(|tensor| (tensor + 1) * (37 * rank as usize + 11 * index + 5) % 17);
     tensors
 }
 
-/// Makes the next step, with the gradients of those tensors that the model wants and `uses` (given the micro-batch and the
-/// tensor).
+/// Makes the next step with the gradients of the tensors that the model trains and that `uses` selects (by
+/// micro-batch and tensor).
 fn make_step(
     model: &mut DeviceDataParallel,
     inputs: &Inputs,
@@ -65,7 +65,7 @@ fn make_step(
     model.finish_step()
 }
 
-/// The same on a CPU, by one rank that has, in each step, these micro-batches of all ranks, and uses these tensors.
+/// The same on a CPU, by one rank with the micro-batches of all ranks, and the same tensors.
 fn on_cpu(
     layout: &Layout,
     config: &DeviceConfig,
@@ -94,7 +94,7 @@ fn on_cpu(
     Ok(Outcome { weights, average, gradients: model.gradients()? })
 }
 
-/// Asserts that a model is what the CPU has come to.
+/// Asserts that a model equals that of the CPU.
 fn expect(what: &str, model: &mut DeviceDataParallel, expected: &Outcome) -> Result<()> {
     model.verify()?;
     let bound = 1e-5;
@@ -160,7 +160,7 @@ fn unused(world: &mut World, mut config: DeviceConfig) -> Result<()> {
     expect("unused tensors", &mut model, &expected)
 }
 
-/// Steps of rank `rank`, which is one of three at most.
+/// Number of steps of rank `rank`; there are at most three ranks.
 fn batches(rank: usize) -> u64 {
     [1, STEPS, 0][rank]
 }
@@ -196,7 +196,7 @@ fn micro_batches_and_learning_rates(world: &mut World, optimizer: OptimizerConfi
         assert_eq!((model.learning_rate(), model.micro_batches()), (lr, count));
         let inputs = Inputs::new(&model, count)?;
         make_step(&mut model, &inputs, |_, _| true)?;
-        // Before what the GPU reads goes.
+        // Wait before the memory that the GPU reads is freed.
         model.check()?;
         expected.step_accumulated(|batch| {
             (0..7).rev().try_for_each(|tensor| {
@@ -213,14 +213,14 @@ fn micro_batches_and_learning_rates(world: &mut World, optimizer: OptimizerConfi
 }
 
 fn mistakes(world: &mut World) -> Result<()> {
-    let told = |outcome: Result<()>, text: &str| {
+    let expect_error = |outcome: Result<()>, text: &str| {
         let error = outcome.expect_err("a mistake").to_string();
         assert!(error.contains(text), "{error}");
     };
     let mut model = model(world, &grouped(), config(sgd(), 1))?;
-    told(model.join().map(|_| ()), "only where the configuration has `join`");
+    expect_error(model.join().map(|_| ()), "only where the configuration has `join`");
     model.begin_step()?;
-    told(model.ready(4), "tensor `4` is frozen: its gradient is not taken");
+    expect_error(model.ready(4), "tensor `4` is frozen: its gradient is not taken");
     let inputs = Inputs::new(&model, 1)?;
     make_step(&mut model, &inputs, |_, _| true)?;
     let graph = model.capture(|model| {
@@ -230,7 +230,7 @@ fn mistakes(world: &mut World) -> Result<()> {
     })?;
     model.replay(&graph)?;
     model.set_learning_rate(0.2);
-    told(model.replay(&graph), "a graph with learning rate 0.1 at learning rate 0.2: capture again");
+    expect_error(model.replay(&graph), "a graph with learning rate 0.1 at learning rate 0.2: capture again");
     drop(graph);
     drop(model);
 
@@ -238,7 +238,7 @@ fn mistakes(world: &mut World) -> Result<()> {
     joining.parallel.reducer.join = true;
     let mut model = self::model(world, &layout(), joining)?;
     let captured = model.capture(DeviceDataParallel::begin_step).map(|_| ());
-    told(captured, "which cannot be captured");
-    told(model.sum_over_ranks(model.buffers()), "takes no part in sums within a step");
+    expect_error(captured, "which cannot be captured");
+    expect_error(model.sum_over_ranks(model.buffers()), "takes no part in sums within a step");
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! A web server on loopback that answers as a test tells it to.
+//! A web server on loopback with answers defined by a test.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -6,16 +6,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
-/// What was asked for.
+/// A received request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Request {
     /// The path without its slash.
     pub(super) name: String,
-    /// The first byte wanted, where not all are.
+    /// The first byte of the requested range, if there is one.
     pub(super) from: Option<usize>,
 }
 
-/// Serves until it is dropped, one connection after the other, one request on each.
+/// Serves until it is dropped, one connection after the other, one request each.
 pub(super) struct Server {
     address: SocketAddr,
     requests: Arc<Mutex<Vec<Request>>>,
@@ -24,7 +24,7 @@ pub(super) struct Server {
 }
 
 impl Server {
-    /// Serves what `answer` makes of each request: the bytes of a whole HTTP answer.
+    /// Starts a server. `answer` returns the bytes of a whole HTTP response for each request.
     pub(super) fn start(mut answer: impl FnMut(&Request) -> Vec<u8> + Send + 'static) -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let address = listener.local_addr().unwrap();
@@ -39,7 +39,7 @@ impl Server {
                 let Some(request) = read_request(&stream) else { continue };
                 let bytes = answer(&request);
                 seen.lock().unwrap().push(request);
-                // A client may well have hung up: it has limits.
+                // The client may have closed the connection because of its limits.
                 let _ = stream.write_all(&bytes);
             }
         });
@@ -59,7 +59,7 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::SeqCst);
-        // Wakes it up, if it waits for a connection.
+        // Wakes up the server if it waits for a connection.
         let _ = TcpStream::connect(self.address);
         let ended = self.thread.take().unwrap().join();
         assert!(ended.is_ok() || std::thread::panicking(), "the test's server panicked");
@@ -79,13 +79,13 @@ fn read_request(stream: &TcpStream) -> Option<Request> {
     Some(Request { name, from })
 }
 
-/// An HTTP answer; `len` is what its header promises.
+/// An HTTP response; `len` is its Content-Length.
 pub(super) fn answer(status: &str, headers: &str, len: usize, body: &[u8]) -> Vec<u8> {
     let head = format!("HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: {len}\r\n{headers}\r\n");
     [head.as_bytes(), body].concat()
 }
 
-/// How a good server answers: all of `file`, or the part from the byte that was asked for.
+/// The response of a correct server: all of `file`, or the requested range.
 pub(super) fn serve(file: &[u8], request: &Request) -> Vec<u8> {
     let len = file.len();
     match request.from {

@@ -1,21 +1,21 @@
-//! How the ten digits are written: strokes as lists of points that a smooth curve passes through.
+//! The shapes of the ten digits: strokes as lists of points of a smooth curve.
 //!
-//! The box is two units high and about one wide, its centre at the origin; x grows to the right, y downwards. A
-//! point given twice is a corner: the curve stops there and leaves in a new direction. Most digits have several
-//! ways of being written, as people have: a four open or closed, a seven with or without a bar, a one with or
-//! without flag and base.
+//! The box is two units high and about one unit wide, centred at the origin; x grows to the right, y downwards. A
+//! point given twice is a corner: the curve stops there and continues in a new direction. Most digits have several
+//! variants, as people write them: a four open or closed, a seven with or without a bar, a one with or without flag
+//! and base.
 
 /// A point of a stroke, in the digit's box or in pixels.
 pub(super) type Point = (f32, f32);
 
-/// One way to write a digit.
-pub(super) type Shape = &'static [&'static [Point]];
+/// One variant of a digit.
+pub(super) type Glyph = &'static [&'static [Point]];
 
-/// For each digit the ways to write it; the generator takes each way of a digit equally often.
-pub(super) const SHAPES: [&[Shape]; 10] =
+/// The variants of each digit. The generator uses all variants of a digit equally often.
+pub(super) const GLYPHS: [&[Glyph]; 10] =
     [&[ZERO], &[ONE, ONE, ONE_FLAG, ONE_BASE], TWO, THREE, FOUR, FIVE, &[SIX], SEVEN, EIGHT, NINE];
 
-const ZERO: Shape = &[&[
+const ZERO: Glyph = &[&[
     (0.10, -0.98),
     (-0.40, -0.75),
     (-0.60, 0.0),
@@ -28,14 +28,14 @@ const ZERO: Shape = &[&[
     (-0.15, -0.93),
 ]];
 
-const ONE: Shape = &[&[(0.02, -1.0), (0.0, 0.0), (-0.02, 1.0)]];
-const ONE_FLAG: Shape = &[&[(-0.32, -0.62), (0.05, -1.0), (0.05, -1.0), (0.03, 0.0), (0.0, 1.0)]];
-const ONE_BASE: Shape = &[
+const ONE: Glyph = &[&[(0.02, -1.0), (0.0, 0.0), (-0.02, 1.0)]];
+const ONE_FLAG: Glyph = &[&[(-0.32, -0.62), (0.05, -1.0), (0.05, -1.0), (0.03, 0.0), (0.0, 1.0)]];
+const ONE_BASE: Glyph = &[
     &[(-0.30, -0.65), (0.03, -1.0), (0.03, -1.0), (0.02, 0.0), (0.0, 0.97)],
     &[(-0.42, 0.97), (0.42, 0.97)],
 ];
 
-const TWO: &[Shape] = &[
+const TWO: &[Glyph] = &[
     &[&[
         (-0.50, -0.58),
         (-0.25, -0.93),
@@ -64,7 +64,7 @@ const TWO: &[Shape] = &[
     ]],
 ];
 
-const THREE: &[Shape] = &[
+const THREE: &[Glyph] = &[
     &[&[
         (-0.48, -0.75),
         (-0.10, -0.98),
@@ -93,7 +93,7 @@ const THREE: &[Shape] = &[
     ]],
 ];
 
-const FOUR: &[Shape] = &[
+const FOUR: &[Glyph] = &[
     &[
         &[(-0.38, -0.92), (-0.48, -0.40), (-0.55, 0.10), (-0.55, 0.10), (0.0, 0.08), (0.60, 0.05)],
         &[(0.38, -0.75), (0.33, 0.15), (0.28, 1.0)],
@@ -105,7 +105,7 @@ const FOUR: &[Shape] = &[
     ],
 ];
 
-const FIVE: &[Shape] = &[
+const FIVE: &[Glyph] = &[
     &[
         &[
             (-0.38, -0.93),
@@ -119,7 +119,7 @@ const FIVE: &[Shape] = &[
         ],
         &[(-0.38, -0.93), (0.08, -0.95), (0.52, -0.96)],
     ],
-    // In one stroke, from the right.
+    // One stroke, starting at the right.
     &[&[
         (0.48, -0.96),
         (-0.32, -0.92),
@@ -134,7 +134,7 @@ const FIVE: &[Shape] = &[
     ]],
 ];
 
-const SIX: Shape = &[&[
+const SIX: Glyph = &[&[
     (0.32, -0.98),
     (-0.15, -0.62),
     (-0.45, 0.0),
@@ -147,7 +147,7 @@ const SIX: Shape = &[&[
     (-0.45, 0.55),
 ]];
 
-const SEVEN: &[Shape] = &[
+const SEVEN: &[Glyph] = &[
     &[&[(-0.52, -0.90), (0.0, -0.93), (0.50, -0.93), (0.50, -0.93), (0.12, 0.05), (-0.15, 1.0)]],
     // A bar across the stem.
     &[
@@ -167,7 +167,7 @@ const SEVEN: &[Shape] = &[
     ]],
 ];
 
-const EIGHT: &[Shape] = &[
+const EIGHT: &[Glyph] = &[
     &[&[
         (0.40, -0.72),
         (0.02, -0.98),
@@ -183,7 +183,7 @@ const EIGHT: &[Shape] = &[
         (0.32, -0.84),
         (0.05, -0.98),
     ]],
-    // Two rings.
+    // Two circles.
     &[
         &[
             (0.10, -0.07),
@@ -208,7 +208,7 @@ const EIGHT: &[Shape] = &[
     ],
 ];
 
-const NINE: &[Shape] = &[
+const NINE: &[Glyph] = &[
     &[&[
         (0.40, -0.70),
         (0.05, -0.98),
@@ -221,7 +221,7 @@ const NINE: &[Shape] = &[
         (0.40, 0.15),
         (0.30, 1.0),
     ]],
-    // The tail bends back.
+    // With a bent tail.
     &[&[
         (0.40, -0.72),
         (0.05, -0.98),

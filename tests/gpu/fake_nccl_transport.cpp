@@ -1,9 +1,9 @@
-// How the ranks of a communicator meet: in memory without a name, which goes with the last process that has it.
+// Communication between ranks through anonymous shared memory, which is freed with its last process.
 //
-// Who makes the id makes the memory, and the id says where: the descriptor's number in that process. Each rank has a
-// seat with a count of its arrivals; a collective goes through the ranks' slots chunk by chunk, each chunk one arrival
-// of everyone. Two slots a rank, used in turn, make one arrival a chunk enough: who has arrived for a chunk has read all
-// of the one before. A rank that was killed never arrives, and nobody is told.
+// The process that creates the id creates the memory; the id contains its process id and descriptor. Each rank has a
+// counter of arrivals. A collective passes through the ranks' slots in chunks, with one arrival of all ranks per
+// chunk. With two alternating slots per rank one arrival per chunk is enough: a rank that has arrived for a chunk has
+// read the previous one. A killed rank never arrives, and nobody is notified.
 #include "fake_nccl.h"
 
 #include <climits>
@@ -19,39 +19,39 @@
 
 namespace fake_nccl {
 
-constexpr size_t SLOT = 1 << 20;       // bytes a rank offers at a time
-constexpr size_t LETTER = 64 << 10;    // bytes of one message at a time
+constexpr size_t SLOT = 1 << 20;       // size of a rank's slot in bytes
+constexpr size_t CHUNK = 64 << 10;    // size of a message chunk in bytes
 constexpr char MAGIC[] = "FAKE NCCL ID";
 
-struct Offer {
+struct CallSignature {
     Kind kind;
     ncclDataType_t type;
     ncclRedOp_t op;
     int root;
     size_t count;
-    bool operator==(const Offer&) const = default;
+    bool operator==(const CallSignature&) const = default;
 };
 
-struct Seat {
+struct RankState {
     std::atomic<unsigned> taken;
     int world;
     CUuuid device;
     uint64_t host;
     std::atomic<uint64_t> arrivals;
-    Offer offers[2];
+    CallSignature calls[2];
 };
 
-// From one rank to another: `written` and `read` count letters; one may be under way.
+// Messages from one rank to another: `written` and `read` count chunks; at most one is in flight.
 struct Mailbox {
     std::atomic<uint64_t> written, read;
     size_t total;
-    unsigned char letter[LETTER];
+    unsigned char chunk[CHUNK];
 };
 
 struct Region {
     uint64_t cookie;
-    std::atomic<unsigned> bell;   // rung at every change
-    Seat seats[MOST_RANKS];
+    std::atomic<unsigned> notifications;   // changed by every update
+    RankState rank_states[MAX_RANKS];
 };
 
 namespace {
@@ -72,7 +72,7 @@ Mailbox& mailbox(Region* region, int world, int from, int to) {
 }
 
 uint64_t host_hash() {
-    // Real NCCL takes its word for which ranks are on one machine.
+    // Real NCCL also uses this variable to decide which ranks are on one machine.
     const char* name = getenv("NCCL_HOSTID");
     uint64_t hash = 0xcbf29ce484222325;
     for (; name != nullptr && *name != 0; ++name) hash = (hash ^ (unsigned char)*name) * 0x100000001b3;
@@ -91,7 +91,7 @@ void forget(int descriptor) {
     if (waiting().erase(descriptor) != 0) close(descriptor);
 }
 
-std::string describe(const Offer& offer) {
+std::string describe(const CallSignature& offer) {
     const char* names[] = {"AllReduce", "Reduce", "Broadcast", "AllGather", "ReduceScatter"};
     char text[120];
     snprintf(text, sizeof text, "%s of %zu elements of type %u, operation %u, root %d", names[(unsigned)offer.kind],
@@ -100,18 +100,18 @@ std::string describe(const Offer& offer) {
 }
 
 bool may_share_devices() {
-    return fake::number_asked_for("FAKE_NCCL_VERSION", 22809) >= 23000 &&
-           fake::number_asked_for("NCCL_MULTI_RANK_GPU_ENABLE", 0) == 1;
+    return fake::env_number("FAKE_NCCL_VERSION", 22809) >= 23000 &&
+           fake::env_number("NCCL_MULTI_RANK_GPU_ENABLE", 0) == 1;
 }
 
 }   // namespace
 
-bool Meeting::found(ncclUniqueId* id) {
+bool Transport::create_id(ncclUniqueId* id) {
     IdText text = {};
     memcpy(text.magic, MAGIC, sizeof MAGIC);
     text.process = getpid();
     text.descriptor = (int)syscall(SYS_memfd_create, "fake-nccl", MFD_CLOEXEC);
-    if (text.descriptor < 0 || ftruncate(text.descriptor, (off_t)end_of(MOST_RANKS)) != 0) return false;
+    if (text.descriptor < 0 || ftruncate(text.descriptor, (off_t)end_of(MAX_RANKS)) != 0) return false;
     if (getrandom(&text.cookie, sizeof text.cookie, 0) != sizeof text.cookie) return false;
     if (pwrite(text.descriptor, &text.cookie, sizeof text.cookie, 0) != sizeof text.cookie) return false;
     std::lock_guard lock(waiting_mutex);
@@ -121,7 +121,7 @@ bool Meeting::found(ncclUniqueId* id) {
     return true;
 }
 
-ncclResult_t Meeting::join(const ncclUniqueId& id, int own_rank, int ranks, const CUuuid& device,
+ncclResult_t Transport::join(const ncclUniqueId& id, int own_rank, int ranks, const CUuuid& device,
                            const std::atomic<bool>& aborted, std::string& why) {
     rank = own_rank;
     world = ranks;
@@ -147,10 +147,10 @@ ncclResult_t Meeting::join(const ncclUniqueId& id, int own_rank, int ranks, cons
     }
     region = (Region*)memory;
     if (region->cookie != text.cookie) {
-        why = "the id is that of an earlier meeting";
+        why = "the id belongs to an earlier communicator";
         return ncclSystemError;
     }
-    Seat& own = region->seats[rank];
+    RankState& own = region->rank_states[rank];
     unsigned vacant = 0;
     if (!own.taken.compare_exchange_strong(vacant, 1)) {
         why = "this rank has joined already";
@@ -163,15 +163,15 @@ ncclResult_t Meeting::join(const ncclUniqueId& id, int own_rank, int ranks, cons
         why = "aborted";
         return ncclInternalError;
     }
-    // All have mapped it: who made the id may close what others found it by.
+    // All ranks have mapped the memory: the creator of the id can close the descriptor.
     if (text.process == getpid()) forget(text.descriptor);
-    return check_seats(why);
+    return check_ranks(why);
 }
 
-ncclResult_t Meeting::check_seats(std::string& why) const {
+ncclResult_t Transport::check_ranks(std::string& why) const {
     for (int a = 0; a < world; ++a) {
         for (int b = a + 1; b < world; ++b) {
-            const Seat &x = region->seats[a], &y = region->seats[b];
+            const RankState &x = region->rank_states[a], &y = region->rank_states[b];
             if (x.world != y.world) {
                 why = "the ranks disagree on the number of ranks";
                 return ncclInvalidArgument;
@@ -186,63 +186,63 @@ ncclResult_t Meeting::check_seats(std::string& why) const {
     return ncclSuccess;
 }
 
-Meeting::~Meeting() {
+Transport::~Transport() {
     if (region != nullptr) munmap(region, bytes);
 }
 
-void Meeting::ring() {
+void Transport::notify() {
     if (region == nullptr) return;
-    region->bell.fetch_add(1);
-    syscall(SYS_futex, &region->bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+    region->notifications.fetch_add(1);
+    syscall(SYS_futex, &region->notifications, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
 template <class Condition>
-bool Meeting::wait_until(const std::atomic<bool>& aborted, Condition condition) {
+bool Transport::wait_until(const std::atomic<bool>& aborted, Condition condition) {
     for (;;) {
-        const unsigned heard = region->bell.load();
+        const unsigned heard = region->notifications.load();
         if (condition()) return true;
         if (aborted) return false;
-        // An abort rings as well; the limit is for one that falls between the look and the wait.
+        // An abort notifies too; the timeout covers one between the check and the wait.
         const timespec limit = {0, 20'000'000};
-        syscall(SYS_futex, &region->bell, FUTEX_WAIT, heard, &limit, nullptr, 0);
+        syscall(SYS_futex, &region->notifications, FUTEX_WAIT, heard, &limit, nullptr, 0);
     }
 }
 
-bool Meeting::arrive(const std::atomic<bool>& aborted) {
+bool Transport::arrive(const std::atomic<bool>& aborted) {
     ++arrivals;
-    region->seats[rank].arrivals.store(arrivals);
-    ring();
+    region->rank_states[rank].arrivals.store(arrivals);
+    notify();
     return wait_until(aborted, [&] {
         for (int other = 0; other < world; ++other) {
-            if (region->seats[other].arrivals.load() < arrivals) return false;
+            if (region->rank_states[other].arrivals.load() < arrivals) return false;
         }
         return true;
     });
 }
 
-unsigned char* Meeting::slot(int of, unsigned turn) const {
+unsigned char* Transport::slot(int of, unsigned turn) const {
     return (unsigned char*)region + slots_at() + ((size_t)of * 2 + turn) * SLOT;
 }
 
-bool Meeting::barrier(const std::atomic<bool>& aborted) { return arrive(aborted); }
+bool Transport::barrier(const std::atomic<bool>& aborted) { return arrive(aborted); }
 
-bool Meeting::collective(const Op& op, const std::atomic<bool>& aborted) {
+bool Transport::collective(const Op& op, const std::atomic<bool>& aborted) {
     const size_t size = size_of(op.type), parts = op.kind == Kind::ReduceScatter ? (size_t)world : 1;
     const size_t most = SLOT / size / parts;
     for (size_t first = 0; first < op.count; first += most) {
         const size_t count = op.count - first < most ? op.count - first : most;
         const unsigned turn = arrivals % 2;
         if (aborted) return false;
-        region->seats[rank].offers[turn] = {op.kind, op.type, op.op, op.peer, op.count};
-        take_part(op, first, count, turn);
+        region->rank_states[rank].calls[turn] = {op.kind, op.type, op.op, op.peer, op.count};
+        publish_input(op, first, count, turn);
         if (!arrive(aborted)) return false;
-        check_offers(turn);
-        make_result(op, first, count, turn);
+        check_calls(turn);
+        compute_result(op, first, count, turn);
     }
     return true;
 }
 
-void Meeting::take_part(const Op& op, size_t first, size_t count, unsigned turn) {
+void Transport::publish_input(const Op& op, size_t first, size_t count, unsigned turn) {
     const size_t size = size_of(op.type);
     const bool gives = op.kind != Kind::Broadcast || op.peer == rank;
     const int parts = op.kind == Kind::ReduceScatter ? world : 1;
@@ -252,9 +252,9 @@ void Meeting::take_part(const Op& op, size_t first, size_t count, unsigned turn)
     }
 }
 
-void Meeting::make_result(const Op& op, size_t first, size_t count, unsigned turn) {
+void Transport::compute_result(const Op& op, size_t first, size_t count, unsigned turn) {
     const size_t size = size_of(op.type);
-    const unsigned char* in[MOST_RANKS];
+    const unsigned char* in[MAX_RANKS];
     for (int other = 0; other < world; ++other) in[other] = slot(other, turn);
     unsigned char* out = op.recv + first * size;
     switch (op.kind) {
@@ -273,11 +273,11 @@ void Meeting::make_result(const Op& op, size_t first, size_t count, unsigned tur
     }
 }
 
-// Ranks that call different collectives wait for each other for good, or get garbage: better said at once.
-void Meeting::check_offers(unsigned turn) const {
-    const Offer& own = region->seats[rank].offers[turn];
+// Ranks that call different collectives would wait forever or get garbage: report it at once.
+void Transport::check_calls(unsigned turn) const {
+    const CallSignature& own = region->rank_states[rank].calls[turn];
     for (int other = 0; other < world; ++other) {
-        const Offer& theirs = region->seats[other].offers[turn];
+        const CallSignature& theirs = region->rank_states[other].calls[turn];
         if (theirs == own) continue;
         fprintf(stderr, "FAKE NCCL: the ranks call different collectives: rank %d %s, rank %d %s\n", rank,
                 describe(own).c_str(), other, describe(theirs).c_str());
@@ -285,16 +285,16 @@ void Meeting::check_offers(unsigned turn) const {
     }
 }
 
-// One letter more of one message, if the mailbox lets it.
-bool Meeting::advance(Op& pair, size_t& moved) {
+// Transfers one more chunk of a message, if the mailbox allows it.
+bool Transport::advance(Op& pair, size_t& moved) {
     const size_t total = pair.count * size_of(pair.type);
     const bool sends = pair.kind == Kind::Send;
     Mailbox& box = sends ? mailbox(region, world, rank, pair.peer) : mailbox(region, world, pair.peer, rank);
-    const size_t now = total - moved < LETTER ? total - moved : LETTER;
+    const size_t now = total - moved < CHUNK ? total - moved : CHUNK;
     if (sends) {
         if (box.written.load() != box.read.load()) return false;
         box.total = total;
-        memcpy(box.letter, pair.send + moved, now);
+        memcpy(box.chunk, pair.send + moved, now);
         box.written.fetch_add(1);
     } else {
         if (box.written.load() == box.read.load()) return false;
@@ -303,18 +303,18 @@ bool Meeting::advance(Op& pair, size_t& moved) {
                     total);
             abort();
         }
-        memcpy(pair.recv + moved, box.letter, now);
+        memcpy(pair.recv + moved, box.chunk, now);
         box.read.fetch_add(1);
     }
     moved += now;
-    ring();
+    notify();
     return true;
 }
 
-bool Meeting::exchange(std::vector<Op> pairs, const std::atomic<bool>& aborted) {
+bool Transport::exchange(std::vector<Op> pairs, const std::atomic<bool>& aborted) {
     std::vector<size_t> moved(pairs.size(), 0);
     auto is_done = [&](size_t i) { return moved[i] == pairs[i].count * size_of(pairs[i].type); };
-    // Messages between the same two ranks in one direction go one after another.
+    // Messages between the same two ranks in one direction are ordered.
     auto is_first = [&](size_t i) {
         for (size_t before = 0; before < i; ++before) {
             const bool same = pairs[before].kind == pairs[i].kind && pairs[before].peer == pairs[i].peer;

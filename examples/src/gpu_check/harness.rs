@@ -1,4 +1,4 @@
-//! Memory on the GPU for one check, the launch, twice, and the verdict.
+//! The test harness: memory on the GPU for one check, two launches, and the verdict.
 
 use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -11,27 +11,27 @@ use mgpu_kernels::{DType, Element, Threads};
 use super::report::{Check, Report};
 use super::values::Random;
 
-/// Nothing, or what ended all checks.
+/// Nothing, or an error that ends all checks.
 pub(super) type Outcome = Result<(), Error>;
 
-/// Bytes on both sides of every buffer that nobody may write to.
+/// Bytes before and after every buffer that no kernel may write.
 const MARGIN: usize = 256;
 const MARGIN_BYTE: u8 = 0xa5;
-/// What outputs hold before the first and the second run: as f32 and bf16 a NaN, and a large number.
+/// Contents of outputs before the first and the second run: a NaN as f32 and bf16, and a large number.
 const GARBAGE: [u8; 2] = [0xff, 0x55];
 
-pub(super) struct Bench {
+pub(super) struct Harness {
     pub(super) stream: Stream,
     pub(super) threads: Threads,
     pub(super) random: Random,
     pub(super) quick: bool,
-    /// Elements by which buffers begin behind an address that 16 bytes may be moved from at once.
+    /// Offset of buffers in elements, to make them unaligned for 16-byte accesses.
     pub(super) skew: usize,
     only: Option<String>,
     report: Report,
 }
 
-/// Memory with margins.
+/// Memory with guard margins.
 pub(super) struct Buffer {
     memory: Memory,
     dtype: DType,
@@ -45,11 +45,11 @@ impl Buffer {
     }
 }
 
-/// Something that a kernel writes.
+/// An output of a kernel.
 pub(super) struct Output {
     dtype: DType,
     len: usize,
-    /// What it holds before; garbage if nothing matters.
+    /// Initial contents; garbage if `None`.
     holds: Option<Vec<u8>>,
 }
 
@@ -58,7 +58,7 @@ impl Output {
         Output { dtype, len, holds: None }
     }
 
-    /// An output that is read as well.
+    /// An output that the kernel also reads.
     pub(super) fn holding<T: Element>(values: &[T]) -> Self {
         let holds = bytes_of(values);
         Output { dtype: T::DTYPE, len: values.len(), holds: Some(holds) }
@@ -73,18 +73,18 @@ impl Output {
     }
 }
 
-/// What the outputs hold after a launch.
+/// The contents of the outputs after a launch.
 #[derive(PartialEq)]
-pub(super) struct Found {
+pub(super) struct Results {
     outputs: Vec<(DType, Vec<u8>)>,
 }
 
-impl Found {
+impl Results {
     pub(super) fn bytes(&self, output: usize) -> &[u8] {
         &self.outputs[output].1
     }
 
-    /// Output of f32 or bf16, as f32.
+    /// An output of f32 or bf16, as f32.
     pub(super) fn floats(&self, output: usize) -> Vec<f32> {
         let (dtype, bytes) = &self.outputs[output];
         match dtype {
@@ -110,16 +110,16 @@ pub(super) fn narrow(values: &[f32]) -> Vec<bf16> {
     values.iter().map(|value| bf16::from_f32(*value)).collect()
 }
 
-/// What is said about one check.
+/// The result of one check.
 #[derive(Debug, Default)]
-pub(super) struct Judge {
+pub(super) struct Verdict {
     error: f64,
     bound: f64,
     problem: Option<String>,
 }
 
-impl Judge {
-    /// Compares within `bound` times the element's scale.
+impl Verdict {
+    /// Compares with a tolerance of `bound` times the element's scale.
     pub(super) fn close(
         &mut self,
         what: &str,
@@ -133,36 +133,36 @@ impl Judge {
             count += 1;
             let (found, expected) = (found.into(), expected[i]);
             let error = (found - expected).abs() / scale(i).max(f64::MIN_POSITIVE);
-            // What is no number is farther off than anything.
+            // Non-finite differences count as infinite.
             let error = if error.is_nan() { f64::INFINITY } else { error };
             worst = worst.max(error);
             if error > bound {
-                self.problem(format!("{what} {i} is {found:e} in place of {expected:e}"));
+                self.problem(format!("{what} {i} is {found:e} instead of {expected:e}"));
             }
         }
         if count != expected.len() {
-            self.problem(format!("{count} elements of {what} in place of {}", expected.len()));
+            self.problem(format!("{count} elements of {what} instead of {}", expected.len()));
         }
-        // Of several comparisons, the one that comes closest to its bound is told.
+        // With several comparisons, the one closest to its bound is reported.
         if worst * self.bound >= self.error * bound {
             (self.error, self.bound) = (worst, bound);
         }
     }
 
-    /// Compares to the bit.
+    /// Compares bit for bit.
     pub(super) fn equal<T: PartialEq + std::fmt::Debug>(&mut self, what: &str, found: &[T], expected: &[T]) {
         let differ = found.iter().zip(expected).position(|(found, expected)| found != expected);
         if let Some(i) = differ {
-            let text = format!("{what} {i} is {:?} in place of {:?}", found[i], expected[i]);
+            let text = format!("{what} {i} is {:?} instead of {:?}", found[i], expected[i]);
             self.problem.get_or_insert(text);
         }
         if found.len() != expected.len() {
-            let text = format!("{} elements of {what} in place of {}", found.len(), expected.len());
+            let text = format!("{} elements of {what} instead of {}", found.len(), expected.len());
             self.problem.get_or_insert(text);
         }
     }
 
-    /// Compares f32 to the bit, NaNs as equal.
+    /// Compares f32 bit for bit; all NaNs are equal.
     pub(super) fn same(&mut self, what: &str, found: &[f32], expected: &[f32]) {
         let bits = |values: &[f32]| -> Vec<u32> {
             values
@@ -173,7 +173,7 @@ impl Judge {
         let (found_bits, expected_bits) = (bits(found), bits(expected));
         if found_bits != expected_bits {
             let i = found_bits.iter().zip(&expected_bits).position(|(a, b)| a != b).unwrap_or(0);
-            let text = format!("{what} {i} is {:e} in place of {:e}", found[i], expected[i]);
+            let text = format!("{what} {i} is {:e} instead of {:e}", found[i], expected[i]);
             self.problem.get_or_insert(text);
         }
     }
@@ -183,11 +183,11 @@ impl Judge {
     }
 }
 
-impl Bench {
+impl Harness {
     pub(super) fn new(stream: Stream, seed: u64, quick: bool, only: Option<String>) -> Self {
         let threads = Threads::new(1);
         let random = Random::new(seed);
-        Bench { stream, threads, random, quick, skew: 0, only, report: Report::default() }
+        Harness { stream, threads, random, quick, skew: 0, only, report: Report::default() }
     }
 
     pub(super) fn finish(self) -> Report {
@@ -198,7 +198,7 @@ impl Bench {
         self.stream.device().name().contains(super::FAKE)
     }
 
-    /// True where products of TF32 and bf16 are made by tensor cores.
+    /// True if tensor cores compute TF32 and bf16 products.
     pub(super) fn tensor_cores(&self) -> bool {
         self.stream.device().architecture() >= (8, 0)
     }
@@ -208,7 +208,7 @@ impl Bench {
         self.buffer(T::DTYPE, bytemuck::cast_slice(values))
     }
 
-    /// A copy of activations, rounded to their type.
+    /// A copy of activations, rounded to their dtype.
     pub(super) fn activations(&self, dtype: DType, values: &[f32]) -> Result<Buffer> {
         match dtype {
             DType::Bf16 => self.input(&narrow(values)),
@@ -224,14 +224,14 @@ impl Bench {
         Ok(Buffer { memory, dtype, begin, bytes: content.len() })
     }
 
-    /// Runs `work` once on outputs that hold what they should, else `garbage`. The second result is true if all bytes around
-    /// them are as they were.
+    /// Runs `work` once on outputs with their initial contents, or else `garbage`. The second result is true if the
+    /// margins are unchanged.
     pub(super) fn once(
         &self,
         outputs: &[Output],
         garbage: u8,
         work: impl Fn(&Stream, &[View<'_>]) -> Result<()>,
-    ) -> Result<(Found, bool)> {
+    ) -> Result<(Results, bool)> {
         let buffers = outputs.iter().map(|output| match &output.holds {
             Some(bytes) => self.buffer(output.dtype, bytes),
             None => self.buffer(output.dtype, &vec![garbage; output.len * output.dtype.size()]),
@@ -247,56 +247,57 @@ impl Bench {
             clean &= all[..buffer.begin].iter().chain(&all[end..]).all(|byte| *byte == MARGIN_BYTE);
             found.push((buffer.dtype, all[buffer.begin..end].to_vec()));
         }
-        Ok((Found { outputs: found }, clean))
+        Ok((Results { outputs: found }, clean))
     }
 
-    /// Runs `work` twice, tells `judge` if results differ or something else was written, and gives the first result.
+    /// Runs `work` twice, reports to `verdict` if results differ or something else was written, and returns the first
+    /// result.
     pub(super) fn twice(
         &self,
-        judge: &mut Judge,
+        verdict: &mut Verdict,
         outputs: &[Output],
         work: impl Fn(&Stream, &[View<'_>]) -> Result<()>,
-    ) -> Result<Found> {
+    ) -> Result<Results> {
         let (first, clean) = self.once(outputs, GARBAGE[0], &work)?;
         let (second, clean_again) = self.once(outputs, GARBAGE[1], &work)?;
         if !clean || !clean_again {
-            judge.problem("it writes outside of its outputs".into());
+            verdict.problem("it writes outside its outputs".into());
         }
         if first != second {
-            judge.problem("two runs differ".into());
+            verdict.problem("two runs differ".into());
         }
         Ok(first)
     }
 
-    /// Makes one check, unless it is not among those wanted. An error means that none can be made any more.
+    /// Runs one check, unless it was not selected. An error means that no further check is possible.
     pub(super) fn check(
         &mut self,
         name: &str,
         shape: impl Display,
         precision: &'static str,
-        check: impl FnOnce(&mut Bench, &mut Judge) -> Result<()>,
+        check: impl FnOnce(&mut Harness, &mut Verdict) -> Result<()>,
     ) -> Outcome {
         if self.only.as_ref().is_some_and(|only| !name.contains(only.as_str())) {
             return Ok(());
         }
-        let mut judge = Judge::default();
-        let outcome = catch_unwind(AssertUnwindSafe(|| check(self, &mut judge)));
+        let mut verdict = Verdict::default();
+        let outcome = catch_unwind(AssertUnwindSafe(|| check(self, &mut verdict)));
         let problem = match outcome {
             Ok(Ok(())) => None,
             Ok(Err(error)) => Some(error.to_string()),
-            // Its message is on standard error.
+            // The panic message is on standard error.
             Err(_) => Some("a panic".to_owned()),
         };
-        let Judge { error, bound, problem: found } = judge;
+        let Verdict { error, bound, problem: found } = verdict;
         let problem = problem.or(found);
         let ok = problem.is_none() && error <= bound;
         let shape = if self.skew > 0 { format!("{shape}, askew") } else { shape.to_string() };
         self.report.push(Check { name: name.to_owned(), shape, precision, error, bound, problem, ok });
-        // A GPU in disorder says so from now on.
+        // An error of the GPU is reported here, and by all later calls.
         self.stream.synchronize()
     }
 
-    /// Both types of activations, with the names they have in a report.
+    /// Both dtypes of activations, with their names in reports.
     pub(super) fn types() -> [(DType, &'static str); 2] {
         [(DType::F32, Precision::F32.name()), (DType::Bf16, Precision::Bf16.name())]
     }

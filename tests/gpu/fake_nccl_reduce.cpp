@@ -1,4 +1,4 @@
-// Reductions over ranks, element by element in rank order, for every type NCCL has.
+// Reductions over ranks, element by element in rank order, for every NCCL data type.
 #include "fake_nccl.h"
 
 #include <cstring>
@@ -42,7 +42,7 @@ struct F16 {
         const auto sign = (uint16_t)(bits >> 16 & 0x8000);
         if (magnitude > 0x7f800000) return {(uint16_t)(sign | 0x7e00)};
         if (magnitude >= 0x477ff000) return {(uint16_t)(sign | 0x7c00)};
-        // Below the normal numbers an addition rounds to their spacing, 2^-24.
+        // Below the normal numbers, an addition rounds to their spacing, 2^-24.
         if (magnitude < 0x38800000) return {(uint16_t)(sign | (bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f)))};
         return {(uint16_t)(sign | ((magnitude + 0xfff + (magnitude >> 13 & 1) - (112u << 23)) >> 13))};
     }
