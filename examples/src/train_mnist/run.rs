@@ -247,7 +247,7 @@ mod tests {
         assert!(of(Some("a")).differences(&of(Some("b"))).is_empty(), "the launch makes no other run");
     }
 
-    /// Everything in `value` that has a value of its own.
+    /// All leaves of `value`: everything that is not an object.
     fn leaves(value: &mut Value) -> Vec<&mut Value> {
         match value {
             Value::Object(entries) => entries.values_mut().flat_map(leaves).collect(),
