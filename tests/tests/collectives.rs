@@ -293,7 +293,7 @@ fn an_arena_belongs_to_one_world() {
                         let error = operation(&mut comm, buffer).expect_err("a foreign arena");
                         let text = error.to_string();
                         assert!(matches!(error, Error::InvalidArgument { .. }), "{text}");
-                        assert!(text.contains("arena 1 of communicator 1 that rank "), "{text}");
+                        assert!(text.contains("arena 1 of communicator 1, which rank "), "{text}");
                         assert!(text.contains(" of 2 allocated in another world"), "{text}");
                     }
                     assert_eq!(rest.as_slice::<f32>(), [7.0; 200]);

@@ -127,11 +127,11 @@ fn a_library_without_a_required_function_is_not_used() {
     let finished = run(&mut command);
     assert_all(
         &lines(&finished, "conv"),
-        &["forward built in, ", "has no cudnnGetVersion: it is another version"],
+        &["forward built in, ", "has no cudnnGetVersion: this version of the library is not supported"],
     );
     assert_all(
         &lines(&finished, "dense"),
-        &["forward built in, ", "has no cublasLtGetVersion: it is another version"],
+        &["forward built in, ", "has no cublasLtGetVersion: this version of the library is not supported"],
     );
 }
 

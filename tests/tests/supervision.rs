@@ -186,7 +186,7 @@ fn nothing_survives_a_killed_launcher() {
     let folder = tempfile::tempdir().unwrap();
     let (mut child, launcher) = start_stubborn(folder.path());
     kill(launcher, Signal::SIGKILL).unwrap();
-    finish(&mut child).expect(137, &["the launcher was killed by SIGKILL: so are its ranks"]);
+    finish(&mut child).expect(137, &["the launcher was killed by SIGKILL, and its ranks with it"]);
     assert_eq!(leftover_processes(folder.path()), [] as [u32; 0]);
     let folders = fs::read_dir(folder.path()).unwrap().flatten().filter(|entry| entry.path().is_dir());
     assert_eq!(folders.count(), 0);
@@ -435,10 +435,10 @@ fn a_rank_that_floods_the_rendezvous_blocks_nobody_and_is_named() {
     let mut job = launcher(folder.path());
     let finished = run(job.args(["-n", "2", env!("CARGO_BIN_EXE_t-flood"), "1", "3000"]));
     finished.expect(0, &["[0] 2 ranks are here", "[1] 2 ranks are here"]);
-    let refused: Vec<&str> = finished.stderr.lines().filter(|line| line.contains("refused")).collect();
+    let rejected: Vec<&str> = finished.stderr.lines().filter(|line| line.contains("rejected")).collect();
     // Events within a short time are reported in one line.
-    assert!((1..=5).contains(&refused.len()), "{finished:#?}");
-    for line in refused {
+    assert!((1..=5).contains(&rejected.len()), "{finished:#?}");
+    for line in rejected {
         let parts = [
             "mgpurun: rejected ",
             " connections, the first of rank 1: process ",

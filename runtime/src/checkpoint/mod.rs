@@ -52,7 +52,7 @@
 //!     writer.finish()?;
 //! }
 //!
-//! Another time, maybe with another number of ranks:
+//! // Later, possibly with another number of ranks:
 //! let found = checkpoint::find(folder)?.expect("ten were written, two are kept");
 //! assert_eq!((found.checkpoint.manifest().step, found.damaged.len()), (10, 0));
 //! # let mut world = mgpu::World::from_env()?;

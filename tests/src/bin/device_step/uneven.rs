@@ -218,9 +218,9 @@ fn mistakes(world: &mut World) -> Result<()> {
         assert!(error.contains(text), "{error}");
     };
     let mut model = model(world, &grouped(), config(sgd(), 1))?;
-    expect_error(model.join().map(|_| ()), "only where the configuration has `join`");
+    expect_error(model.join().map(|_| ()), "only take part without data if the configuration enables `join`");
     model.begin_step()?;
-    expect_error(model.ready(4), "tensor `4` is frozen: its gradient is not taken");
+    expect_error(model.ready(4), "tensor `4` is frozen: it has no gradient");
     let inputs = Inputs::new(&model, 1)?;
     make_step(&mut model, &inputs, |_, _| true)?;
     let graph = model.capture(|model| {
@@ -230,7 +230,10 @@ fn mistakes(world: &mut World) -> Result<()> {
     })?;
     model.replay(&graph)?;
     model.set_learning_rate(0.2);
-    expect_error(model.replay(&graph), "a graph with learning rate 0.1 at learning rate 0.2: capture again");
+    expect_error(
+        model.replay(&graph),
+        "the graph was captured with learning rate 0.1, but it is now 0.2: capture again",
+    );
     drop(graph);
     drop(model);
 
