@@ -147,6 +147,7 @@ for ((round = 0; round < rounds; round++)); do
     done
 done
 
-python3 bench/summarise_allreduce.py "$lines" "$out" --provenance "$provenance" --rounds "$rounds" "${versions[@]/#/--version=}" "${skipped[@]/#/--skipped=}"
+python3 bench/summarise_allreduce.py "$lines" "$out" --provenance "$provenance" --rounds "$rounds" \
+    "${versions[@]/#/--version=}" "${skipped[@]/#/--skipped=}"
 python3 bench/plot_allreduce.py "$out" "${out%.json}.svg"
 note "wrote $out and ${out%.json}.svg"

@@ -15,8 +15,8 @@ fi
 
 # The flags that choose kernels or bound their speed.
 flags=$({ grep -m 1 -E '^(flags|Features)' /proc/cpuinfo || true; } |
-    { grep -woE 'avx2|fma|f16c|avx512(f|bw|dq|vl|_bf16|_fp16|_vnni)|avx_vnni|amx_(tile|bf16|int8)|asimd|sve|sve2|bf16|i8mm' || true; } |
-    sort -u | tr '\n' ' ')
+    { grep -woE 'avx2|fma|f16c|avx512(f|bw|dq|vl|_bf16|_fp16|_vnni)|avx_vnni|amx_(tile|bf16|int8)|asimd|sve2?|bf16|i8mm' ||
+        true; } | sort -u | tr '\n' ' ')
 python3 - "$(field 'Model name')" "$(nproc)" "$(field 'L1d cache')" "$(field 'L2 cache')" "$(field 'L3 cache')" \
     "$(awk '/MemTotal/ {printf "%.0f", $2 / 1048576}' /proc/meminfo)" "$(uname -r)" \
     "$(rustc --version 2>/dev/null || true)" "${flags% }" <<'PY'

@@ -136,9 +136,9 @@ class Session:
             child.wait()
             output.seek(0)
             text = output.read()
-        if self.data:
-            # Paths of a user's machine are private.
-            text = text.replace(self.data, "DATA")
+        # Paths of a user's machine are private.
+        for path, shown in [(self.data, "DATA"), (self.golden, "GOLDEN"), (os.path.abspath(self.bin), "BIN")]:
+            text = text.replace(path, shown) if path else text
         result = None
         for line in text.splitlines():
             # mgpurun may have put the rank prefix before it.

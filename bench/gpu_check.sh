@@ -24,9 +24,11 @@ mkdir -p "$folder"
 for program in $programs; do
     strip -o "$folder/$program" "$here/../target/release/$program"
 done
-cp "$here/gpu_check.sh" "$here/gpu_check.py" "$here/torch_throughput.py" "$here/provenance.py" "$here/describe_machine.sh" "$folder"
+for script in gpu_check.sh gpu_check.py torch_throughput.py provenance.py describe_machine.sh; do
+    cp "$here/$script" "$folder"
+done
 # There is no checkout on the other machine.
-python3 -c 'import sys; sys.path.insert(0, sys.argv[1]); import provenance; print(provenance.commit() or "")' "$here" > "$folder/commit"
+PYTHONPATH=$here python3 -c 'import provenance; print(provenance.commit() or "")' > "$folder/commit"
 mkdir -p "$folder/peers" && cp "$here"/peers/*_torch.py "$folder/peers"
 # Golden runs and MNIST, if they are at hand.
 if [ -d "${MGPU_GOLDEN-}" ]; then
