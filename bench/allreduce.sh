@@ -13,6 +13,7 @@ set -euo pipefail
 usage() { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"; }
 note() { printf '%s\n' "$*" >&2; }
 
+words=("$@")
 ranks_list="2 4 8" rounds=3 collectives=all_reduce max=$((64 << 20)) out=
 while [ $# -gt 0 ]; do
     case $1 in
@@ -38,7 +39,8 @@ cd "$(dirname "$0")/.."
 bin=target/release
 built=target/bench-peers
 cores=$(nproc)
-out=${out:-bench/results/allreduce-$(date +%F)-$(bench/describe_machine.sh --slug).json}
+out=${out:-bench/results/allreduce-$(date --utc +%F)-$(bench/describe_machine.sh --slug).json}
+provenance=$(python3 bench/provenance.py bench/allreduce.sh "${words[@]}")
 mkdir -p "$built" "$(dirname "$out")"
 for program in mgpurun allreduce_perf; do
     [ -x "$bin/$program" ] || { note "there is no $bin/$program: run cargo build --release" && exit 1; }
@@ -145,9 +147,7 @@ for ((round = 0; round < rounds; round++)); do
     done
 done
 
-commit=$(git rev-parse --short HEAD)
-git diff --quiet HEAD -- examples runtime kernels launcher Cargo.lock || commit=$commit-dirty
-python3 bench/summarise_allreduce.py "$lines" "$out" --machine "$(bench/describe_machine.sh)" --commit "$commit" \
-    --date "$(date +%F)" --rounds "$rounds" "${versions[@]/#/--version=}" "${skipped[@]/#/--skipped=}"
+python3 bench/summarise_allreduce.py "$lines" "$out" --provenance "$provenance" --rounds "$rounds" \
+    "${versions[@]/#/--version=}" "${skipped[@]/#/--skipped=}"
 python3 bench/plot_allreduce.py "$out" "${out%.json}.svg"
 note "wrote $out and ${out%.json}.svg"

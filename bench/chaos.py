@@ -32,6 +32,8 @@ import sys
 import tempfile
 import time
 
+import provenance
+
 PHASES = ["phase=start", "phase=join", "phase=collective", "step=3", "phase=checkpoint", "phase=finalise"]
 DEADLY = {"abort": 134, "exit:3": 3, "sigkill": 137, "segv": 139, "oom": 134, "panic": 101}
 SILENT = ["hang", "sigstop"]
@@ -303,6 +305,7 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out")
     args = parser.parse_args()
+    origin = provenance.record()
     chance = random.Random(args.seed)
     misses, times = [], collections.defaultdict(list)
     for number in range(args.runs):
@@ -326,9 +329,7 @@ def main():
     }
     print(json.dumps(summary))
     if args.out:
-        with open(args.out, "w") as file:
-            json.dump(summary | {"what_missed": misses}, file, indent=1)
-            file.write("\n")
+        provenance.write(args.out, origin | summary | {"what_missed": misses})
     return 1 if misses else 0
 
 

@@ -12,11 +12,12 @@ Run it on a quiet machine after `cargo build --release`: ranks that share cores 
 """
 
 import argparse
-import datetime
 import json
 import os
 import statistics
 import subprocess
+
+import provenance
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Steps of a run: a few seconds on two cores.
@@ -59,13 +60,10 @@ def main():
     if options.ranks < 2:
         parser.error("alone there is nobody to communicate with: --ranks 2 at least")
     nets, buckets = options.nets or list(STEPS), options.buckets.split(",")
-    date = datetime.date.today().isoformat()
-    path = f"{ROOT}/bench/results/communication-{date}-{output(f'{ROOT}/bench/describe_machine.sh', '--slug')}.json"
+    path = provenance.result_path("communication")
     rounds = {(net, bucket): [] for net in nets for bucket in buckets}
     result = {
-        "date": date,
-        "commit": output("git", "-C", ROOT, "describe", "--always", "--dirty", "--exclude", "*"),
-        "machine": json.loads(output(f"{ROOT}/bench/describe_machine.sh")),
+        **provenance.record(),
         "ranks": options.ranks, "threads": 1, "batch": options.batch,
     }
     if options.note:
@@ -80,10 +78,7 @@ def main():
                 for (net, bucket), done in rounds.items() if done
             ]
             result["data"] = line["data"].split(" from ")[0]  # not where it lies
-            with open(path + ".partial", "w") as file:
-                json.dump(result, file, indent=1)
-                file.write("\n")
-            os.replace(path + ".partial", path)
+            provenance.write(path, result)
     print("| network | " + " | ".join(f"{bucket} (MiB)" for bucket in buckets) + " |\n|---|" + "---|" * len(buckets))
     for net in nets:
         cells = []

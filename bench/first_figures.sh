@@ -6,8 +6,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 bin=target/release
-out=bench/results/cpu-$(date +%F).json
+out=bench/results/cpu-$(date --utc +%F).json
 mkdir -p bench/results
+provenance=$(python3 bench/provenance.py bench/first_figures.sh)
 lines=$(mktemp)
 trap 'rm -f "$lines"' EXIT
 
@@ -40,10 +41,9 @@ for net in lenet5 deep keras ensemble2400 layers conv6; do
         --steps "$steps" --threads 1 | tail -n 1 >> "$lines"
 done
 
-machine=$(bench/describe_machine.sh)
-python3 - "$lines" "$machine" "$(git rev-parse --short HEAD)" > "$out" <<'PY'
+python3 - "$lines" "$provenance" > "$out" <<'PY'
 import json, sys
 figures = [json.loads(line) for line in open(sys.argv[1])]
-print(json.dumps({"machine": json.loads(sys.argv[2]), "commit": sys.argv[3], "figures": figures}, indent=1))
+print(json.dumps({**json.loads(sys.argv[2]), "figures": figures}, indent=1, ensure_ascii=False))
 PY
 note "wrote $out"

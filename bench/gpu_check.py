@@ -14,8 +14,8 @@ rest. Parts, in their default order:
   accuracy     conv6, deep and keras trained to the end, in bf16
   sanitizer    compute-sanitizer, if the toolkit has it
 
-Folders, each also searched beside this script: MGPU_DATA (the four MNIST files), MGPU_GOLDEN (golden runs), BIN (the
-programs). NVIDIA's libraries may be in a Python environment: activate it.
+Folders: MGPU_DATA (the four MNIST files), MGPU_GOLDEN (golden runs), BIN (the programs); without these variables
+data/mnist, golden and the programs beside this script. NVIDIA's libraries may be in a Python environment: activate it.
 
 Prints a line for every run and a table at the end. Writes gpu-<date>-<device>.json and the programs' output. On the tests'
 fake GPU (--fake FOLDER, or detected by its name) runs are small and labelled, and nothing is timed.
@@ -23,7 +23,6 @@ Exit code: 1 if something failed.
 """
 import argparse
 import csv
-import datetime
 import json
 import os
 import re
@@ -35,6 +34,8 @@ import tarfile
 import tempfile
 import time
 
+import provenance
+
 HERE = os.path.dirname(os.path.abspath(__file__))
 FAKE = "FAKE GPU"
 LETTERS = {"A": ["kernels", "golden", "accuracy"], "B": ["bandwidth", "throughput", "profile"],
@@ -44,10 +45,10 @@ PRECISIONS = ["bf16", "tf32", "f32"]
 PROGRAMS = ["mgpurun", "train_mnist", "golden_check", "gpu_check", "allreduce_perf"]
 
 
-def folder(variable, *candidates):
-    """The folder in a variable, or the first candidate that exists."""
-    named = [os.environ[variable]] if variable in os.environ else []
-    return next((path for path in named + list(candidates) if os.path.isdir(path)), None)
+def folder(variable, beside):
+    """The folder in a variable, or the one beside this script, if it exists."""
+    path = os.environ.get(variable) or beside
+    return os.path.abspath(path) if os.path.isdir(path) else None
 
 
 class Session:
@@ -66,8 +67,8 @@ class Session:
              if path and os.path.exists(os.path.join(path, "gpu_check"))), None)
         if self.bin is None:
             sys.exit("gpu_check.py: no gpu_check in BIN, beside this script or in target/release")
-        self.data = folder("MGPU_DATA", os.path.join(HERE, "data/mnist"), os.path.join(HERE, "../../shared/data/mnist"))
-        self.golden = folder("MGPU_GOLDEN", os.path.join(HERE, "golden"), os.path.join(HERE, "../../shared/golden"))
+        self.data = folder("MGPU_DATA", os.path.join(HERE, "data/mnist"))
+        self.golden = folder("MGPU_GOLDEN", os.path.join(HERE, "golden"))
         if options.fake:
             paths = [os.path.abspath(options.fake), self.env.get("LD_LIBRARY_PATH", "")]
             self.env["LD_LIBRARY_PATH"] = ":".join(path for path in paths if path)
@@ -75,6 +76,8 @@ class Session:
         self.scratch = tempfile.mkdtemp(prefix="gpu-check-")
         self.logs = os.path.join(self.scratch, "logs")
         os.mkdir(self.logs)
+        self.versions = {}
+        self.origin = provenance.record()
         self.machine = self.find_machine()
         self.fake = FAKE in self.machine["device"]
 
@@ -91,12 +94,7 @@ class Session:
         with open(path) as file:
             keys = ["device", "architecture", "multiprocessors", "driver", "compiler", "version"]
             result = json.load(file)
-        machine = {key: result[key] for key in keys}
-        machine["cores"] = os.cpu_count()
-        with open("/proc/cpuinfo") as file:
-            names = re.findall(r"model name\s*:\s*(.*)", file.read())
-        machine["processor"] = names[0] if names else None
-        return machine
+        return {**self.origin["machine"], **{key: result[key] for key in keys}}
 
     def begin(self, part):
         self.part, self.deadline = part, min(time.monotonic() + self.options.limit, self.end)
@@ -138,9 +136,9 @@ class Session:
             child.wait()
             output.seek(0)
             text = output.read()
-        if self.data:
-            # Paths of a user's machine are private.
-            text = text.replace(self.data, "DATA")
+        # Paths of a user's machine are private.
+        for path, shown in [(self.data, "DATA"), (self.golden, "GOLDEN"), (os.path.abspath(self.bin), "BIN")]:
+            text = text.replace(path, shown) if path else text
         result = None
         for line in text.splitlines():
             # mgpurun may have put the rank prefix before it.
@@ -186,7 +184,7 @@ class Session:
 
     def path(self):
         slug = re.sub("[^a-z0-9]+", "-", self.machine["device"].lower()).strip("-")
-        return os.path.join(self.options.out, f"gpu-{datetime.date.today()}-{slug}.json")
+        return os.path.join(self.options.out, f"gpu-{self.origin['date']}-{slug}.json")
 
     def write(self):
         """Writes the file after every run, so that an interrupted session keeps its results."""
@@ -197,12 +195,8 @@ class Session:
                      "algbw_gbps", "images_per_second")
             runs = [{**run, "seconds": None, "result": {key: value for key, value in (run["result"] or {}).items()
                                                        if key not in timed}} for run in runs]
-        summary = {"machine": self.machine, "fake": self.fake, "date": str(datetime.date.today()), "runs": runs,
-                   "skipped": self.skipped}
-        partial = self.path() + ".part"
-        with open(partial, "w") as file:
-            json.dump(summary, file, indent=1)
-        os.replace(partial, self.path())
+        provenance.write(self.path(), {**self.origin, "machine": self.machine, "versions": self.versions, "fake": self.fake,
+                                       "runs": runs, "skipped": self.skipped})
 
 
 def kernels(s):
@@ -319,9 +313,14 @@ def bandwidth(s):
 def throughput(s):
     nets = ["lenet5"] if s.fake else s.options.nets
     batches = [16] if s.fake else [128, 1024]
-    torch = s.data and not s.fake and subprocess.run(
-        [sys.executable, "-c", "import torch; assert torch.cuda.is_available()"], capture_output=True).returncode == 0
-    if not torch:
+    # PyTorch's version, and those of its libraries; none if it does not see the GPU.
+    versions = """import json, torch
+assert torch.cuda.is_available()
+print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}))"""
+    torch = s.data and not s.fake and provenance.output(sys.executable, "-c", versions)
+    if torch:
+        s.versions = json.loads(torch)
+    else:
         s.skip("PyTorch", "a fake GPU is not measured" if s.fake else "no MNIST folder, or no torch that sees the GPU")
 
     def steps(batch):

@@ -24,7 +24,11 @@ mkdir -p "$folder"
 for program in $programs; do
     strip -o "$folder/$program" "$here/../target/release/$program"
 done
-cp "$here/gpu_check.sh" "$here/gpu_check.py" "$here/torch_throughput.py" "$folder"
+for script in gpu_check.sh gpu_check.py torch_throughput.py provenance.py describe_machine.sh; do
+    cp "$here/$script" "$folder"
+done
+# There is no checkout on the other machine.
+PYTHONPATH=$here python3 -c 'import provenance; print(provenance.commit() or "")' > "$folder/commit"
 mkdir -p "$folder/peers" && cp "$here"/peers/*_torch.py "$folder/peers"
 # Golden runs and MNIST, if they are at hand.
 if [ -d "${MGPU_GOLDEN-}" ]; then

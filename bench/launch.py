@@ -15,6 +15,8 @@ import subprocess
 import sys
 import time
 
+import provenance
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -35,6 +37,13 @@ def contenders(ranks):
         if os.access(path, os.X_OK):
             found[name] = [path] + command[1:]
     return found
+
+
+def versions(found):
+    """The versions of the peers, from the Python environments that they are installed in."""
+    packages = {"mpich": "mpich", "intel-mpi": "impi-devel", "openmpi": "openmpi", "torchrun": "torch"}
+    return {name: provenance.package_version(os.path.join(os.path.dirname(found[name][0]), "python"), package)
+            for name, package in packages.items() if name in found}
 
 
 def once(command):
@@ -60,6 +69,7 @@ def main():
                 times[name].append(once(command))
     ours = sorted(times["mgpurun"])[len(times["mgpurun"]) // 2]
     result = {
+        **provenance.record(versions=versions(found)),
         "ranks": args.ranks,
         "program": "true",
         "ms": {
@@ -75,14 +85,7 @@ def main():
     }
     print(json.dumps(result, indent=1))
     if args.out:
-        machine = subprocess.run([os.path.join(ROOT, "bench/describe_machine.sh")], capture_output=True, text=True)
-        try:
-            result["machine"] = json.loads(machine.stdout)
-        except json.JSONDecodeError:
-            result["machine"] = machine.stdout.strip()
-        with open(args.out, "w") as file:
-            json.dump(result, file, indent=1)
-            file.write("\n")
+        provenance.write(args.out, result)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ machine may be busy.
 """
 
 import argparse
-import datetime
 import json
 import os
 import subprocess
 import sys
 import tempfile
+
+import provenance
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 NETS = ["lenet5", "deep", "keras", "ensemble2400", "ensemble4800", "layers", "conv6"]
@@ -51,19 +52,13 @@ def main():
             data, line = compare(options, net, folder)
         lines.append(line)
         print("| `{net}` | {deviation:.2e} | {largest_logit:.2f} | {same_digit} of {images} |".format(**line), flush=True)
-    date = datetime.date.today().isoformat()
-    path = f"{ROOT}/bench/results/logits-{date}-{output(f'{ROOT}/bench/describe_machine.sh', '--slug')}.json"
+    path = provenance.result_path("logits")
     result = {
         "what": "largest deviation of a logit of PyTorch, with the weights of a checkpoint of train_mnist, from train_mnist's own",
-        "date": date,
-        "commit": output("git", "-C", ROOT, "describe", "--always", "--dirty", "--exclude", "*"),
-        "machine": json.loads(output(f"{ROOT}/bench/describe_machine.sh")),
-        "versions": {"torch": torch, "safetensors": safetensors},
+        **provenance.record(versions={"torch": torch, "safetensors": safetensors}),
         "data": data, "steps": options.steps, "batch": options.batch, "lines": lines,
     }
-    with open(path, "w") as file:
-        json.dump(result, file, indent=1)
-        file.write("\n")
+    provenance.write(path, result)
     print(f"written to {os.path.relpath(path)}")
 
 

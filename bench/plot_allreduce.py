@@ -135,7 +135,7 @@ def main():
         sys.exit(f"{sys.argv[1]} has no figures")
     machine = result["machine"]
     where = f"{machine['processor']}, {machine['cores']} cores"
-    caption = f"{where}, {result['date']}, commit {result['commit']}: p50, lower is better"
+    caption = f"{where}, {result['date']}, commit {result.get('commit', 'unknown')}: p50, lower is better"
     with open(sys.argv[2], "w") as file:
         file.write(Drawing(result["figures"]).svg(caption))
 

@@ -12,6 +12,8 @@ import os
 import subprocess
 import time
 
+import provenance
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -31,6 +33,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=30)
     parser.add_argument("--out")
     args, options = parser.parse_known_args()
+    origin = provenance.record()
     release = os.path.join(ROOT, "target/release")
     command = [f"{release}/mgpurun", "-n", "2", "--backend", "cpu", *options]
     command += [f"{release}/train_mnist", "--synthetic", "--steps", "100000000", "--skip-test"]
@@ -42,6 +45,7 @@ def main():
     before = {name: processor_ns(pid) for name, pid in processes.items()}
     time.sleep(args.seconds)
     result = {
+        **origin,
         "options": options,
         "seconds": args.seconds,
         "processes": {
@@ -56,9 +60,7 @@ def main():
     guardian.wait()
     print(json.dumps(result, indent=1))
     if args.out:
-        with open(args.out, "w") as file:
-            json.dump(result, file, indent=1)
-            file.write("\n")
+        provenance.write(args.out, result)
 
 
 if __name__ == "__main__":

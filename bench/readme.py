@@ -188,7 +188,27 @@ def logits():
     return rows(["network, after 20 steps", "largest deviation of a logit", "largest logit", "same digit"], *lines)
 
 
-TABLES = {"headline": headline, "gpu": gpu, "gpu-accuracy": gpu_accuracy, "train-cpu": train_cpu, "allreduce": allreduce,
+def accuracy():
+    files = sorted((path.name for path in RESULTS.glob("accuracy-*.json")), key=lambda name: (result(name)["date"], name))
+    if not files:
+        return "No result file has accuracies yet: `bench/accuracy.py` measures them.\n"
+    made = result(files[-1])
+    groups = {}
+    for row in made["rows"]:
+        groups.setdefault((row["flags"], row["ranks"], row["precision"]), []).append(row)
+    averaged = any("test_accuracy_average" in row for row in made["rows"])
+    lines = [["flags", "ranks", "precision", "seeds", "test accuracy"] + ["with averaged weights"] * averaged]
+    for (flags, ranks, precision), entries in groups.items():
+        cells = [", ".join(f"{row[key]:.2f}%" for row in entries if key in row)
+                 for key in ("test_accuracy", "test_accuracy_average")]
+        seeds = ", ".join(str(row["seed"]) for row in entries)
+        lines.append([f"`{flags}`", ranks, precision, seeds, *cells[:1 + averaged]])
+    machine = made["machine"]
+    return (f"Measured on {made['date']} on {machine['cores']} cores ({machine['processor']}), "
+            f"`bench/results/{files[-1]}`:\n\n") + rows(*lines)
+
+
+TABLES = {"accuracy": accuracy, "headline": headline, "gpu": gpu, "gpu-accuracy": gpu_accuracy, "train-cpu": train_cpu, "allreduce": allreduce,
           "launch": launch, "quiet": quiet, "chaos": chaos, "communication": communication, "logits": logits}
 
 

@@ -1,13 +1,14 @@
 """Summarises the lines of many runs: medians, ratios and a table. Standard library only.
 
-    summarise_allreduce.py LINES.jsonl OUT.json --machine JSON --commit C --date D --rounds N
-        [--version NAME=V]... [--skipped TEXT]...
+    summarise_allreduce.py LINES.jsonl OUT.json --provenance JSON --rounds N [--version NAME=V]... [--skipped TEXT]...
 """
 
 import argparse
 import json
 import statistics
 from collections import defaultdict
+
+import provenance
 
 OURS = "mgpu"
 
@@ -72,9 +73,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("lines")
     parser.add_argument("out")
-    parser.add_argument("--machine", type=json.loads, required=True)
-    parser.add_argument("--commit", required=True)
-    parser.add_argument("--date", required=True)
+    parser.add_argument("--provenance", type=json.loads, required=True, help="what provenance.py prints")
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--version", action="append", default=[])
     parser.add_argument("--skipped", action="append", default=[])
@@ -83,17 +82,13 @@ def main():
         figures = summarise([json.loads(line) for line in lines])
     result = {
         "what": "p50 of an operation in microseconds, f32 sum in place, the median of several rounds",
-        "machine": args.machine,
-        "date": args.date,
-        "commit": args.commit,
+        **args.provenance,
         "rounds": args.rounds,
         "versions": dict(version.split("=", 1) for version in args.version),
         "skipped": args.skipped,
         "figures": figures,
     }
-    with open(args.out, "w") as out:
-        json.dump(result, out, indent=1)
-        out.write("\n")
+    provenance.write(args.out, result)
     print_tables(figures)
 
 

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 
+import provenance
 import summarise_train
 from summarise_train import BF16
 from train_work import NETS, work
@@ -149,6 +150,7 @@ class Session:
         self.lines, self.profiles, self.skipped, self.absent = [], {}, [], set()
         self.torch = os.path.join(options.peers, "v/bin") if options.peers else None
         self.versions, self.failed = {}, False
+        self.origin = provenance.record(["bench/train.sh", *sys.argv[1:]])
         if options.peers is None:
             self.skip("PyTorch: there is no v/bin/torchrun in MGPU_PEERS or target/peers")
         else:
@@ -230,15 +232,12 @@ class Session:
             "work": "FLOP of forward pass, weight gradients and input gradients (none for the first layer), a convolution "
                     "counted as a sum over its taps",
             "data": "MNIST" if options.data else "generated digits",
-            "machine": options.machine, "date": options.date, "commit": options.commit, "rounds": options.rounds,
+            **self.origin, "rounds": options.rounds,
             "cores": options.cores, "modes": [f"{ranks}x{threads}" for ranks, threads in options.modes],
             "nets": options.nets, "dtypes": options.dtypes, "versions": self.versions, "skipped": self.skipped,
             "figures": summarise_train.summarise(self.lines, self.profiles), "profiles": self.profiles,
         }
-        os.makedirs(os.path.dirname(os.path.abspath(options.out)), exist_ok=True)
-        with open(options.out, "w") as out:
-            json.dump(result, out, indent=1)
-            out.write("\n")
+        provenance.write(options.out, result)
         return result
 
 
@@ -251,14 +250,17 @@ def parse():
     parser.add_argument("--dtypes", default="f32,bf16", help=f"bf16 only for {', '.join(BF16)} [default: f32,bf16]")
     parser.add_argument("--steps", type=int, help="timed steps of a run [default: 5 to 10 s of PyTorch's]")
     parser.add_argument("--no-profile", action="store_true", help="skip train_mnist --profile")
-    for name in ("--out", "--bin", "--commit", "--date"):
-        parser.add_argument(name, required=True)
-    parser.add_argument("--machine", type=json.loads, required=True)
+    parser.add_argument("--out", help="result file [default: bench/results/train-cpu-<date>-<machine>.json]")
+    parser.add_argument("--bin", default=os.path.join(HERE, "../target/release"), help="folder of the programs [default: target/release]")
     options = parser.parse_args()
     for net in options.nets:
         if net not in NETS:
             parser.error(f"there is no network {net}; known are {', '.join(NETS)}")
     options.nets = options.nets or list(NETS)
+    options.out = options.out or provenance.result_path("train-cpu")
+    for program in ("mgpurun", "train_mnist"):
+        if not os.access(os.path.join(options.bin, program), os.X_OK):
+            sys.exit(f"train.py: there is no {program} in {options.bin}: run cargo build --release")
     options.cores = cores
     modes = options.modes or ("1x1" if cores == 1 else f"1x{cores},2x{cores // 2}")
     if not re.fullmatch(r"([1-9]\d*x[1-9]\d*)(,[1-9]\d*x[1-9]\d*)*", modes):

@@ -12,18 +12,9 @@
 # Run it on a quiet machine, after `cargo build --release`.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-date=$(date +%F)
 
 case ${1-} in
     --help | -h) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0" && exec python3 "$here/train.py" --help ;;
 esac
 
-root=$here/..
-for program in mgpurun train_mnist; do
-    [ -x "$root/target/release/$program" ] ||
-        { echo "there is no target/release/$program: run cargo build --release" >&2 && exit 1; }
-done
-commit=$(git -C "$root" rev-parse --short HEAD)
-git -C "$root" diff --quiet HEAD -- examples runtime kernels launcher Cargo.lock Cargo.toml || commit=$commit-dirty
-exec python3 "$here/train.py" --bin "$root/target/release" --machine "$("$here/describe_machine.sh")" --commit "$commit" \
-    --date "$date" --out "$here/results/train-cpu-$date-$("$here/describe_machine.sh" --slug).json" "$@"
+exec python3 "$here/train.py" "$@"
