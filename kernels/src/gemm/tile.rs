@@ -104,13 +104,14 @@ impl Product<'_> {
     pub(crate) fn compute_block(&self, c: &mut Block<'_>, prefetch: Prefetch) {
         assert!(self.rows <= c.rows() && self.columns <= c.columns(), "a product's destination");
         let (corner, row) = (c.corner(), c.row_stride());
-        dispatch(ComputeAt { product: *self, c: corner, row, prefetch });
+        // The block has at least the extents of the product.
+        dispatch(AtCorner(ComputeAt { product: *self, lines: Lines::ONE, c: corner, row, prefetch }));
     }
 
     /// Computes the product for several lines, within a task: all lines for some columns, then for the next ones.
     #[inline(always)]
     pub(crate) fn compute_lines<S: Simd>(&self, simd: S, lines: Lines, c: &mut [f32], row: usize) {
-        simd.call(Compute { product: *self, lines, c, row, prefetch: Prefetch::NONE });
+        Compute { product: *self, lines, c, row, prefetch: Prefetch::NONE }.run(simd);
     }
 
     /// Writes the product to memory from `c` on.
@@ -202,13 +203,17 @@ impl Task for Compute<'_> {
         assert!(row >= columns || rows == 1, "rows of {columns} columns {row} elements apart");
         let last = (lines.count - 1) * lines.c + (rows - 1) * row + columns - 1;
         assert!(c.len() > last, "a product's destination");
-        // SAFETY: the last element exists, and so do all before it.
-        unsafe { product.compute_at(simd, lines, c.as_mut_ptr(), row, prefetch) }
+        // The last element exists, and so do all before it.
+        simd.call(ComputeAt { product, lines, c: c.as_mut_ptr(), row, prefetch });
     }
 }
 
+/// A product whose destination was checked: constructed only where all its elements can be written. It is always
+/// [called](Simd::call) and never inlined, because its tiles are most of the code of this crate: compiled once for each
+/// instruction set.
 struct ComputeAt<'a> {
     product: Product<'a>,
+    lines: Lines,
     c: *mut f32,
     row: usize,
     prefetch: Prefetch,
@@ -218,8 +223,19 @@ impl Task for ComputeAt<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        // SAFETY: constructed by `compute_block` only, for a block of at least the product's extents.
-        unsafe { self.product.compute_at(simd, Lines::ONE, self.c, self.row, self.prefetch) }
+        let ComputeAt { product, lines, c, row, prefetch } = self;
+        // SAFETY: whoever constructed it checked the destination.
+        unsafe { product.compute_at(simd, lines, c, row, prefetch) }
+    }
+}
+
+struct AtCorner<'a>(ComputeAt<'a>);
+
+impl Task for AtCorner<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        simd.call(self.0);
     }
 }
 
