@@ -205,6 +205,7 @@ API CUresult cuCtxGetStreamPriorityRange(int* least, int* greatest) {
 
 API CUresult cuCtxSynchronize() {
     if (current_device() < 0) return CUDA_ERROR_INVALID_CONTEXT;
+    if (captured_on(current_device())) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     if (forbidden_in_capture()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     wait_for_device(current_device(), false);
     return CUDA_SUCCESS;

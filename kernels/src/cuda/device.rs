@@ -32,6 +32,10 @@ pub struct Device {
     abandoned: AtomicBool,
     modules: Mutex<HashMap<&'static str, Module>>,
     captures: Mutex<Captures>,
+    /// Fills new memory. Nothing else is enqueued on it, and it is never captured, so waiting for it is always legal.
+    set_up: sys::CUstream,
+    /// A copy from or to pinned memory was captured.
+    pinned_captured: AtomicBool,
 }
 
 // SAFETY: the handles are the driver's, which may be called from all threads; everything that changes is atomic or
@@ -165,6 +169,10 @@ impl Device {
         let uuid = format_uuid(result::device::get_uuid(handle).context("cuDeviceGetUuid")?.bytes);
         // SAFETY: a device as `cuDeviceGet` returns it. Released with the process.
         let context = unsafe { result::primary_ctx::retain(handle) }.context("cuDevicePrimaryCtxRetain")?;
+        // SAFETY: the context was just retained.
+        unsafe { result::ctx::set_current(context) }.context("cuCtxSetCurrent")?;
+        let set_up =
+            result::stream::create(result::stream::StreamKind::NonBlocking).context("cuStreamCreate")?;
         Ok(Device {
             ordinal,
             context,
@@ -178,6 +186,8 @@ impl Device {
             abandoned: AtomicBool::new(false),
             modules: Mutex::default(),
             captures: Mutex::default(),
+            set_up,
+            pinned_captured: AtomicBool::new(false),
         })
     }
 
@@ -273,6 +283,21 @@ impl Device {
         freeable.into_iter().for_each(|allocation| self.free(allocation));
     }
 
+    /// The stream that new memory is filled on.
+    pub(super) fn set_up_stream(&self) -> sys::CUstream {
+        self.set_up
+    }
+
+    /// Notes that a graph which is being captured uses pinned memory.
+    pub(super) fn pinned_captured(&self) {
+        self.pinned_captured.store(true, Ordering::Relaxed);
+    }
+
+    /// True if any graph uses pinned memory.
+    pub(super) fn is_pinned_captured(&self) -> bool {
+        self.pinned_captured.load(Ordering::Relaxed)
+    }
+
     pub(super) fn graph_captured(&self) {
         self.captures().graph_captured();
     }
@@ -292,9 +317,8 @@ impl Device {
                 self.used.fetch_sub(bytes, Ordering::Relaxed);
             }
             Allocation::Host(address) => {
-                // `free_host` by itself does not wait for copies in flight.
-                let _ = result::ctx::synchronize();
-                // SAFETY: allocated by `Pinned`, whose owner is dropped.
+                // SAFETY: allocated by `Pinned`, whose owner is dropped and has waited for its copies; so has every
+                // graph that used it for its launches.
                 let _ = unsafe { result::free_host(address as *mut _) };
             }
         }

@@ -35,6 +35,7 @@ mod sources;
 mod state;
 mod stream;
 mod usage;
+mod uses;
 
 pub use arguments::{Arg, Grid};
 pub use autotune::{AutotuneOptions, Libraries};

@@ -1,6 +1,7 @@
 //! Streams and events.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytemuck::Pod;
 use cudarc::driver::{DriverError, result, sys};
@@ -14,6 +15,7 @@ use super::{Device, Function, Graph, Pinned, View};
 pub struct Stream {
     device: Arc<Device>,
     raw: sys::CUstream,
+    number: u64,
 }
 
 // SAFETY: a handle that may be used from all threads, destroyed by its only owner.
@@ -63,6 +65,13 @@ impl Event {
         // SAFETY: the event is this object's.
         finished(unsafe { result::event::query(self.raw) }, "cuEventQuery")
     }
+
+    /// Returns once the stream that recorded it last has reached it.
+    pub(super) fn synchronize(&self) -> Result<()> {
+        self.device.bind()?;
+        // SAFETY: the event is this object's.
+        unsafe { result::event::synchronize(self.raw) }.context("cuEventSynchronize")
+    }
 }
 
 impl Drop for Event {
@@ -85,7 +94,12 @@ impl Stream {
         device.bind()?;
         let raw =
             result::stream::create(result::stream::StreamKind::NonBlocking).context("cuStreamCreate")?;
-        Ok(Stream { device: Arc::clone(device), raw })
+        Ok(Self::owning(device, raw))
+    }
+
+    fn owning(device: &Arc<Device>, raw: sys::CUstream) -> Self {
+        static STREAMS: AtomicU64 = AtomicU64::new(0);
+        Stream { device: Arc::clone(device), raw, number: STREAMS.fetch_add(1, Ordering::Relaxed) }
     }
 
     /// As [`new`](Self::new), but with the highest priority: when work of several streams could start, this stream's
@@ -99,7 +113,7 @@ impl Stream {
         let kind = result::stream::StreamKind::NonBlocking;
         let raw =
             result::stream::create_with_priority(kind, highest).context("cuStreamCreateWithPriority")?;
-        Ok(Stream { device: Arc::clone(device), raw })
+        Ok(Self::owning(device, raw))
     }
 
     /// The GPU.
@@ -110,6 +124,11 @@ impl Stream {
     /// The driver's handle, for libraries that enqueue work on the stream.
     pub fn raw(&self) -> sys::CUstream {
         self.raw
+    }
+
+    /// A number that no other stream of this process has, before or after.
+    pub(super) fn number(&self) -> u64 {
+        self.number
     }
 
     /// Records `event` at the end of the work so far.
@@ -279,7 +298,8 @@ impl Stream {
             sys::cuMemcpyDtoHAsync_v2(to.address().add(at).cast(), from.address(), from.bytes(), self.raw)
         }
         .result()
-        .context("cuMemcpyDtoHAsync")
+        .context("cuMemcpyDtoHAsync")?;
+        to.copied_by(self)
     }
 
     /// Enqueues a copy from the bytes of pinned host memory from `at` on.
@@ -301,7 +321,8 @@ impl Stream {
             sys::cuMemcpyHtoDAsync_v2(to.address(), from.address().add(at).cast(), to.bytes(), self.raw)
         }
         .result()
-        .context("cuMemcpyHtoDAsync")
+        .context("cuMemcpyHtoDAsync")?;
+        from.copied_by(self)
     }
 
     /// From now on, work that any thread enqueues on this stream is not executed but recorded for a graph, as is that
@@ -372,7 +393,8 @@ impl Stream {
     pub unsafe fn launch_graph(&self, graph: &Graph) -> Result<()> {
         assert!(Arc::ptr_eq(graph.device(), &self.device), "a graph of another GPU");
         // SAFETY: both handles are alive, and the graph keeps its memory; the caller guarantees the communicators.
-        unsafe { result::graph::launch(graph.exec(), self.raw) }.context("cuGraphLaunch")
+        unsafe { result::graph::launch(graph.exec(), self.raw) }.context("cuGraphLaunch")?;
+        graph.launched_on(self)
     }
 }
 
