@@ -159,6 +159,9 @@ bool captured_on(int ordinal);
 // Waits at random for up to FAKE_GPU_DELAY_US, before each work item of a stream.
 void delay();
 
+// Whether the driver is new enough for a library that was built with a version of CUDA, 12080 for 12.8.
+bool driver_supports(size_t built_with);
+
 // The value of an integer environment variable.
 long env_number(const char* variable, long otherwise);
 

@@ -3,11 +3,11 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
-use cudarc::driver::{result, sys};
+use cudarc::driver::sys;
 
 use super::error::{Context, Result};
 use super::uses::LastUses;
-use super::{Device, Stream};
+use super::{Device, Stream, driver};
 
 /// A captured graph, ready to be launched by [`Stream::launch_graph`](super::Stream::launch_graph).
 ///
@@ -28,13 +28,12 @@ unsafe impl Send for Graph {}
 impl Graph {
     /// Takes over the result of a capture.
     pub(super) fn new(device: &Arc<Device>, graph: sys::CUgraph) -> Result<Self> {
-        let flags = sys::CUgraphInstantiate_flags(0);
         // SAFETY: a graph as `cuStreamEndCapture` returns it.
-        let exec = match unsafe { result::graph::instantiate(graph, flags) } {
+        let exec = match unsafe { driver::instantiate(graph) } {
             Ok(exec) => exec,
             Err(error) => {
                 // SAFETY: this call owns it.
-                let _ = unsafe { result::graph::destroy(graph) };
+                let _ = unsafe { driver::destroy_graph(graph) };
                 return Err(error).context("cuGraphInstantiateWithFlags");
             }
         };
@@ -69,9 +68,9 @@ impl Drop for Graph {
         let _ = self.device.bind();
         let ended = self.launches.as_ref().map_or(Ok(()), |launches| launches.borrow().wait());
         // SAFETY: both belong to this graph, and the driver keeps a running graph until it has finished.
-        let _ = unsafe { result::graph::exec_destroy(self.exec) };
+        let _ = unsafe { driver::destroy_exec(self.exec) };
         // SAFETY: as above.
-        let _ = unsafe { result::graph::destroy(self.graph) };
+        let _ = unsafe { driver::destroy_graph(self.graph) };
         // If the wait failed, a launch may still be running, so its memory is never freed.
         if ended.is_ok() {
             self.device.graph_destroyed();

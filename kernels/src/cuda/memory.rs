@@ -5,9 +5,10 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
-use cudarc::driver::{DriverError, result, sys};
+use cudarc::driver::sys;
 
 use super::captures::Allocation;
+use super::driver::{self, DriverError};
 use super::error::{Context, Error, Result};
 use super::uses::LastUses;
 use super::{Device, Stream};
@@ -45,10 +46,9 @@ impl Memory {
         let wanted = len as u64 * dtype.size() as u64;
         // The driver does not allocate zero bytes.
         let bytes = (wanted as usize).max(1);
-        // SAFETY: only these bytes are accessed at the address, and it is freed once.
-        let address = match unsafe { result::malloc_sync(bytes) } {
+        let address = match driver::allocate(bytes) {
             Ok(address) => address,
-            Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => {
+            Err(DriverError::OUT_OF_MEMORY) => {
                 let (free, total) = device.free_and_total()?;
                 return Err(Error::OutOfMemory { wanted, free, total });
             }
@@ -58,10 +58,10 @@ impl Memory {
         let memory = Memory { device: Arc::clone(device), address, dtype, len, allocated_at };
         let stream = device.set_up_stream();
         // SAFETY: the bytes that were allocated, and a stream that is never destroyed.
-        unsafe { result::memset_d8_async(address, 0, bytes, stream) }.context("cuMemsetD8Async")?;
+        unsafe { driver::fill_zero(address, bytes, stream) }.context("cuMemsetD8Async")?;
         // Whichever stream uses the memory does not wait for this one.
         // SAFETY: as above.
-        unsafe { result::stream::synchronize(stream) }.context("cuStreamSynchronize")?;
+        unsafe { driver::synchronize_stream(stream) }.context("cuStreamSynchronize")?;
         Ok(memory)
     }
 
@@ -215,8 +215,7 @@ impl Pinned {
     /// If the driver refuses.
     pub fn zeroed(device: &Arc<Device>, len: usize) -> Result<Self> {
         device.bind()?;
-        // SAFETY: freed once, below.
-        let address = unsafe { result::malloc_host(len.max(1), 0) }.context("cuMemHostAlloc")?.cast::<u8>();
+        let address = driver::allocate_host(len.max(1)).context("cuMemHostAlloc")?.cast::<u8>();
         // SAFETY: `len` bytes that were just allocated.
         unsafe { address.write_bytes(0, len) };
         let (device, allocated_at) = (Arc::clone(device), device.allocated(0));

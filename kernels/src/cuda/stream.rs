@@ -4,9 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytemuck::Pod;
-use cudarc::driver::{DriverError, result, sys};
+use cudarc::driver::sys;
 
 use super::arguments::{Arg, Grid};
+use super::driver::{self, DriverError};
 use super::error::{Context, Result};
 use super::{Device, Function, Graph, Pinned, View};
 
@@ -39,7 +40,7 @@ unsafe impl Sync for Event {}
 fn finished(state: Result<(), DriverError>, call: &'static str) -> Result<bool> {
     match state {
         Ok(()) => Ok(true),
-        Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
+        Err(DriverError::NOT_READY) => Ok(false),
         Err(error) => Err(error).context(call),
     }
 }
@@ -51,8 +52,7 @@ impl Event {
     /// If the driver refuses.
     pub fn new(device: &Arc<Device>) -> Result<Self> {
         device.bind()?;
-        let raw =
-            result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING).context("cuEventCreate")?;
+        let raw = driver::create_event().context("cuEventCreate")?;
         Ok(Event { device: Arc::clone(device), raw })
     }
 
@@ -63,14 +63,14 @@ impl Event {
     pub fn is_done(&self) -> Result<bool> {
         self.device.bind()?;
         // SAFETY: the event is this object's.
-        finished(unsafe { result::event::query(self.raw) }, "cuEventQuery")
+        finished(unsafe { driver::query_event(self.raw) }, "cuEventQuery")
     }
 
     /// Returns once the stream that recorded it last has reached it.
     pub(super) fn synchronize(&self) -> Result<()> {
         self.device.bind()?;
         // SAFETY: the event is this object's.
-        unsafe { result::event::synchronize(self.raw) }.context("cuEventSynchronize")
+        unsafe { driver::synchronize_event(self.raw) }.context("cuEventSynchronize")
     }
 }
 
@@ -81,7 +81,7 @@ impl Drop for Event {
         }
         let _ = self.device.bind();
         // SAFETY: created in `new`; the driver keeps it as long as a stream waits for it.
-        let _ = unsafe { result::event::destroy(self.raw) };
+        let _ = unsafe { driver::destroy_event(self.raw) };
     }
 }
 
@@ -92,8 +92,7 @@ impl Stream {
     /// If the driver refuses.
     pub fn new(device: &Arc<Device>) -> Result<Self> {
         device.bind()?;
-        let raw =
-            result::stream::create(result::stream::StreamKind::NonBlocking).context("cuStreamCreate")?;
+        let raw = driver::create_stream().context("cuStreamCreate")?;
         Ok(Self::owning(device, raw))
     }
 
@@ -109,10 +108,8 @@ impl Stream {
     /// If the driver refuses.
     pub fn with_high_priority(device: &Arc<Device>) -> Result<Self> {
         device.bind()?;
-        let (_, highest) = result::stream::get_priority_range().context("cuCtxGetStreamPriorityRange")?;
-        let kind = result::stream::StreamKind::NonBlocking;
-        let raw =
-            result::stream::create_with_priority(kind, highest).context("cuStreamCreateWithPriority")?;
+        let highest = driver::highest_priority().context("cuCtxGetStreamPriorityRange")?;
+        let raw = driver::create_stream_with_priority(highest).context("cuStreamCreateWithPriority")?;
         Ok(Self::owning(device, raw))
     }
 
@@ -137,7 +134,7 @@ impl Stream {
     /// If the driver refuses.
     pub fn record(&self, event: &Event) -> Result<()> {
         // SAFETY: both handles are alive.
-        unsafe { result::event::record(event.raw, self.raw) }.context("cuEventRecord")
+        unsafe { driver::record_event(event.raw, self.raw) }.context("cuEventRecord")
     }
 
     /// Work enqueued from now on waits for `event` as it was last recorded.
@@ -145,9 +142,8 @@ impl Stream {
     /// # Errors
     /// If the driver refuses.
     pub fn wait_for(&self, event: &Event) -> Result<()> {
-        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: both handles are alive.
-        unsafe { result::stream::wait_event(self.raw, event.raw, flags) }.context("cuStreamWaitEvent")
+        unsafe { driver::wait_event(self.raw, event.raw) }.context("cuStreamWaitEvent")
     }
 
     /// True once all work so far has finished.
@@ -157,7 +153,7 @@ impl Stream {
     pub fn is_done(&self) -> Result<bool> {
         self.device.bind()?;
         // SAFETY: the stream is this object's.
-        finished(unsafe { sys::cuStreamQuery(self.raw) }.result(), "cuStreamQuery")
+        finished(unsafe { driver::query_stream(self.raw) }, "cuStreamQuery")
     }
 
     /// Returns once all work so far has finished. If that never happens, it waits for ever: not for work that other
@@ -168,7 +164,7 @@ impl Stream {
     pub fn synchronize(&self) -> Result<()> {
         self.device.bind()?;
         // SAFETY: the stream is this object's.
-        unsafe { result::stream::synchronize(self.raw) }.context("cuStreamSynchronize")
+        unsafe { driver::synchronize_stream(self.raw) }.context("cuStreamSynchronize")
     }
 
     /// Launches a kernel.
@@ -186,19 +182,10 @@ impl Stream {
         assert!(function.belongs_to(&self.device), "kernel {} was loaded on another GPU", function.name());
         function.allow_shared(grid.shared)?;
         let mut pointers: smallvec::SmallVec<[_; 24]> = arguments.iter().map(Arg::pointer).collect();
-        let [x, y, z] = grid.blocks;
+        let Grid { blocks, threads, shared } = grid;
         // SAFETY: the driver reads as many bytes at each pointer as the parameter has, which the caller guarantees.
-        unsafe {
-            result::launch_kernel(
-                function.raw(),
-                (x, y, z),
-                (grid.threads, 1, 1),
-                grid.shared,
-                self.raw,
-                &mut pointers,
-            )
-        }
-        .context("cuLaunchKernel")
+        unsafe { driver::launch_kernel(function.raw(), blocks, threads, shared, self.raw, &mut pointers) }
+            .context("cuLaunchKernel")
     }
 
     /// Sets all bytes of `view` to zero.
@@ -210,8 +197,7 @@ impl Stream {
             return Ok(());
         }
         // SAFETY: a view lies within its memory.
-        unsafe { result::memset_d8_async(view.address(), 0, view.bytes(), self.raw) }
-            .context("cuMemsetD8Async")
+        unsafe { driver::fill_zero(view.address(), view.bytes(), self.raw) }.context("cuMemsetD8Async")
     }
 
     /// Copies `from` to `to` on the GPU.
@@ -227,7 +213,7 @@ impl Stream {
             return Ok(());
         }
         // SAFETY: views lie within their memories.
-        unsafe { result::memcpy_dtod_async(to.address(), from.address(), from.bytes(), self.raw) }
+        unsafe { driver::copy(to.address(), from.address(), from.bytes(), self.raw) }
             .context("cuMemcpyDtoDAsync")
     }
 
@@ -244,7 +230,8 @@ impl Stream {
             return Ok(());
         }
         // SAFETY: the view lies within its memory, and `values` lives until `synchronize` returns.
-        unsafe { result::memcpy_htod_async(to.address(), values, self.raw) }.context("cuMemcpyHtoDAsync")?;
+        unsafe { driver::copy_to_device(to.address(), values.as_ptr().cast(), to.bytes(), self.raw) }
+            .context("cuMemcpyHtoDAsync")?;
         self.synchronize()
     }
 
@@ -261,7 +248,7 @@ impl Stream {
             return Ok(());
         }
         // SAFETY: the view lies within its memory, and `values` lives until `synchronize` returns.
-        unsafe { result::memcpy_dtoh_async(values, from.address(), self.raw) }
+        unsafe { driver::copy_to_host(values.as_mut_ptr().cast(), from.address(), from.bytes(), self.raw) }
             .context("cuMemcpyDtoHAsync")?;
         self.synchronize()
     }
@@ -294,11 +281,8 @@ impl Stream {
         );
         // SAFETY: both ranges lie within their memories; pinned memory is freed only after the GPU's work, and is
         // read by `unsafe` calls only, whose callers guarantee that the copy has finished.
-        unsafe {
-            sys::cuMemcpyDtoHAsync_v2(to.address().add(at).cast(), from.address(), from.bytes(), self.raw)
-        }
-        .result()
-        .context("cuMemcpyDtoHAsync")?;
+        unsafe { driver::copy_to_host(to.address().add(at).cast(), from.address(), from.bytes(), self.raw) }
+            .context("cuMemcpyDtoHAsync")?;
         to.copied_by(self)
     }
 
@@ -317,11 +301,8 @@ impl Stream {
             from.len()
         );
         // SAFETY: both ranges lie within their memories; otherwise as in `enqueue_download_part`.
-        unsafe {
-            sys::cuMemcpyHtoDAsync_v2(to.address(), from.address().add(at).cast(), to.bytes(), self.raw)
-        }
-        .result()
-        .context("cuMemcpyHtoDAsync")?;
+        unsafe { driver::copy_to_device(to.address(), from.address().add(at).cast(), to.bytes(), self.raw) }
+            .context("cuMemcpyHtoDAsync")?;
         from.copied_by(self)
     }
 
@@ -332,10 +313,8 @@ impl Stream {
     /// If the driver refuses.
     pub fn begin_capture(&self) -> Result<()> {
         self.device.bind()?;
-        // Calls of other threads stay allowed: a watchdog may query events meanwhile.
-        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is this object's.
-        unsafe { result::stream::begin_capture(self.raw, mode) }.context("cuStreamBeginCapture")
+        unsafe { driver::begin_capture(self.raw) }.context("cuStreamBeginCapture")
     }
 
     /// True between [`begin_capture`](Self::begin_capture) and [`end_capture`](Self::end_capture) of this stream, or
@@ -344,10 +323,8 @@ impl Stream {
     /// # Errors
     /// If the driver refuses.
     pub fn is_capturing(&self) -> Result<bool> {
-        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-        // SAFETY: the stream is this object's; a writable status.
-        unsafe { sys::cuStreamIsCapturing(self.raw, &mut status) }.result().context("cuStreamIsCapturing")?;
-        Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+        // SAFETY: the stream is this object's.
+        unsafe { driver::is_capturing(self.raw) }.context("cuStreamIsCapturing")
     }
 
     /// Ends the capture that [`begin_capture`](Self::begin_capture) started in the same thread.
@@ -356,7 +333,7 @@ impl Stream {
     /// If some of the enqueued work cannot be captured.
     pub fn end_capture(&self) -> Result<Graph> {
         // SAFETY: the stream is this object's.
-        let graph = unsafe { result::stream::end_capture(self.raw) }.context("cuStreamEndCapture")?;
+        let graph = unsafe { driver::end_capture(self.raw) }.context("cuStreamEndCapture")?;
         Graph::new(&self.device, graph)
     }
 
@@ -393,7 +370,7 @@ impl Stream {
     pub unsafe fn launch_graph(&self, graph: &Graph) -> Result<()> {
         assert!(Arc::ptr_eq(graph.device(), &self.device), "a graph of another GPU");
         // SAFETY: both handles are alive, and the graph keeps its memory; the caller guarantees the communicators.
-        unsafe { result::graph::launch(graph.exec(), self.raw) }.context("cuGraphLaunch")?;
+        unsafe { driver::launch_graph(graph.exec(), self.raw) }.context("cuGraphLaunch")?;
         graph.launched_on(self)
     }
 }
@@ -405,6 +382,6 @@ impl Drop for Stream {
         }
         let _ = self.device.bind();
         // SAFETY: created in `new`; the driver finishes the work that is still on it first.
-        let _ = unsafe { result::stream::destroy(self.raw) };
+        let _ = unsafe { driver::destroy_stream(self.raw) };
     }
 }
