@@ -43,6 +43,21 @@ bool forbidden_locked() {
     return any;
 }
 
+// Whether a stream of the device is being captured, or one that the default stream waits for; their captures are
+// invalidated.
+bool captured_locked(int ordinal, bool blocking_only) {
+    bool any = false;
+    for (const auto& capture : driver_state().captures) {
+        for (CUstream stream : capture->members) {
+            const bool spared = blocking_only && (stream->flags & CU_STREAM_NON_BLOCKING) != 0;
+            if (stream->ordinal != ordinal || spared) continue;
+            capture->invalid = true;
+            any = true;
+        }
+    }
+    return any;
+}
+
 void merge(Dependencies& into, const Dependencies& from) {
     for (unsigned node : from) {
         if (std::find(into.begin(), into.end(), node) == into.end()) into.push_back(node);
@@ -97,6 +112,11 @@ bool forbidden_in_capture() {
     return forbidden_locked();
 }
 
+bool captured_on(int ordinal) {
+    std::lock_guard lock(driver_state().mutex);
+    return captured_locked(ordinal, false);
+}
+
 void wait_for_device(int ordinal, bool blocking_only) {
     std::vector<QueuePtr> queues;
     {
@@ -125,6 +145,11 @@ CUresult enqueue(CUstream stream, Work work) {
     if (is_default(stream)) {
         const int ordinal = current_device();
         if (ordinal < 0) return CUDA_ERROR_INVALID_CONTEXT;
+        {
+            // In any mode: the default stream would depend on the captured one.
+            std::lock_guard lock(driver_state().mutex);
+            if (captured_locked(ordinal, true)) return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
+        }
         if (forbidden_in_capture()) return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
         wait_for_device(ordinal, true);
         work();

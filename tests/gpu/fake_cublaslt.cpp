@@ -6,6 +6,7 @@
 //   FAKE_CUBLASLT_FUSED=0    no epilogues
 //   FAKE_CUBLASLT_WRONG=1    results are wrong by a factor
 //   FAKE_CUBLASLT_CREATE=0   cublasLtCreate fails
+//   FAKE_CUBLASLT_CUDA=12080 built with CUDA 12.8; cublasLtCreate fails if the driver is of an older major version
 
 #include <cstdio>
 
@@ -187,6 +188,7 @@ struct MatmulWork {
 }   // namespace
 
 API size_t cublasLtGetVersion() { return 130099; }
+API size_t cublasLtGetCudartVersion() { return (size_t)fake::env_number("FAKE_CUBLASLT_CUDA", 13000); }
 
 API const char* cublasLtGetStatusString(unsigned status) {
     switch (status) {
@@ -201,6 +203,7 @@ API const char* cublasLtGetStatusString(unsigned status) {
 API unsigned cublasLtCreate(void** place) {
     if (!place) return INVALID_VALUE;
     if (fake::current_device() < 0 || !fake::env_number("FAKE_CUBLASLT_CREATE", 1)) return NOT_INITIALIZED;
+    if (!fake::driver_supports(cublasLtGetCudartVersion())) return NOT_INITIALIZED;
     make<Handle>(place, Kind::Handle)->ordinal = fake::current_device();
     return SUCCESS;
 }

@@ -1,7 +1,7 @@
 // The driver API: devices, contexts, modules and launches. The device is fake, as its name says.
 //
 // FAKE_GPU_COUNT devices (2) of FAKE_GPU_MEMORY_MIB (4096) each. CUDA_VISIBLE_DEVICES selects among them as among
-// real ones.
+// real ones. FAKE_CUDA_VERSION (13000) is the version of CUDA that the driver supports.
 #include "fake_cuda.h"
 #include "shim.h"
 
@@ -87,6 +87,12 @@ API CUresult cuInit(unsigned flags) {
 API CUresult cuDriverGetVersion(int* version) {
     *version = (int)env_number("FAKE_CUDA_VERSION", 13000);
     return CUDA_SUCCESS;
+}
+
+bool fake::driver_supports(size_t built_with) {
+    int version = 0;
+    cuDriverGetVersion(&version);
+    return built_with / 1000 <= (size_t)version / 1000;
 }
 
 API CUresult cuDeviceGetCount(int* count) {
@@ -205,6 +211,7 @@ API CUresult cuCtxGetStreamPriorityRange(int* least, int* greatest) {
 
 API CUresult cuCtxSynchronize() {
     if (current_device() < 0) return CUDA_ERROR_INVALID_CONTEXT;
+    if (captured_on(current_device())) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     if (forbidden_in_capture()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     wait_for_device(current_device(), false);
     return CUDA_SUCCESS;

@@ -152,8 +152,15 @@ CUresult release(CUdeviceptr address);
 // Whether the calling thread does something that a capture forbids; then those captures are invalidated.
 bool forbidden_in_capture();
 
+// Whether a stream of the device is being captured; then those captures are invalidated. For calls that wait for the
+// whole context, which conflict with a capture of any thread in any mode.
+bool captured_on(int ordinal);
+
 // Waits at random for up to FAKE_GPU_DELAY_US, before each work item of a stream.
 void delay();
+
+// Whether the driver is new enough for a library that was built with a version of CUDA, 12080 for 12.8.
+bool driver_supports(size_t built_with);
 
 // The value of an integer environment variable.
 long env_number(const char* variable, long otherwise);

@@ -7,6 +7,7 @@
 //   FAKE_CUDNN_FUSED=0           no fused bias and activation
 //   FAKE_CUDNN_WRONG=1           forward results are wrong by a factor
 //   FAKE_CUDNN_CREATE=0          cudnnCreate fails
+//   FAKE_CUDNN_CUDA=12080        built with CUDA 12.8; cudnnCreate fails if the driver is of an older major version
 
 #include <algorithm>
 #include <cstdio>
@@ -314,6 +315,7 @@ Status set_extents(void* raw, Kind kind, int type, int format, int n, int c, int
 }   // namespace
 
 API size_t cudnnGetVersion() { return 90999; }
+API size_t cudnnGetCudartVersion() { return (size_t)fake::env_number("FAKE_CUDNN_CUDA", 13000); }
 
 API const char* cudnnGetErrorString(unsigned status) {
     switch (status) {
@@ -328,6 +330,7 @@ API const char* cudnnGetErrorString(unsigned status) {
 
 API unsigned cudnnCreate(void** place) {
     if (fake::current_device() < 0 || !fake::env_number("FAKE_CUDNN_CREATE", 1)) return NOT_INITIALIZED;
+    if (!fake::driver_supports(cudnnGetCudartVersion())) return NOT_INITIALIZED;
     const Status status = create<Handle>(place, Kind::Handle);
     if (status == SUCCESS) {
         Handle* handle = static_cast<Handle*>(*place);

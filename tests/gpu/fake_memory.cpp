@@ -1,7 +1,8 @@
 // The memory of the driver API: host memory, filled with a pattern.
 //
 // New and freed memory is filled with 0xa5, so that reading it is detected. Each allocation is followed by a guard
-// area, which is checked when the memory is freed.
+// area, which is checked when the memory is freed. Freeing pinned memory waits for nothing, and a copy that runs later
+// reports it.
 #include "fake_cuda.h"
 
 #include <cstdio>
@@ -41,6 +42,17 @@ bool is_pinned(const void* address) {
     if (after == driver_state().pinned.begin()) return false;
     const auto [start, bytes] = *std::prev(after);
     return (uintptr_t)address < start + bytes;
+}
+
+// A copy from or to pinned memory, which has to exist when the copy runs.
+Work copy_pinned(const void* host, Work copy) {
+    return [host, copy] {
+        if (!is_pinned(host)) {
+            fprintf(stderr, "FAKE GPU: a copy uses pinned memory that has been freed\n");
+            abort();
+        }
+        copy();
+    };
 }
 
 // A copy or fill that the caller waits for, after everything that the default stream waits for.
@@ -138,13 +150,6 @@ API CUresult cuMemFreeHost(void* address) {
         std::lock_guard lock(driver_state().mutex);
         if (driver_state().pinned.erase((uintptr_t)address) == 0) return CUDA_ERROR_INVALID_VALUE;
     }
-    // Any device may be copying from it.
-    int count = 0;
-    {
-        std::lock_guard lock(driver_state().mutex);
-        for (CUstream stream : driver_state().streams) count = count > stream->ordinal ? count : stream->ordinal + 1;
-    }
-    for (int ordinal = 0; ordinal < count; ++ordinal) wait_for_device(ordinal, false);
     free(address);
     return CUDA_SUCCESS;
 }
@@ -180,7 +185,9 @@ API CUresult cuMemcpy(CUdeviceptr to, CUdeviceptr from, size_t bytes) { return c
 
 // Pageable memory is staged before the call returns; pinned memory is read when the copy runs.
 API CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
-    if (is_pinned(from) || is_capturing(stream)) return enqueue(stream, [=] { memcpy((void*)to, from, bytes); });
+    Work copy = [=] { memcpy((void*)to, from, bytes); };
+    if (is_pinned(from)) return enqueue(stream, copy_pinned(from, copy));
+    if (is_capturing(stream)) return enqueue(stream, copy);
     const auto* start = (const unsigned char*)from;
     auto staged = std::make_shared<std::vector<unsigned char>>(start, start + bytes);
     return enqueue(stream, [=] { memcpy((void*)to, staged->data(), bytes); });
@@ -189,7 +196,8 @@ API CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes
 // A copy to pageable memory returns after the copy.
 API CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, CUstream stream) {
     Work copy = [=] { memcpy(to, (const void*)from, bytes); };
-    if (is_pinned(to) || is_capturing(stream)) return enqueue(stream, copy);
+    if (is_pinned(to)) return enqueue(stream, copy_pinned(to, copy));
+    if (is_capturing(stream)) return enqueue(stream, copy);
     auto made = std::make_shared<EventRecord>();
     const CUresult result = enqueue(stream, [=] {
         copy();

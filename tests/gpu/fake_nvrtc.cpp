@@ -2,6 +2,8 @@
 //
 // The kernels themselves were compiled with the fakes; see shim.h. The image changes with the source, so caches of
 // images work as with the real compiler. A source with `#error` outside of conditions does not compile.
+//
+//   FAKE_NVRTC_MAJOR=12   its version is 12.0 instead of 13.0
 #include "fake_cuda.h"
 
 #include <cstring>
@@ -54,7 +56,7 @@ bool says_error(const std::string& source) {
 }   // namespace
 
 API nvrtcResult nvrtcVersion(int* major, int* minor) {
-    *major = 13;
+    *major = (int)fake::env_number("FAKE_NVRTC_MAJOR", 13);
     *minor = 0;
     return NVRTC_SUCCESS;
 }

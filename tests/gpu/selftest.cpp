@@ -130,6 +130,21 @@ void past_the_end() {
     OK(cuMemsetD32Async(small.address, 0, 11, nullptr));
 }
 
+// The memory of a copy is freed before the copy runs.
+void freed_pinned() {
+    const Buffer<unsigned> small(10);
+    CUstream stream = new_stream();
+    void* pinned;
+    std::atomic<bool> freed{false};
+    OK(cuMemHostAlloc(&pinned, 40, 0));
+    OK(cuLaunchHostFunc(stream, [](void* freed) { ((std::atomic<bool>*)freed)->wait(false); }, &freed));
+    OK(cuMemcpyHtoDAsync_v2(small.address, pinned, 40, stream));
+    OK(cuMemFreeHost(pinned));
+    freed = true;
+    freed.notify_one();
+    OK(cuStreamSynchronize(stream));
+}
+
 // One stream adds, another copies: with an event between them the copy has the sum, without it sometimes not.
 bool copies_the_sum(bool waits) {
     const Buffer<float> x(ramp(LENGTH)), y(std::vector<float>(LENGTH, 0)), z(LENGTH);
@@ -217,6 +232,48 @@ void capture_errors() {
     }).join();
     EXPECT(CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, cuStreamEndCapture(stream, &graph));
     OK(cuMemFree_v2(address));
+    // Waiting for the whole context conflicts with a capture of any thread, in any mode; work on other streams does not.
+    for (const auto mode : {CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, CU_STREAM_CAPTURE_MODE_RELAXED}) {
+        const Buffer<unsigned> zeros(std::vector<unsigned>{1});
+        OK(cuStreamBeginCapture_v2(stream, mode));
+        std::thread([&] {
+            open_device();
+            OK(cuMemsetD8Async(zeros.address, 0, 4, other));
+            OK(cuStreamSynchronize(other));
+            OK(cuMemsetD8_v2(zeros.address, 0, 4));
+        }).join();
+        OK(cuStreamEndCapture(stream, &graph));
+        OK(cuGraphDestroy(graph));
+        OK(cuStreamBeginCapture_v2(stream, mode));
+        std::thread([&] {
+            open_device();
+            EXPECT(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, cuCtxSynchronize());
+        }).join();
+        EXPECT(CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, cuStreamEndCapture(stream, &graph));
+        // The default stream waits for a stream that is not created as non-blocking.
+        CUstream blocking;
+        OK(cuStreamCreate(&blocking, 0));
+        OK(cuStreamBeginCapture_v2(blocking, mode));
+        std::thread([&] {
+            open_device();
+            EXPECT(CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, cuMemsetD8_v2(zeros.address, 0, 4));
+        }).join();
+        EXPECT(CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, cuStreamEndCapture(blocking, &graph));
+        OK(cuStreamDestroy_v2(blocking));
+    }
+    // In global mode no thread may allocate or free.
+    for (const bool allocates : {true, false}) {
+        CUdeviceptr earlier;
+        OK(cuMemAlloc_v2(&earlier, 64));
+        OK(cuStreamBeginCapture_v2(stream, CU_STREAM_CAPTURE_MODE_GLOBAL));
+        std::thread([&] {
+            open_device();
+            EXPECT(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
+                   allocates ? cuMemAlloc_v2(&address, 64) : cuMemFree_v2(earlier));
+        }).join();
+        EXPECT(CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, cuStreamEndCapture(stream, &graph));
+        OK(cuMemFree_v2(earlier));
+    }
     // A branch that is never joined.
     const Buffer<unsigned> counter(std::vector<unsigned>{0});
     CUfunction count = kernel("selftest_count");
@@ -249,6 +306,7 @@ int main(int count, char** words) {
     else if (name == "limits") limits();
     else if (name == "memory") memory();
     else if (name == "past_the_end") past_the_end();
+    else if (name == "freed_pinned") freed_pinned();
     else if (name == "event_wait") event_wait();
     else if (name == "missing_event_wait") missing_event_wait();
     else if (name == "replay") replay();

@@ -65,6 +65,13 @@ fn uninitialised_memory_is_poisoned() {
 }
 
 #[test]
+fn a_copy_from_freed_pinned_memory_is_reported() {
+    let finished = case(&["freed_pinned"], &[]);
+    assert_eq!(finished.code, None, "{finished:#?}");
+    assert!(finished.stderr.contains("a copy uses pinned memory that has been freed"), "{finished:#?}");
+}
+
+#[test]
 fn a_missing_event_wait_is_detected_with_slow_streams() {
     let slow = [("FAKE_GPU_DELAY_US", "2000")];
     case(&["event_wait"], &slow).expect(0, &[]);

@@ -108,14 +108,82 @@ fn without_libraries_all_kernels_are_built_in() {
     assert_all(&lines(&finished, "dense"), &[passes[0], "libcublasLt.so.13 (matrix products) was not found"]);
 }
 
+/// A library with functions that return these numbers.
+fn library(file: PathBuf, functions: &[(&str, u32)]) -> PathBuf {
+    let source = file.with_extension("cpp");
+    let code = functions.iter().map(|(name, result)| format!("size_t {name}() {{ return {result}; }}\n"));
+    let code: String = code.collect();
+    std::fs::write(&source, format!("#include <cstddef>\nextern \"C\" {{\n{code}}}\n")).expect("a file");
+    let mut compiler = Command::new(std::env::var_os("CXX").unwrap_or_else(|| "g++".into()));
+    let compiled = compiler.args(["-shared", "-fPIC", "-o"]).arg(&file).arg(&source).status();
+    assert!(compiled.expect("a compiler").success());
+    file
+}
+
 /// A library that contains only the function by which it is recognised.
 fn stub(folder: &Path, function: &str) -> PathBuf {
-    let (source, library) = (folder.join(format!("{function}.cpp")), folder.join(format!("{function}.so")));
-    std::fs::write(&source, format!("extern \"C\" int {function}() {{ return 0; }}\n")).expect("a file");
-    let mut compiler = Command::new(std::env::var_os("CXX").unwrap_or_else(|| "g++".into()));
-    let compiled = compiler.args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).status();
-    assert!(compiled.expect("a compiler").success());
-    library
+    library(folder.join(format!("{function}.so")), &[(function, 0)])
+}
+
+/// Makes the loader search `folder` before the fakes.
+fn search_first(command: &mut Command, folder: &Path) {
+    let folders = [folder, &fake_gpu::folder()].map(|folder| folder.display().to_string());
+    command.env("LD_LIBRARY_PATH", folders.join(":"));
+}
+
+#[test]
+fn the_driver_decides_which_version_of_a_library_is_used() {
+    let cache = tempfile::tempdir().expect("a folder");
+    let link = |name: &str, target: &str| {
+        let target = fake_gpu::folder().join(target);
+        std::os::unix::fs::symlink(target, cache.path().join(name)).expect("a link");
+    };
+    // A CUDA 12 driver, cuDNN and cuBLASLt of CUDA 13 only.
+    let mut command = program(cache.path());
+    search_first(&mut command, cache.path());
+    command.env("FAKE_CUDA_VERSION", "12040").env("FAKE_NVRTC_MAJOR", "12");
+    link("libnvrtc.so.12", "libnvrtc.so.13");
+    let finished = run(&mut command);
+    let why = "it needs a driver of CUDA 13, but this driver is of CUDA 12.4";
+    assert_all(
+        &lines(&finished, "conv"),
+        &[
+            "forward built in, ",
+            "libcudnn.so.9 (convolutions) cannot be used; searched: libcudnn.so.9 (",
+            why,
+        ],
+    );
+    assert_all(
+        &lines(&finished, "dense"),
+        &["forward built in, ", "libcublasLt.so.13 (matrix products) cannot be used", why],
+    );
+    // With a cuBLASLt of CUDA 12 beside it, that one is used.
+    let newer = [("cublasLtMatmul", 0), ("cublasLtGetCudartVersion", 13000)];
+    library(cache.path().join("libcublasLt.so.13"), &newer);
+    link("libcublasLt.so.12", "libcublasLt.so.13");
+    command.env("FAKE_CUDNN_CUDA", "12080").env("FAKE_CUBLASLT_CUDA", "12080");
+    let finished = run(&mut command);
+    assert_all(&lines(&finished, "conv"), &["forward cuDNN "]);
+    assert_all(&lines(&finished, "dense"), &["forward cuBLASLt "]);
+}
+
+#[test]
+fn a_stub_of_the_driver_is_not_used() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let body = || {
+        let mut command = fake_gpu::command(env!("CARGO_BIN_EXE_t-gpu-memory"));
+        command.arg("capture");
+        command
+    };
+    library(folder.path().join("libcuda.so"), &[("cuInit", 34)]);
+    let mut command = body();
+    search_first(&mut command, folder.path());
+    run(&mut command);
+    // Only stubs.
+    library(folder.path().join("libcuda.so.1"), &[("cuInit", 34)]);
+    let mut command = body();
+    let finished = process::run(command.env("LD_LIBRARY_PATH", folder.path()));
+    finished.expect(1, &["the NVIDIA driver was not found: libcuda.so.1 is the stub of a CUDA toolkit"]);
 }
 
 #[test]

@@ -106,7 +106,7 @@ impl Handle {
         if let Some(known) = open.iter().find(|known| Arc::ptr_eq(&known.device, device)) {
             return Ok(Arc::clone(known));
         }
-        let functions = Functions::load(&libraries::CUBLAS_LT)?;
+        let functions = Functions::from_library(&libraries::OpenLibrary::open(&libraries::CUBLAS_LT)?)?;
         device.bind()?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: `raw` is writable.

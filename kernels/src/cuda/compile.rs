@@ -179,7 +179,10 @@ impl Compiler {
     /// Opens the compiler for a driver of CUDA version `driver`; any compiler for (0, 0).
     fn open(driver: (u32, u32)) -> Result<Self> {
         let library = if driver.0 == 12 { &libraries::NVRTC_12 } else { &libraries::NVRTC };
-        let mut compiler = Compiler { functions: Functions::load(library)?, version: (0, 0) };
+        let mut compiler = Compiler {
+            functions: Functions::from_library(&libraries::OpenLibrary::open(library)?)?,
+            version: (0, 0),
+        };
         let (mut major, mut minor) = (0, 0);
         // SAFETY: two writable integers.
         let status = unsafe { (compiler.functions.version)(&mut major, &mut minor) };

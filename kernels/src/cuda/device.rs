@@ -4,14 +4,14 @@ use std::collections::HashMap;
 use std::ffi::CString;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use cudarc::driver::{result, sys};
+use cudarc::driver::sys;
 
 use super::captures::{Allocation, Captures};
 use super::compile::{self, Source};
+use super::driver;
 use super::error::{Context, Error, Result};
-use super::libraries;
 
 /// Dynamic shared memory in bytes that a block gets without a request for more.
 const SHARED_BY_DEFAULT: u32 = 48 << 10;
@@ -32,6 +32,10 @@ pub struct Device {
     abandoned: AtomicBool,
     modules: Mutex<HashMap<&'static str, Module>>,
     captures: Mutex<Captures>,
+    /// Fills new memory. Nothing else is enqueued on it, and it is never captured, so waiting for it is always legal.
+    set_up: sys::CUstream,
+    /// A copy from or to pinned memory was captured.
+    pinned_captured: AtomicBool,
 }
 
 // SAFETY: the handles are the driver's, which may be called from all threads; everything that changes is atomic or
@@ -82,8 +86,7 @@ impl Function {
         }
         let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: the function is loaded.
-        unsafe { result::function::set_function_attribute(self.raw, attribute, bytes as i32) }
-            .context("cuFuncSetAttribute")?;
+        unsafe { driver::set_attribute(self.raw, attribute, bytes as i32) }.context("cuFuncSetAttribute")?;
         self.shared.store(bytes, Ordering::Relaxed);
         Ok(())
     }
@@ -101,30 +104,14 @@ impl fmt::Debug for Device {
     }
 }
 
-/// The version of the driver, which is opened and initialised once.
-fn driver() -> Result<(u32, u32)> {
-    static DRIVER: OnceLock<Result<(u32, u32)>> = OnceLock::new();
-    DRIVER
-        .get_or_init(|| {
-            libraries::open_driver()?;
-            result::init().context("cuInit")?;
-            let mut version = 0;
-            // SAFETY: a writable integer.
-            unsafe { sys::cuDriverGetVersion(&mut version) }.result().context("cuDriverGetVersion")?;
-            let version = version.max(0) as u32;
-            Ok((version / 1000, version % 1000 / 10))
-        })
-        .clone()
-}
-
 impl Device {
     /// Number of GPUs that CUDA sees.
     ///
     /// # Errors
     /// If there is no driver, if it is too old, or if it returns an error.
     pub fn count() -> Result<u32> {
-        driver()?;
-        let count = result::device::get_count().context("cuDeviceGetCount")?;
+        driver::open()?;
+        let count = driver::device_count().context("cuDeviceGetCount")?;
         Ok(count.max(0) as u32)
     }
 
@@ -149,10 +136,9 @@ impl Device {
         if ordinal >= count {
             return Err(Error::NoDevice { ordinal, count });
         }
-        let handle = result::device::get(ordinal as i32).context("cuDeviceGet")?;
+        let handle = driver::device(ordinal as i32).context("cuDeviceGet")?;
         let attribute = |attribute| {
-            // SAFETY: a device as `cuDeviceGet` returns it.
-            let value = unsafe { result::device::get_attribute(handle, attribute) };
+            let value = driver::device_attribute(handle, attribute);
             value.map(|value| value.max(0) as u32).context("cuDeviceGetAttribute")
         };
         use sys::CUdevice_attribute as Attribute;
@@ -161,10 +147,13 @@ impl Device {
             attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
         );
         let multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.max(1);
-        let name = result::device::get_name(handle).context("cuDeviceGetName")?;
-        let uuid = format_uuid(result::device::get_uuid(handle).context("cuDeviceGetUuid")?.bytes);
-        // SAFETY: a device as `cuDeviceGet` returns it. Released with the process.
-        let context = unsafe { result::primary_ctx::retain(handle) }.context("cuDevicePrimaryCtxRetain")?;
+        let name = driver::device_name(handle).context("cuDeviceGetName")?;
+        let uuid = format_uuid(driver::device_uuid(handle).context("cuDeviceGetUuid")?);
+        // Released with the process.
+        let context = driver::retain_context(handle).context("cuDevicePrimaryCtxRetain")?;
+        // SAFETY: the context was just retained.
+        unsafe { driver::set_context(context) }.context("cuCtxSetCurrent")?;
+        let set_up = driver::create_stream().context("cuStreamCreate")?;
         Ok(Device {
             ordinal,
             context,
@@ -172,12 +161,14 @@ impl Device {
             uuid,
             architecture,
             multiprocessors,
-            driver: driver()?,
+            driver: driver::open()?,
             used: AtomicU64::new(0),
             peak: AtomicU64::new(0),
             abandoned: AtomicBool::new(false),
             modules: Mutex::default(),
             captures: Mutex::default(),
+            set_up,
+            pinned_captured: AtomicBool::new(false),
         })
     }
 
@@ -188,7 +179,7 @@ impl Device {
     /// If the driver refuses.
     pub fn bind(&self) -> Result<()> {
         // SAFETY: the context is retained and never released.
-        unsafe { result::ctx::set_current(self.context) }.context("cuCtxSetCurrent")
+        unsafe { driver::set_context(self.context) }.context("cuCtxSetCurrent")
     }
 
     /// Ordinal of the GPU among those that CUDA sees.
@@ -238,7 +229,7 @@ impl Device {
     /// If the driver refuses.
     pub fn free_and_total(&self) -> Result<(u64, u64)> {
         self.bind()?;
-        let (free, total) = result::mem_get_info().context("cuMemGetInfo")?;
+        let (free, total) = driver::memory_info().context("cuMemGetInfo")?;
         Ok((free as u64, total as u64))
     }
 
@@ -273,6 +264,21 @@ impl Device {
         freeable.into_iter().for_each(|allocation| self.free(allocation));
     }
 
+    /// The stream that new memory is filled on.
+    pub(super) fn set_up_stream(&self) -> sys::CUstream {
+        self.set_up
+    }
+
+    /// Notes that a graph which is being captured uses pinned memory.
+    pub(super) fn pinned_captured(&self) {
+        self.pinned_captured.store(true, Ordering::Relaxed);
+    }
+
+    /// True if any graph uses pinned memory.
+    pub(super) fn is_pinned_captured(&self) -> bool {
+        self.pinned_captured.load(Ordering::Relaxed)
+    }
+
     pub(super) fn graph_captured(&self) {
         self.captures().graph_captured();
     }
@@ -288,14 +294,13 @@ impl Device {
             Allocation::Device { address, bytes } => {
                 // SAFETY: allocated by `Memory`, whose owner is dropped; the call waits for work that may still use
                 // it, and no graph can.
-                let _ = unsafe { result::free_sync(address) };
+                let _ = unsafe { driver::free(address) };
                 self.used.fetch_sub(bytes, Ordering::Relaxed);
             }
             Allocation::Host(address) => {
-                // `free_host` by itself does not wait for copies in flight.
-                let _ = result::ctx::synchronize();
-                // SAFETY: allocated by `Pinned`, whose owner is dropped.
-                let _ = unsafe { result::free_host(address as *mut _) };
+                // SAFETY: allocated by `Pinned`, whose owner is dropped and has waited for its copies; so has every
+                // graph that used it for its launches.
+                let _ = unsafe { driver::free_host(address as *mut _) };
             }
         }
     }
@@ -317,7 +322,7 @@ impl Device {
     /// Loads `source`, from the cache or by compiling it. An image is cached after it has been loaded successfully.
     fn load(&self, source: &'static Source) -> Result<sys::CUmodule> {
         // SAFETY: a complete image of the compiler (the digest of a file's content was verified).
-        let load = |image: &[u8]| unsafe { result::module::load_data(image.as_ptr().cast()) };
+        let load = |image: &[u8]| unsafe { driver::load_module(image.as_ptr().cast()) };
         let image = compile::Image::new(source, self.architecture, self.driver);
         if let Some(module) = image.cached().and_then(|cached| load(&cached).ok()) {
             return Ok(module);
@@ -345,8 +350,7 @@ impl Device {
         let module = modules.get_mut(source.name).expect("it was inserted");
         let symbol = CString::new(name).expect("names of kernels have no zero bytes");
         // SAFETY: the module is loaded.
-        let raw =
-            unsafe { result::module::get_function(module.handle, symbol) }.context("cuModuleGetFunction")?;
+        let raw = unsafe { driver::function(module.handle, &symbol) }.context("cuModuleGetFunction")?;
         let shared = Arc::new(AtomicU32::new(SHARED_BY_DEFAULT));
         let function = Function { raw, context: self.context, name: name.into(), shared };
         module.functions.insert(name.to_owned(), function.clone());

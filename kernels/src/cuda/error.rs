@@ -1,9 +1,8 @@
 //! The errors of GPU calls.
 
-use std::ffi::CStr;
 use std::fmt;
 
-use cudarc::driver::DriverError;
+use super::driver::DriverError;
 
 /// Result of a call to this module.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -91,11 +90,7 @@ impl Error {
 
     /// The error of `call`.
     pub(super) fn driver(call: &'static str, error: DriverError) -> Self {
-        let text = |text: std::result::Result<&CStr, DriverError>| {
-            text.map_or_else(|_| "unknown".to_owned(), |text| text.to_string_lossy().into_owned())
-        };
-        let text = format!("{}, {}", text(error.error_name()), text(error.error_string()));
-        Error::Driver { call, code: error.0 as u32, text }
+        Error::Driver { call, code: error.0, text: error.text() }
     }
 }
 

@@ -1,11 +1,13 @@
 //! A sequence of launches, captured once and replayed for the cost of one.
 
+use std::cell::RefCell;
 use std::sync::Arc;
 
-use cudarc::driver::{result, sys};
+use cudarc::driver::sys;
 
-use super::Device;
 use super::error::{Context, Result};
+use super::uses::LastUses;
+use super::{Device, Stream, driver};
 
 /// A captured graph, ready to be launched by [`Stream::launch_graph`](super::Stream::launch_graph).
 ///
@@ -16,6 +18,8 @@ pub struct Graph {
     device: Arc<Device>,
     graph: sys::CUgraph,
     exec: sys::CUgraphExec,
+    /// The launches, if the graph may copy from or to pinned memory.
+    launches: Option<RefCell<LastUses>>,
 }
 
 // SAFETY: handles that may be used from any thread; launching takes a reference, and only the owner destroys them.
@@ -24,18 +28,26 @@ unsafe impl Send for Graph {}
 impl Graph {
     /// Takes over the result of a capture.
     pub(super) fn new(device: &Arc<Device>, graph: sys::CUgraph) -> Result<Self> {
-        let flags = sys::CUgraphInstantiate_flags(0);
         // SAFETY: a graph as `cuStreamEndCapture` returns it.
-        let exec = match unsafe { result::graph::instantiate(graph, flags) } {
+        let exec = match unsafe { driver::instantiate(graph) } {
             Ok(exec) => exec,
             Err(error) => {
                 // SAFETY: this call owns it.
-                let _ = unsafe { result::graph::destroy(graph) };
+                let _ = unsafe { driver::destroy_graph(graph) };
                 return Err(error).context("cuGraphInstantiateWithFlags");
             }
         };
         device.graph_captured();
-        Ok(Graph { device: Arc::clone(device), graph, exec })
+        let launches = device.is_pinned_captured().then(RefCell::default);
+        Ok(Graph { device: Arc::clone(device), graph, exec, launches })
+    }
+
+    /// Notes that it was enqueued last on `stream`.
+    pub(super) fn launched_on(&self, stream: &Stream) -> Result<()> {
+        match &self.launches {
+            Some(launches) => launches.borrow_mut().record(stream).map(drop),
+            None => Ok(()),
+        }
     }
 
     pub(super) fn exec(&self) -> sys::CUgraphExec {
@@ -54,10 +66,14 @@ impl Drop for Graph {
             return;
         }
         let _ = self.device.bind();
+        let ended = self.launches.as_ref().map_or(Ok(()), |launches| launches.borrow().wait());
         // SAFETY: both belong to this graph, and the driver keeps a running graph until it has finished.
-        let _ = unsafe { result::graph::exec_destroy(self.exec) };
+        let _ = unsafe { driver::destroy_exec(self.exec) };
         // SAFETY: as above.
-        let _ = unsafe { result::graph::destroy(self.graph) };
-        self.device.graph_destroyed();
+        let _ = unsafe { driver::destroy_graph(self.graph) };
+        // If the wait failed, a launch may still be running, so its memory is never freed.
+        if ended.is_ok() {
+            self.device.graph_destroyed();
+        }
     }
 }

@@ -1,13 +1,16 @@
 //! Memory of a GPU, and pinned memory of the host.
 
+use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
-use cudarc::driver::{DriverError, result, sys};
+use cudarc::driver::sys;
 
 use super::captures::Allocation;
+use super::driver::{self, DriverError};
 use super::error::{Context, Error, Result};
+use super::uses::LastUses;
 use super::{Device, Stream};
 use crate::{DType, Element};
 
@@ -43,10 +46,9 @@ impl Memory {
         let wanted = len as u64 * dtype.size() as u64;
         // The driver does not allocate zero bytes.
         let bytes = (wanted as usize).max(1);
-        // SAFETY: only these bytes are accessed at the address, and it is freed once.
-        let address = match unsafe { result::malloc_sync(bytes) } {
+        let address = match driver::allocate(bytes) {
             Ok(address) => address,
-            Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => {
+            Err(DriverError::OUT_OF_MEMORY) => {
                 let (free, total) = device.free_and_total()?;
                 return Err(Error::OutOfMemory { wanted, free, total });
             }
@@ -54,10 +56,12 @@ impl Memory {
         };
         let allocated_at = device.allocated(bytes as u64);
         let memory = Memory { device: Arc::clone(device), address, dtype, len, allocated_at };
-        // SAFETY: the bytes that were allocated.
-        unsafe { result::memset_d8_sync(address, 0, bytes) }.context("cuMemsetD8")?;
-        // This program's streams do not wait for the default stream, which the memset runs on.
-        result::ctx::synchronize().context("cuCtxSynchronize")?;
+        let stream = device.set_up_stream();
+        // SAFETY: the bytes that were allocated, and a stream that is never destroyed.
+        unsafe { driver::fill_zero(address, bytes, stream) }.context("cuMemsetD8Async")?;
+        // Whichever stream uses the memory does not wait for this one.
+        // SAFETY: as above.
+        unsafe { driver::synchronize_stream(stream) }.context("cuStreamSynchronize")?;
         Ok(memory)
     }
 
@@ -197,6 +201,8 @@ pub struct Pinned {
     len: usize,
     /// When it was allocated, in the device's count.
     allocated_at: u64,
+    /// The copies from and to it, except those of graphs.
+    copies: RefCell<LastUses>,
 }
 
 // SAFETY: memory that belongs to this object alone.
@@ -209,11 +215,11 @@ impl Pinned {
     /// If the driver refuses.
     pub fn zeroed(device: &Arc<Device>, len: usize) -> Result<Self> {
         device.bind()?;
-        // SAFETY: freed once, below.
-        let address = unsafe { result::malloc_host(len.max(1), 0) }.context("cuMemHostAlloc")?.cast::<u8>();
+        let address = driver::allocate_host(len.max(1)).context("cuMemHostAlloc")?.cast::<u8>();
         // SAFETY: `len` bytes that were just allocated.
         unsafe { address.write_bytes(0, len) };
-        Ok(Pinned { device: Arc::clone(device), address, len, allocated_at: device.allocated(0) })
+        let (device, allocated_at) = (Arc::clone(device), device.allocated(0));
+        Ok(Pinned { device, address, len, allocated_at, copies: RefCell::default() })
     }
 
     /// Number of bytes.
@@ -228,6 +234,14 @@ impl Pinned {
 
     pub(super) fn address(&self) -> *mut u8 {
         self.address
+    }
+
+    /// Notes that a copy from or to the memory was enqueued last on `stream`.
+    pub(super) fn copied_by(&self, stream: &Stream) -> Result<()> {
+        if !self.copies.borrow_mut().record(stream)? {
+            self.device.pinned_captured();
+        }
+        Ok(())
     }
 
     /// The bytes.
@@ -251,6 +265,13 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        self.device.release(Allocation::Host(self.address as usize), self.allocated_at);
+        if self.device.is_abandoned() {
+            return;
+        }
+        let _ = self.device.bind();
+        // If the wait fails, a copy may still be running, so the memory is never freed.
+        if self.copies.get_mut().wait().is_ok() {
+            self.device.release(Allocation::Host(self.address as usize), self.allocated_at);
+        }
     }
 }

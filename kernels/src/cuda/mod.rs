@@ -16,8 +16,7 @@
 //! freeing it waits for the work that may use it, and for the graphs that may. The caller orders work between
 //! streams, with [`Event`]s.
 //!
-//! `cudarc` provides the bindings and opens libraries by names of its own. It panics if a library or a function is
-//! missing, so none of its functions is called before [`Device::count`] has checked both.
+//! `cudarc` provides the types of the bindings; this crate opens the libraries and looks up their functions itself.
 
 pub(crate) mod algorithm;
 mod arguments;
@@ -26,6 +25,7 @@ mod cache;
 mod captures;
 mod compile;
 mod device;
+mod driver;
 pub(crate) mod elements;
 mod error;
 mod graph;
@@ -35,6 +35,7 @@ mod sources;
 mod state;
 mod stream;
 mod usage;
+mod uses;
 
 pub use arguments::{Arg, Grid};
 pub use autotune::{AutotuneOptions, Libraries};

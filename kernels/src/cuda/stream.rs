@@ -1,11 +1,13 @@
 //! Streams and events.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytemuck::Pod;
-use cudarc::driver::{DriverError, result, sys};
+use cudarc::driver::sys;
 
 use super::arguments::{Arg, Grid};
+use super::driver::{self, DriverError};
 use super::error::{Context, Result};
 use super::{Device, Function, Graph, Pinned, View};
 
@@ -14,6 +16,7 @@ use super::{Device, Function, Graph, Pinned, View};
 pub struct Stream {
     device: Arc<Device>,
     raw: sys::CUstream,
+    number: u64,
 }
 
 // SAFETY: a handle that may be used from all threads, destroyed by its only owner.
@@ -37,7 +40,7 @@ unsafe impl Sync for Event {}
 fn finished(state: Result<(), DriverError>, call: &'static str) -> Result<bool> {
     match state {
         Ok(()) => Ok(true),
-        Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
+        Err(DriverError::NOT_READY) => Ok(false),
         Err(error) => Err(error).context(call),
     }
 }
@@ -49,8 +52,7 @@ impl Event {
     /// If the driver refuses.
     pub fn new(device: &Arc<Device>) -> Result<Self> {
         device.bind()?;
-        let raw =
-            result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING).context("cuEventCreate")?;
+        let raw = driver::create_event().context("cuEventCreate")?;
         Ok(Event { device: Arc::clone(device), raw })
     }
 
@@ -61,7 +63,14 @@ impl Event {
     pub fn is_done(&self) -> Result<bool> {
         self.device.bind()?;
         // SAFETY: the event is this object's.
-        finished(unsafe { result::event::query(self.raw) }, "cuEventQuery")
+        finished(unsafe { driver::query_event(self.raw) }, "cuEventQuery")
+    }
+
+    /// Returns once the stream that recorded it last has reached it.
+    pub(super) fn synchronize(&self) -> Result<()> {
+        self.device.bind()?;
+        // SAFETY: the event is this object's.
+        unsafe { driver::synchronize_event(self.raw) }.context("cuEventSynchronize")
     }
 }
 
@@ -72,7 +81,7 @@ impl Drop for Event {
         }
         let _ = self.device.bind();
         // SAFETY: created in `new`; the driver keeps it as long as a stream waits for it.
-        let _ = unsafe { result::event::destroy(self.raw) };
+        let _ = unsafe { driver::destroy_event(self.raw) };
     }
 }
 
@@ -83,9 +92,13 @@ impl Stream {
     /// If the driver refuses.
     pub fn new(device: &Arc<Device>) -> Result<Self> {
         device.bind()?;
-        let raw =
-            result::stream::create(result::stream::StreamKind::NonBlocking).context("cuStreamCreate")?;
-        Ok(Stream { device: Arc::clone(device), raw })
+        let raw = driver::create_stream().context("cuStreamCreate")?;
+        Ok(Self::owning(device, raw))
+    }
+
+    fn owning(device: &Arc<Device>, raw: sys::CUstream) -> Self {
+        static STREAMS: AtomicU64 = AtomicU64::new(0);
+        Stream { device: Arc::clone(device), raw, number: STREAMS.fetch_add(1, Ordering::Relaxed) }
     }
 
     /// As [`new`](Self::new), but with the highest priority: when work of several streams could start, this stream's
@@ -95,11 +108,9 @@ impl Stream {
     /// If the driver refuses.
     pub fn with_high_priority(device: &Arc<Device>) -> Result<Self> {
         device.bind()?;
-        let (_, highest) = result::stream::get_priority_range().context("cuCtxGetStreamPriorityRange")?;
-        let kind = result::stream::StreamKind::NonBlocking;
-        let raw =
-            result::stream::create_with_priority(kind, highest).context("cuStreamCreateWithPriority")?;
-        Ok(Stream { device: Arc::clone(device), raw })
+        let highest = driver::highest_priority().context("cuCtxGetStreamPriorityRange")?;
+        let raw = driver::create_stream_with_priority(highest).context("cuStreamCreateWithPriority")?;
+        Ok(Self::owning(device, raw))
     }
 
     /// The GPU.
@@ -112,13 +123,18 @@ impl Stream {
         self.raw
     }
 
+    /// A number that no other stream of this process has, before or after.
+    pub(super) fn number(&self) -> u64 {
+        self.number
+    }
+
     /// Records `event` at the end of the work so far.
     ///
     /// # Errors
     /// If the driver refuses.
     pub fn record(&self, event: &Event) -> Result<()> {
         // SAFETY: both handles are alive.
-        unsafe { result::event::record(event.raw, self.raw) }.context("cuEventRecord")
+        unsafe { driver::record_event(event.raw, self.raw) }.context("cuEventRecord")
     }
 
     /// Work enqueued from now on waits for `event` as it was last recorded.
@@ -126,9 +142,8 @@ impl Stream {
     /// # Errors
     /// If the driver refuses.
     pub fn wait_for(&self, event: &Event) -> Result<()> {
-        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: both handles are alive.
-        unsafe { result::stream::wait_event(self.raw, event.raw, flags) }.context("cuStreamWaitEvent")
+        unsafe { driver::wait_event(self.raw, event.raw) }.context("cuStreamWaitEvent")
     }
 
     /// True once all work so far has finished.
@@ -138,7 +153,7 @@ impl Stream {
     pub fn is_done(&self) -> Result<bool> {
         self.device.bind()?;
         // SAFETY: the stream is this object's.
-        finished(unsafe { sys::cuStreamQuery(self.raw) }.result(), "cuStreamQuery")
+        finished(unsafe { driver::query_stream(self.raw) }, "cuStreamQuery")
     }
 
     /// Returns once all work so far has finished. If that never happens, it waits for ever: not for work that other
@@ -149,7 +164,7 @@ impl Stream {
     pub fn synchronize(&self) -> Result<()> {
         self.device.bind()?;
         // SAFETY: the stream is this object's.
-        unsafe { result::stream::synchronize(self.raw) }.context("cuStreamSynchronize")
+        unsafe { driver::synchronize_stream(self.raw) }.context("cuStreamSynchronize")
     }
 
     /// Launches a kernel.
@@ -167,19 +182,10 @@ impl Stream {
         assert!(function.belongs_to(&self.device), "kernel {} was loaded on another GPU", function.name());
         function.allow_shared(grid.shared)?;
         let mut pointers: smallvec::SmallVec<[_; 24]> = arguments.iter().map(Arg::pointer).collect();
-        let [x, y, z] = grid.blocks;
+        let Grid { blocks, threads, shared } = grid;
         // SAFETY: the driver reads as many bytes at each pointer as the parameter has, which the caller guarantees.
-        unsafe {
-            result::launch_kernel(
-                function.raw(),
-                (x, y, z),
-                (grid.threads, 1, 1),
-                grid.shared,
-                self.raw,
-                &mut pointers,
-            )
-        }
-        .context("cuLaunchKernel")
+        unsafe { driver::launch_kernel(function.raw(), blocks, threads, shared, self.raw, &mut pointers) }
+            .context("cuLaunchKernel")
     }
 
     /// Sets all bytes of `view` to zero.
@@ -191,8 +197,7 @@ impl Stream {
             return Ok(());
         }
         // SAFETY: a view lies within its memory.
-        unsafe { result::memset_d8_async(view.address(), 0, view.bytes(), self.raw) }
-            .context("cuMemsetD8Async")
+        unsafe { driver::fill_zero(view.address(), view.bytes(), self.raw) }.context("cuMemsetD8Async")
     }
 
     /// Copies `from` to `to` on the GPU.
@@ -208,7 +213,7 @@ impl Stream {
             return Ok(());
         }
         // SAFETY: views lie within their memories.
-        unsafe { result::memcpy_dtod_async(to.address(), from.address(), from.bytes(), self.raw) }
+        unsafe { driver::copy(to.address(), from.address(), from.bytes(), self.raw) }
             .context("cuMemcpyDtoDAsync")
     }
 
@@ -225,7 +230,8 @@ impl Stream {
             return Ok(());
         }
         // SAFETY: the view lies within its memory, and `values` lives until `synchronize` returns.
-        unsafe { result::memcpy_htod_async(to.address(), values, self.raw) }.context("cuMemcpyHtoDAsync")?;
+        unsafe { driver::copy_to_device(to.address(), values.as_ptr().cast(), to.bytes(), self.raw) }
+            .context("cuMemcpyHtoDAsync")?;
         self.synchronize()
     }
 
@@ -242,7 +248,7 @@ impl Stream {
             return Ok(());
         }
         // SAFETY: the view lies within its memory, and `values` lives until `synchronize` returns.
-        unsafe { result::memcpy_dtoh_async(values, from.address(), self.raw) }
+        unsafe { driver::copy_to_host(values.as_mut_ptr().cast(), from.address(), from.bytes(), self.raw) }
             .context("cuMemcpyDtoHAsync")?;
         self.synchronize()
     }
@@ -275,11 +281,9 @@ impl Stream {
         );
         // SAFETY: both ranges lie within their memories; pinned memory is freed only after the GPU's work, and is
         // read by `unsafe` calls only, whose callers guarantee that the copy has finished.
-        unsafe {
-            sys::cuMemcpyDtoHAsync_v2(to.address().add(at).cast(), from.address(), from.bytes(), self.raw)
-        }
-        .result()
-        .context("cuMemcpyDtoHAsync")
+        unsafe { driver::copy_to_host(to.address().add(at).cast(), from.address(), from.bytes(), self.raw) }
+            .context("cuMemcpyDtoHAsync")?;
+        to.copied_by(self)
     }
 
     /// Enqueues a copy from the bytes of pinned host memory from `at` on.
@@ -297,11 +301,9 @@ impl Stream {
             from.len()
         );
         // SAFETY: both ranges lie within their memories; otherwise as in `enqueue_download_part`.
-        unsafe {
-            sys::cuMemcpyHtoDAsync_v2(to.address(), from.address().add(at).cast(), to.bytes(), self.raw)
-        }
-        .result()
-        .context("cuMemcpyHtoDAsync")
+        unsafe { driver::copy_to_device(to.address(), from.address().add(at).cast(), to.bytes(), self.raw) }
+            .context("cuMemcpyHtoDAsync")?;
+        from.copied_by(self)
     }
 
     /// From now on, work that any thread enqueues on this stream is not executed but recorded for a graph, as is that
@@ -311,10 +313,8 @@ impl Stream {
     /// If the driver refuses.
     pub fn begin_capture(&self) -> Result<()> {
         self.device.bind()?;
-        // Calls of other threads stay allowed: a watchdog may query events meanwhile.
-        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is this object's.
-        unsafe { result::stream::begin_capture(self.raw, mode) }.context("cuStreamBeginCapture")
+        unsafe { driver::begin_capture(self.raw) }.context("cuStreamBeginCapture")
     }
 
     /// True between [`begin_capture`](Self::begin_capture) and [`end_capture`](Self::end_capture) of this stream, or
@@ -323,10 +323,8 @@ impl Stream {
     /// # Errors
     /// If the driver refuses.
     pub fn is_capturing(&self) -> Result<bool> {
-        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-        // SAFETY: the stream is this object's; a writable status.
-        unsafe { sys::cuStreamIsCapturing(self.raw, &mut status) }.result().context("cuStreamIsCapturing")?;
-        Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+        // SAFETY: the stream is this object's.
+        unsafe { driver::is_capturing(self.raw) }.context("cuStreamIsCapturing")
     }
 
     /// Ends the capture that [`begin_capture`](Self::begin_capture) started in the same thread.
@@ -335,7 +333,7 @@ impl Stream {
     /// If some of the enqueued work cannot be captured.
     pub fn end_capture(&self) -> Result<Graph> {
         // SAFETY: the stream is this object's.
-        let graph = unsafe { result::stream::end_capture(self.raw) }.context("cuStreamEndCapture")?;
+        let graph = unsafe { driver::end_capture(self.raw) }.context("cuStreamEndCapture")?;
         Graph::new(&self.device, graph)
     }
 
@@ -372,7 +370,8 @@ impl Stream {
     pub unsafe fn launch_graph(&self, graph: &Graph) -> Result<()> {
         assert!(Arc::ptr_eq(graph.device(), &self.device), "a graph of another GPU");
         // SAFETY: both handles are alive, and the graph keeps its memory; the caller guarantees the communicators.
-        unsafe { result::graph::launch(graph.exec(), self.raw) }.context("cuGraphLaunch")
+        unsafe { driver::launch_graph(graph.exec(), self.raw) }.context("cuGraphLaunch")?;
+        graph.launched_on(self)
     }
 }
 
@@ -383,6 +382,6 @@ impl Drop for Stream {
         }
         let _ = self.device.bind();
         // SAFETY: created in `new`; the driver finishes the work that is still on it first.
-        let _ = unsafe { result::stream::destroy(self.raw) };
+        let _ = unsafe { driver::destroy_stream(self.raw) };
     }
 }

@@ -132,7 +132,7 @@ impl Handle {
         }
         // cuDNN needs cuBLASLt, and by itself finds it only on the loader's path.
         let _ = libraries::open(&libraries::CUBLAS_LT);
-        let functions = Functions::load(&libraries::CUDNN)?;
+        let functions = Functions::from_library(&libraries::OpenLibrary::open(&libraries::CUDNN)?)?;
         device.bind()?;
         let mut handle = std::ptr::null_mut();
         // SAFETY: `handle` is writable.
