@@ -19,8 +19,8 @@ use super::snapshot::Snapshot;
 use super::{failed, files};
 use crate::Result;
 
-/// Writes `snapshot` as a checkpoint. Of the checkpoints up to this step, removes all but the newest `keep`. Returns
-/// the path of the new one.
+/// Writes `snapshot` as a checkpoint, and keeps only the newest `keep` of the checkpoints up to this step. Returns the
+/// path of the new one.
 pub(super) fn publish(folder: &Folder, snapshot: Snapshot, keep: usize) -> Result<PathBuf> {
     publish_with(folder, snapshot, keep, exchange)
 }

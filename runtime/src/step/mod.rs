@@ -4,9 +4,9 @@
 //! [`Reducer`] starts the reduction over ranks ([`crate::comm`]). The optimizer ([`crate::optimizer`]) then applies
 //! the averaged gradients to the parameters, of which every rank has a copy; all copies were made equal at the start
 //! ([`crate::replicate`](mod@crate::replicate)). Every rank averages all of a small bucket, and applies the same
-//! update to the same bits. Of a large bucket it averages and updates only its shard, which is then gathered: memory
-//! and work are divided by n, and the bits are the same (`gradient_bucket`). `device` does the same on a GPU. Host
-//! and device share what does not depend on the memory: which gradients are ready and which bucket is next
+//! update to the same bits. In a large bucket every rank averages and updates only its shard, and the shards are then
+//! gathered: memory and work are divided by n, and the bits are the same (`gradient_bucket`). `device` does the same on
+//! a GPU. Host and device share what does not depend on the memory: which gradients are ready and which bucket is next
 //! (`readiness`), and the configuration (`config`).
 
 mod accumulate;

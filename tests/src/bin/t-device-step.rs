@@ -158,7 +158,7 @@ impl Inputs {
 struct Outcome {
     weights: Vec<f32>,
     average: Option<Vec<f32>>,
-    /// Of the last step.
+    /// The gradients of the last step.
     gradients: Vec<f32>,
 }
 

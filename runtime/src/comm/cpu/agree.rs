@@ -47,7 +47,7 @@ impl CpuTransport {
             }
         }
         if let Some(arrival) = &self.arrival {
-            // Of an operation with several rounds, the first one counts.
+            // If an operation has several rounds, the first one counts.
             let _ = arrival.compare_exchange(0, now(), Relaxed, Relaxed);
         }
         // Peers have finished with the next arrival line: prefetch it for writing.
