@@ -1,47 +1,58 @@
 //! Every kernel compiles for every supported architecture with the real compiler, and does not spill registers.
 #![cfg(feature = "cuda")]
 
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::process::Command;
 
-use mgpu_kernels::cuda::{ARCHITECTURES, Source, compile_for, compiler_version, sources};
+use mgpu_kernels::cuda::{ARCHITECTURES, Source, Usage, compile_for, compiler_version, sources};
 
 /// Kernels that may spill, each with the architecture, the maximum number of bytes and the reason.
 const SPILLS: [(&str, (u32, u32), u32, &str); 0] = [];
 
+/// In a worker process: its number and the number of workers, with a slash between them.
+const SHARE: &str = "MGPU_TEST_COMPILE_SHARE";
+
 #[test]
 fn every_kernel_compiles_for_every_architecture_without_spills() {
-    match compiler_version() {
-        Ok((major, minor)) => println!("NVRTC {major}.{minor}"),
-        Err(missing) => {
-            println!("skipped: {missing}");
-            return;
-        }
+    if let Err(missing) = compiler_version() {
+        println!("skipped: {missing}");
+        return;
     }
-    println!(
-        "{:<40} {:>5} {:>9} {:>7} {:>6} {:>6}",
-        "kernel", "sm", "registers", "shared", "stack", "spills"
-    );
-    // The sources of matrix products take the longest, so they come first.
-    let mut work = Vec::new();
-    for source in sources() {
-        work.extend(ARCHITECTURES.map(|architecture| (source, architecture)));
-    }
-    let (next, problems) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
-    let each = || {
-        while let Some((source, architecture)) = work.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let found = compile(source, *architecture);
-            problems.lock().expect("no panic holds it").extend(found);
+    match std::env::var(SHARE) {
+        Ok(share) => {
+            let (worker, workers) = share.split_once('/').expect("a share");
+            compile_share(worker.parse().expect("a worker"), workers.parse().expect("the workers"));
         }
-    };
-    let workers = std::thread::available_parallelism().map_or(1, usize::from);
-    std::thread::scope(|scope| (0..workers).for_each(|_| drop(scope.spawn(each))));
-    let problems = problems.into_inner().expect("all workers ended well");
-    assert!(problems.is_empty(), "{}", problems.join("\n"));
+        Err(_) => compile_in_processes(),
+    }
 }
 
-/// Prints the resources that each kernel uses, and returns what is wrong.
-fn compile(source: &'static Source, architecture: (u32, u32)) -> Vec<String> {
+/// NVRTC compiles one program at a time in a process, so each worker is a process: this test with a [`SHARE`].
+fn compile_in_processes() {
+    let program = std::env::current_exe().expect("this program");
+    let test = std::thread::current().name().expect("the name of this test").to_owned();
+    let workers = std::thread::available_parallelism().map_or(1, usize::from);
+    let compile = |worker| {
+        let mut command = Command::new(&program);
+        command.args(["--exact", &test]).env(SHARE, format!("{worker}/{workers}"));
+        let worker = command.output().expect("a worker process");
+        assert!(worker.status.success(), "{}", String::from_utf8_lossy(&worker.stdout));
+    };
+    std::thread::scope(|scope| (0..workers).for_each(|worker| drop(scope.spawn(move || compile(worker)))));
+}
+
+/// Compiles every `workers`-th of all sources and architectures.
+fn compile_share(worker: usize, workers: usize) {
+    // The sources of matrix products take the longest, so they come first.
+    let all =
+        sources().into_iter().flat_map(|source| ARCHITECTURES.map(|architecture| (source, architecture)));
+    let own = all.skip(worker).step_by(workers);
+    let found: Vec<String> =
+        own.flat_map(|(source, architecture)| problems(source, architecture)).collect();
+    assert!(found.is_empty(), "{}", found.join("\n"));
+}
+
+/// What is wrong with the kernels of a source on an architecture.
+fn problems(source: &'static Source, architecture: (u32, u32)) -> Vec<String> {
     let sm = architecture.0 * 10 + architecture.1;
     let compiled = match compile_for(source, architecture) {
         Ok(compiled) => compiled,
@@ -55,16 +66,11 @@ fn compile(source: &'static Source, architecture: (u32, u32)) -> Vec<String> {
     if found != expected {
         problems.push(format!("{} for sm_{sm}: the compiler found {found:?}", source.name));
     }
-    let mut lines = String::new();
-    for of in &usage {
-        let (kernel, spills) = (&of.kernel, of.spills);
-        let (registers, shared, stack) = (of.registers, of.shared, of.stack);
-        lines += &format!("{kernel:<40} {sm:>5} {registers:>9} {shared:>7} {stack:>6} {spills:>6}\n");
+    for Usage { kernel, spills, .. } in &usage {
         let allowed = SPILLS.iter().find(|(name, at, ..)| name == kernel && *at == architecture);
-        if spills > allowed.map_or(0, |(_, _, most, _)| *most) {
+        if *spills > allowed.map_or(0, |(_, _, most, _)| *most) {
             problems.push(format!("{kernel} for sm_{sm} spills {spills} bytes"));
         }
     }
-    print!("{lines}");
     problems
 }

@@ -11,7 +11,7 @@ use reference::{Sample, assert_equal, input, reduced, reduced_part, uneven};
 
 /// Unusual lengths: none, one, a vector register, more than a cache line, more than a slot, many blocks and a
 /// remainder.
-const LENGTHS: [usize; 6] = [0, 1, 4, 100, 4097, (1 << 20) + 3];
+const LENGTHS: [usize; 6] = [0, 1, 4, 100, 4097, (1 << 19) + 3];
 /// Above this length, only some element types and reductions are tested: the code paths are the same for all.
 const LARGE: usize = 100_000;
 /// Maximum payload of the eager algorithm in bytes.
