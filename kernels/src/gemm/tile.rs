@@ -145,40 +145,77 @@ impl Product<'_> {
         let all = tiles * columns.div_ceil(2 * S::LANES);
         let (mut column, mut done) = (0, 0);
         while column < columns {
+            let strip = Strip { product: self, lines, c, row, column, tiles, prefetch, done, all };
             let vectors = match columns - column {
-                rest if rest <= S::LANES => 1,
-                rest if four && rest >= 4 * S::LANES => 4,
-                _ => 2,
+                rest if rest <= S::LANES => {
+                    simd.call(InVectors::<1>(strip));
+                    1
+                }
+                rest if four && rest >= 4 * S::LANES => {
+                    simd.call(InVectors::<4>(strip));
+                    4
+                }
+                _ => {
+                    simd.call(InVectors::<2>(strip));
+                    2
+                }
             };
-            let width = (vectors * S::LANES).min(columns - column);
-            for line in 0..lines.count {
-                for tile in 0..tiles {
-                    let first = rows * tile / tiles;
-                    let height = rows * (tile + 1) / tiles - first;
-                    // SAFETY: the last elements of all operands were checked to exist, and this tile lies within.
-                    unsafe {
-                        let origin = TileOrigin {
-                            a: left.values.as_ptr().wrapping_add(line * lines.left + first * left.row),
-                            b: right
-                                .values
-                                .as_ptr()
-                                .wrapping_add(column / PANEL * right.panel + column % PANEL),
-                            c: c.add(line * lines.c + first * row + column),
-                            row,
-                            bias: match start {
-                                Start::Bias(bias) => bias.as_ptr().add(column),
-                                _ => std::ptr::null(),
-                            },
-                            existing: matches!(start, Start::Existing),
-                            width,
-                            prefetch: prefetch.of_tile(done, all),
-                        };
-                        tile_of_height(simd, self, origin, height, vectors);
-                    }
-                    done += 1;
+            column += vectors * S::LANES;
+            done += lines.count * tiles;
+        }
+    }
+}
+
+/// Columns that are one tile wide, in all rows and lines of a product whose destination was checked.
+#[derive(Clone, Copy)]
+struct Strip<'a> {
+    product: &'a Product<'a>,
+    lines: Lines,
+    c: *mut f32,
+    row: usize,
+    /// The first column.
+    column: usize,
+    /// Tiles above each other.
+    tiles: usize,
+    prefetch: Prefetch,
+    /// Tiles of the product that are computed before, and all, to divide the prefetches.
+    done: usize,
+    all: usize,
+}
+
+/// Computes a strip in tiles of this number of vectors. It is [called](Simd::call): a function for each number is
+/// compiled in less time than one function with all tiles.
+struct InVectors<'a, const VECTORS: usize>(Strip<'a>);
+
+impl<const VECTORS: usize> Task for InVectors<'_, VECTORS> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let Strip { product, lines, c, row, column, tiles, prefetch, done, all } = self.0;
+        let Product { rows, columns, left, right, start, .. } = *product;
+        let width = (VECTORS * S::LANES).min(columns - column);
+        for line in 0..lines.count {
+            for tile in 0..tiles {
+                let first = rows * tile / tiles;
+                let height = rows * (tile + 1) / tiles - first;
+                // SAFETY: the last elements of all operands were checked to exist, and this tile lies within.
+                unsafe {
+                    let origin = TileOrigin {
+                        a: left.values.as_ptr().wrapping_add(line * lines.left + first * left.row),
+                        b: right.values.as_ptr().wrapping_add(column / PANEL * right.panel + column % PANEL),
+                        c: c.add(line * lines.c + first * row + column),
+                        row,
+                        bias: match start {
+                            Start::Bias(bias) => bias.as_ptr().add(column),
+                            _ => std::ptr::null(),
+                        },
+                        existing: matches!(start, Start::Existing),
+                        width,
+                        prefetch: prefetch.of_tile(done + line * tiles + tile, all),
+                    };
+                    tile_of_height::<S, VECTORS>(simd, product, origin, height);
                 }
             }
-            column += width;
         }
     }
 }
@@ -279,32 +316,34 @@ macro_rules! unroll {
     };
 }
 
-/// Calls [`tile`] with height and vectors as constants.
+/// Calls [`tile`] with the height as a constant.
 ///
 /// # Safety
 /// As for [`tile`]; `height` is 1 to `S::ROWS`, for four vectors to `S::WIDE_ROWS`.
 #[inline(always)]
-unsafe fn tile_of_height<S: Simd>(
+unsafe fn tile_of_height<S: Simd, const VECTORS: usize>(
     simd: S,
     product: &Product<'_>,
     origin: TileOrigin,
     height: usize,
-    vectors: usize,
 ) {
     macro_rules! heights {
         ($($height:literal)*) => {
-            match (height, vectors) {
+            match height {
                 // SAFETY: the caller's promise.
-                $(($height, 2) if $height <= S::ROWS => unsafe { tile::<S, $height, 2>(simd, product, origin) },)*
-                // SAFETY: the caller's promise.
-                $(($height, 1) if $height <= S::ROWS => unsafe { tile::<S, $height, 1>(simd, product, origin) },)*
-                // SAFETY: the caller's promise.
-                $(($height, 4) if $height <= S::WIDE_ROWS => unsafe { tile::<S, $height, 4>(simd, product, origin) },)*
-                _ => unreachable!("a tile of {height} rows and {vectors} vectors"),
+                $($height if const { $height <= max_height::<S>(VECTORS) } => unsafe {
+                    tile::<S, $height, VECTORS>(simd, product, origin);
+                },)*
+                _ => unreachable!("a tile of {height} rows and {VECTORS} vectors"),
             }
         };
     }
     heights!(1 2 3 4 5 6 7 8 9 10 11 12 13 14);
+}
+
+/// The rows of the highest tile of this number of vectors.
+const fn max_height<S: Simd>(vectors: usize) -> usize {
+    if vectors == 4 { S::WIDE_ROWS } else { S::ROWS }
 }
 
 /// Returns the same pointer, but hides its origin from the compiler. Otherwise the compiler would compute the rows'
@@ -347,7 +386,9 @@ unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
     unsafe {
         if !origin.bias.is_null() {
             let mut bias = [zero; VECTORS];
-            unroll!(VECTORS, { bias[I] = simd.load_first(origin.bias.add(I * S::LANES), counts[I]) });
+            unroll!(VECTORS, {
+                bias[I] = simd.load_first(origin.bias.wrapping_add(I * S::LANES), counts[I])
+            });
             sums = [bias; ROWS];
         }
         // Whether the destination already holds a part of the result, and the number of terms in the sums.
@@ -357,9 +398,9 @@ unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
                 if existing {
                     unroll!(ROWS, {
                         const ROW: usize = I;
-                        let from = origin.c.add(ROW * origin.row).cast_const();
+                        let from = origin.c.wrapping_add(ROW.wrapping_mul(origin.row)).cast_const();
                         unroll!(VECTORS, {
-                            let from = from.add(I * S::LANES);
+                            let from = from.wrapping_add(I * S::LANES);
                             let before =
                                 if whole { simd.load(from) } else { simd.load_first(from, counts[I]) };
                             sums[ROW][I] = simd.add(sums[ROW][I], before);
@@ -372,9 +413,9 @@ unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
             () => {
                 unroll!(ROWS, {
                     const ROW: usize = I;
-                    let to = origin.c.add(ROW * origin.row);
+                    let to = origin.c.wrapping_add(ROW.wrapping_mul(origin.row));
                     unroll!(VECTORS, {
-                        let to = to.add(I * S::LANES);
+                        let to = to.wrapping_add(I * S::LANES);
                         if whole {
                             simd.store(sums[ROW][I], to);
                         } else {

@@ -30,12 +30,15 @@ unsafe fn outlined<T: Task>(task: T) -> T::Output {
 }
 
 /// All bits set in the first `count` lanes.
+///
+/// # Safety
+/// `count` is at most 8, and the processor has AVX.
 #[inline(always)]
 unsafe fn first(count: usize) -> __m256i {
     const ENDS: [i32; 16] = [-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0];
-    assert!(count <= 8);
-    // SAFETY: 8 of the 16 elements, from 8 − `count`; the caller has AVX.
-    unsafe { _mm256_loadu_si256(ENDS.as_ptr().add(8 - count).cast()) }
+    debug_assert!(count <= 8);
+    // SAFETY: 8 of the 16 elements, from 8 − `count`.
+    unsafe { _mm256_loadu_si256(ENDS.as_ptr().wrapping_add(8_usize.wrapping_sub(count)).cast()) }
 }
 
 // SAFETY of every block: the value `self` exists only in `run` and `outlined`, whose callers guarantee the
