@@ -25,6 +25,12 @@ fn quick(order: &str, seed: &str) -> Finished {
     assert_eq!(results["unreached"], serde_json::json!([]), "kernels without a check");
     let checks = results["checks"].as_array().expect("an array");
     assert!(checks.len() > 300 && checks.iter().all(|check| check["ok"] == true));
+    // A search among the algorithms of libraries is not quick.
+    assert!(!checks.iter().any(|check| check["name"].as_str().is_some_and(|name| name.ends_with("layers"))));
+    let mut layers = gpu_check();
+    layers.env("FAKE_GPU_ORDER", order).env("FAKE_GPU_SEED", seed);
+    let layers = run(layers.args(["--quick", "--seed", seed, "--only", "layers"]));
+    layers.expect(0, &["conv layers", "dense layers", "on FAKE GPU (tests only), 0 failed"]);
     finished
 }
 
@@ -41,6 +47,23 @@ fn all_kernels_are_right_with_threads_in_reverse() {
 #[test]
 fn all_kernels_are_right_with_threads_shuffled() {
     quick("shuffled", "3");
+}
+
+/// As many multiprocessors as an H100 has: they choose grids, tiles and the depth of splits, and so the order of sums.
+#[test]
+fn kernels_are_right_with_132_multiprocessors() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let json = folder.path().join("results.json");
+    for only in ["conv backward_weights", "dense forward", "norm", "optimizer"] {
+        let mut command = gpu_check();
+        command
+            .env("FAKE_GPU_MULTIPROCESSORS", "132")
+            .args(["--quick", "--seed", "4", "--only", only, "--json"]);
+        run(command.arg(&json)).expect(0, &["132 multiprocessors", ", 0 failed"]);
+        let text = std::fs::read_to_string(&json).expect("the results");
+        let results: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+        assert!(results["checks"].as_array().is_some_and(|checks| !checks.is_empty()), "{only}: {text}");
+    }
 }
 
 /// A kernel whose last block does nothing is detected by the checks of its operation.

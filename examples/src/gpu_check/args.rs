@@ -15,10 +15,11 @@ pub(super) struct Args {
     /// Seed of all random numbers [default: the time].
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// Check only few and small shapes.
+    /// Check only few and small shapes, and no kernels of libraries unless --only layers requests them.
     #[arg(long)]
     pub(super) quick: bool,
-    /// Run only checks whose name contains TEXT, for example `conv` or `backward_weights`.
+    /// Run only checks whose name contains TEXT, for example `conv`, `backward_weights` or
+    /// `layers` (with the kernels of libraries).
     #[arg(long, value_name = "TEXT")]
     pub(super) only: Option<String>,
     /// Write all results to this file, as one JSON object.

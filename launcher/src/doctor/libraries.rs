@@ -126,7 +126,8 @@ fn look(
                 _ => Some(file).filter(|file| host.path(file).is_file()),
             };
             if let Some(file) = found {
-                return Item::new(Mark::Ok, name, file.display().to_string());
+                let version = version(host, library, name, &file);
+                return Item::library(name, file, version);
             }
         }
     }
@@ -145,9 +146,44 @@ fn look(
                 format!("{file} is not in the folders that a run searches: set MGPU_NCCL_LIBRARY={file}");
             return Item::new(Mark::Note, name, text);
         }
-        return Item::new(Mark::Ok, name, file.display().to_string());
+        let version = version(host, library, name, &file);
+        return Item::library(name, file, version);
     }
     Item::new(Mark::Missing, name, format!("{}; {}", library.purpose, how_to_install(library, cuda)))
+}
+
+/// The version of the library `name` in `file`: from the name of the file behind symbolic links, such as
+/// `libcuda.so.580.65.06`, or from the Python package that it belongs to.
+fn version(host: &Host, library: &Library, name: &str, file: &Path) -> Option<String> {
+    let from_name = || {
+        let target = host.path(file).canonicalize().ok()?;
+        let (_, version) = target.file_name()?.to_str()?.split_once(".so.")?;
+        // What follows the requested name is the minor version.
+        let is_longer = version.contains('.') && !name.ends_with(version);
+        is_longer.then(|| version.to_owned())
+    };
+    let from_package = || {
+        let site = file
+            .ancestors()
+            .find(|folder| folder.file_name().is_some_and(|name| name == "nvidia"))?
+            .parent()?;
+        let entries = fs::read_dir(host.path(site)).into_iter().flatten().flatten();
+        let mut names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+        names.find_map(|entry| {
+            let (package, version) = entry.strip_suffix(".dist-info")?.split_once('-')?;
+            let is_this = library.pip.iter().any(|pip| pip.replace('-', "_") == package);
+            // Packages of two versions of CUDA may share a folder, but only one has installed the file.
+            let record = || host.read(site.join(&entry).join("RECORD").to_str()?);
+            let has_file = || {
+                record().is_some_and(|text| {
+                    text.lines()
+                        .any(|line| line.split(',').next().is_some_and(|path| site.join(path) == file))
+                })
+            };
+            (is_this && has_file()).then(|| version.to_owned())
+        })
+    };
+    from_name().or_else(from_package)
 }
 
 /// How to install a missing library, for a driver of this CUDA version if there is one.
