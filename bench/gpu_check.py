@@ -44,7 +44,7 @@ def run_part(session, letter):
     session.begin_letter(letter, seconds)
     try:
         for item in part(session):
-            if session.options.only not in f"{item.group} {item.name}":
+            if session.options.only not in (item.group, "") and session.options.only not in item.name:
                 continue
             session.group = item.group
             needed, left = 0 if session.fake else item.seconds, session.left()
@@ -111,7 +111,7 @@ def main():
         return merge_files(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("letters", nargs="*", metavar="PART", help="A, B or C [default: all]")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only items whose group or name contains TEXT")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only items of the group TEXT, or whose name contains it")
     parser.add_argument("--fake", metavar="FOLDER", help="folder of the tests' fake libraries")
     parser.add_argument("--deadline", type=float, metavar="SECONDS", help="time limit of all parts together")
     parser.add_argument("--out", default=os.environ.get("OUT", "."), metavar="FOLDER",

@@ -224,7 +224,7 @@ def part_a(s):
     yield Item("kernels", "of libraries", 60, library_kernels)
     if not s.fake:
         yield Item("accuracy", "keras", 30, lambda s: accuracy(s, "keras", 0.989, "--epochs", 12))
-        yield Item("accuracy", "deep", 10, lambda s: accuracy(s, "deep", 0.988, "--steps", 2000, "--batch", 256))
+        yield Item("accuracy", "deep", 10, lambda s: accuracy(s, "deep", 0.990, "--steps", 2000, "--batch", 256))
 
 
 # ---- B ----
@@ -246,15 +246,29 @@ def layers(s, batch):
     """Every layer of every network, pass and precision, with the time of every candidate."""
     if not s.supports("gpu_check", "--layers"):
         return s.skip(f"layers at {batch} images", "this gpu_check has no --layers")
-    path = os.path.join(s.scratch, f"layers-{batch}.json")
-    run = s.run(f"layers at {batch} images", [s.program("gpu_check"), "--layers", "--batch", str(batch), "--json", path],
-                limit=180)
+    path, limit = os.path.join(s.scratch, f"layers-{batch}.json"), min(150, s.left())
+    # It ends in time by itself, and rewrites its file after every pass.
+    budget = ["--budget", f"{max(limit - 15, 1):.0f}"] if s.supports("gpu_check", "--budget") else []
+    only = ["--only", "lenet5"] if s.fake else []
+    run = s.run(f"layers at {batch} images", [s.program("gpu_check"), "--layers", "--batch", str(batch), *budget, *only,
+                                              "--json", path], limit=limit)
     if run and os.path.exists(path):
         with open(path) as file:
-            found = json.load(file)
-        entries = found if isinstance(found, list) else found.get("layers", [])
-        run["result"] = {"layers": len(entries)}
-        s.add("layers", entries)
+            header, rows = json.load(file)
+        run["result"] = {"passes": len(rows), "left_out": header["left_out"]}
+        if header["peaks"]:
+            s.add("peaks", [header["peaks"]])
+        s.add("layers", map(of_layer, rows))
+
+
+def of_layer(row):
+    """A row of `gpu_check --layers` without what follows from the rest."""
+    us = lambda ms: None if ms is None else round(1e3 * ms, 3)
+    candidates = [{"name": entry["name"], "form": entry["form"], "us": us(entry["ms"]), "selected": entry["selected"],
+                   "rejected": entry["rejected"]} for entry in row["candidates"]]
+    kept = {key: row[key] for key in ("networks", "layer", "batch", "precision", "pass", "bound_by", "notes", "error")}
+    return {**kept, "bound_us": us(row["bound_ms"]),
+            "candidates": [{key: value for key, value in entry.items() if value is not None} for entry in candidates]}
 
 
 def steady(path):
@@ -307,7 +321,7 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "cudnn
     if not versions:
         return s.skip("PyTorch", "a fake GPU is not measured" if s.fake else "no MNIST folder, or no torch that sees the GPU")
     s.versions = json.loads(versions)
-    limit = min(200, s.left())
+    limit = min(160, s.left())
     run = s.run("PyTorch " + modes[0][2], [
         sys.executable, os.path.join(HERE, "torch_throughput.py"), s.data, "--seconds", f"{limit - 10:.0f}",
     ], limit=limit, feed="".join(" ".join(map(str, mode)) + "\n" for mode in modes), keep=r'^\{"net"')
@@ -350,13 +364,14 @@ def part_b(s):
                        lambda s, net=net: throughput(s, net, batch, "bf16", choice))
 
     nets, large, small = (["lenet5"], 16, 8) if s.fake else (NETS, 1024, 128)
+    layer_batches = [2] if s.fake else [large, small]
     graphed = [(net, batch, "bf16", "graphed") for batch in (large, small) for net in nets if net != "ensemble4800"]
     compiled = [(net, large, "bf16", "compiled") for net in nets[:2]]
     modes = [(net, batch, precision, mode) for net, batch, precision, mode in graphed + compiled]
     yield Item("bandwidth", "bandwidth", 15, bandwidth)
     yield from ours(nets, large)
     yield Item("torch", "PyTorch", 90, lambda s: pytorch(s, modes))
-    yield Item("layers", f"layers at {large} images", 60, lambda s: layers(s, large))
+    yield Item("layers", f"layers at {layer_batches[0]} images", 90, lambda s: layers(s, layer_batches[0]))
     yield from ours(nets, small)
     yield Item("profile", "profile", 15, lambda s: profile(s, "profile"))
     yield Item("profile", "timeline", 15, lambda s: profile(s, "timeline"))
@@ -364,7 +379,8 @@ def part_b(s):
     for net, batch in [(nets[0], large), (nets[0] if s.fake else "deep", small)]:
         yield Item("throughput", f"{net} {batch} bf16 auto, run 2", 11,
                    lambda s, case=(net, batch): throughput(s, *case, "bf16", "auto", attempt=2))
-    yield Item("layers", f"layers at {small} images", 60, lambda s: layers(s, small))
+    for batch in layer_batches[1:]:
+        yield Item("layers", f"layers at {batch} images", 40, lambda s, batch=batch: layers(s, batch))
     yield from ours(nets, small, "builtin")
 
 
@@ -406,19 +422,25 @@ def nccl_shared(s):
           judge=is_equal(weights, "a training in graphs"))
 
 
-def children(pid):
-    """A process and all of its descendants."""
-    found, queue = [], [pid]
-    while queue:
-        pid = queue.pop()
-        found.append(pid)
-        for path in glob.glob(f"/proc/{pid}/task/*/children"):
-            try:
-                with open(path) as file:
-                    queue += map(int, file.read().split())
-            except OSError:
-                pass
-    return found
+def stat(pid):
+    """State, parent and session of a process; None if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rsplit(")", 1)[1].split()
+    except OSError:
+        return None
+    return fields[0], int(fields[1]), int(fields[3])
+
+
+def family(root):
+    """A process, its descendants, and the other processes of their session."""
+    found = {int(name): stat(name) for name in os.listdir("/proc") if name.isdigit()}
+    members = {root}
+    while True:
+        more = {pid for pid, entry in found.items() if entry and (entry[1] in members or entry[2] == root)} - members
+        if not more:
+            return members
+        members |= more
 
 
 def variable(pid, name):
@@ -431,11 +453,8 @@ def variable(pid, name):
 
 
 def is_alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except OSError:
-        return False
+    entry = stat(pid)
+    return entry is not None and entry[0] not in "ZX"
 
 
 def killed(s):
@@ -453,7 +472,7 @@ def killed(s):
         # A checkpoint: both ranks train.
         while time.monotonic() < start + limit and child.poll() is None and not glob.glob(folder + "/step*"):
             time.sleep(0.05)
-        processes = children(child.pid)
+        processes = family(child.pid)
         victim = next((pid for pid in processes if variable(pid, "RANK") == "1"), None)
         if victim and child.poll() is None:
             os.kill(victim, signal.SIGKILL)

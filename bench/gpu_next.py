@@ -9,11 +9,10 @@ divided by the step's time, is what a perfect kernel would save. Standard librar
 
 Sources, the most detailed first:
 
-- `layers`, from `gpu_check --layers`: entries with `net`, `layer` (as --show-kernels prints it), `pass` (`forward`,
-  `backward input`, `backward weights`), `precision`, `batch`, and `candidates`, each with `name` and `us`;
+- `layers`, from `gpu_check --layers`: the bound of each pass, and the time of every candidate for it;
 - the lines of --show-kernels in `throughput`, which have the time of the fastest candidate of each pass;
-- `profile`, from `train_mnist --profile`: stages with `layer`, `forward_ms` and `backward_ms`;
-- `kernels_of_a_step`, from ncu: every kernel with its time and the bytes that it moves.
+- for everything else `kernels_of_a_step`, from ncu: every kernel with its time and the bytes that it moves; or `profile`,
+  from `train_mnist --profile`: the time of each stage.
 """
 
 import json
@@ -26,7 +25,6 @@ import train_work
 TERAFLOPS, GIGABYTES = 790.0, 3000.0
 # Of tensor cores, relative to bf16; f32 does not use them.
 RATE = {"bf16": 1.0, "tf32": 0.5, "f32": 0.075}
-PASSES = ("forward", "backward input", "backward weights")
 LINE = re.compile(r"(?P<layer>(?:conv|dense) .*), (?P<batch>\d+) (?:images|samples), (?P<precision>\w+): (?P<passes>.*)")
 PASS = re.compile(r"(forward|backward input|backward weights) (.+?) ([\d.]+) ms(?:, |$)")
 # Kernels of this project that are no matrix product: their bound is memory.
@@ -37,13 +35,16 @@ ROWS = 20
 
 def rates(measured):
     """TFLOP/s in bf16 and GB/s of the file's GPU."""
+    for peaks in measured.get("peaks", [])[-1:]:
+        return peaks["bf16_tflops"], peaks["copy_gbs"]
     found = {entry["what"]: entry["value"] for entry in measured.get("bandwidth", [])}
     products = [value for what, value in found.items() if what.startswith("bf16 product")]
     return max(products, default=TERAFLOPS), found.get("copy", GIGABYTES)
 
 
 def shapes(net):
-    """Work and operands of each layer of a network for one image: name, FLOP of a pass, elements of input, output, weights."""
+    """Each layer of a network: its names in --show-kernels and in --layers (without the batch), FLOP of a pass for one image,
+    elements of input, output and weights."""
     channels, height, width = train_work.INPUT
     found = []
     for layer in train_work.NETS[net]:
@@ -55,24 +56,30 @@ def shapes(net):
         inputs = channels * height * width
         if layer[0] == "conv":
             _, filters, kernel, padding = layer
-            name = f"conv {filters} {kernel}x{kernel} of {channels}x{height}x{width}"
+            names = (f"conv {filters} {kernel}x{kernel} of {channels}x{height}x{width}",
+                     f"{channels}x{height}x{width}, {filters} of {kernel}x{kernel} {padding}")
             if padding == "valid":
                 height, width = height - kernel + 1, width - kernel + 1
             terms = channels * kernel * kernel
         else:
             filters, terms = layer[1], inputs
-            name = f"dense {filters} of {inputs}"
+            names = (f"dense {filters} of {inputs}", f"{inputs} to {filters}")
             height = width = 1
         outputs = filters * height * width
-        found.append((name, 2 * outputs * terms, inputs, outputs, filters * terms))
+        found.append((names, 2 * outputs * terms, inputs, outputs, filters * terms))
         channels = filters
     return found
 
 
-def bound_us(net, layer, batch, precision, peak):
+def find(net, layer):
+    """The layers of a network that have this name: networks repeat some."""
+    return [shape for shape in shapes(net) if layer in shape[0]]
+
+
+def bound_us(shape, batch, precision, peak):
     """The bound of each pass of a layer in microseconds. All three passes have the same operands."""
     teraflops, gigabytes = peak
-    _, flop, inputs, outputs, weights = next(shape for shape in shapes(net) if shape[0] == layer)
+    _, flop, inputs, outputs, weights = shape
     size = 2 if precision == "bf16" else 4
     flops = batch * flop / (teraflops * RATE[precision] * 1e12)
     copied = size * (batch * (inputs + outputs) + weights) / (gigabytes * 1e9)
@@ -80,22 +87,26 @@ def bound_us(net, layer, batch, precision, peak):
 
 
 def of_layers(measured):
-    """Passes from `layers`: (net, batch, precision, layer, pass, candidates as (name, us), fastest first)."""
+    """Passes from `layers`: network, batch, precision, layer, pass, bound, and the candidates as (µs, name), the one that
+    training selects first."""
     for entry in measured.get("layers", []):
-        timed = sorted((candidate["us"], candidate["name"]) for candidate in entry["candidates"] if candidate.get("us"))
-        if timed and entry["net"] in train_work.NETS:
-            yield (entry["net"], entry["batch"], entry["precision"], entry["layer"], entry["pass"],
-                   [(name, us) for us, name in timed])
+        timed = [candidate for candidate in entry["candidates"] if candidate.get("us") and not candidate.get("rejected")]
+        timed.sort(key=lambda candidate: (not candidate.get("selected"), candidate["us"]))
+        layer = entry["layer"].removeprefix(f"{entry['batch']}x")
+        candidates = [(candidate["us"], candidate["name"]) for candidate in timed]
+        for net in entry["networks"] if timed else []:
+            yield net, entry["batch"], entry["precision"], layer, entry["pass"], entry["bound_us"], candidates
 
 
 def of_lines(measured):
-    """The same from the lines of --show-kernels: one candidate for each pass."""
+    """The same from the lines of --show-kernels: one candidate for each pass, and no bound."""
     for figure in measured.get("throughput", []):
         if figure.get("kernels") != "auto" or figure.get("mode") != "graph":
             continue
         for line in map(LINE.fullmatch, figure.get("layers") or []):
             for name, kernel, ms in PASS.findall(line["passes"]) if line else []:
-                yield figure["net"], int(line["batch"]), line["precision"], line["layer"], name, [(kernel, 1e3 * float(ms))]
+                yield (figure["net"], int(line["batch"]), line["precision"], line["layer"], name, None,
+                       [(1e3 * float(ms), kernel)])
 
 
 def step_us(measured, net, batch, precision):
@@ -109,17 +120,17 @@ def passes(measured):
     """All passes that have a step's time, those that lose the largest share of it first."""
     entries = list(of_layers(measured)) or list(of_lines(measured))
     peak, unique = rates(measured), {}
-    for net, batch, precision, layer, name, candidates in entries:
+    for net, batch, precision, layer, name, bound, candidates in entries:
         step = step_us(measured, net, batch, precision)
-        if step is None or not any(shape[0] == layer for shape in shapes(net)):
+        copies = find(net, layer) if net in train_work.NETS else []
+        if step is None or not copies:
             continue
-        (kernel, us), bound = candidates[0], bound_us(net, layer, batch, precision, peak)
-        copies = sum(shape[0] == layer for shape in shapes(net))
-        lost = copies * max(us - bound, 0.0)
+        (us, kernel), others = candidates[0], sorted(candidates[1:])
+        bound = bound or bound_us(copies[0], batch, precision, peak)
         unique[net, batch, precision, layer, name] = {
-            "net": net, "batch": batch, "precision": precision, "layer": layer, "copies": copies, "pass": name,
-            "kernel": kernel, "us": us, "bound_us": bound, "lost_us": lost, "lost_share": lost / step,
-            "second": candidates[1] if len(candidates) > 1 else None}
+            "net": net, "batch": batch, "precision": precision, "layer": copies[0][0][0], "copies": len(copies), "pass": name,
+            "kernel": kernel, "us": us, "bound_us": bound, "lost_share": len(copies) * max(us - bound, 0.0) / step,
+            "other": others[0] if others else None}
     return sorted(unique.values(), key=lambda row: -row["lost_share"])
 
 
@@ -142,11 +153,12 @@ def stages(measured):
                          "bound_us": 1e3 * megabytes / gigabytes, "lost_share": lost / step})
     for entry in measured.get("profile", []) if not rows else []:
         step = step_us(measured, entry["net"], entry["batch"], entry["precision"])
-        for stage in entry["stages"] if step else []:
-            for name in ("forward", "backward"):
-                us = 1e3 * (stage.get(name + "_ms") or 0.0)
-                rows.append({"net": entry["net"], "batch": entry["batch"], "stage": f"{stage['layer']}, {name}", "us": us,
-                             "bound_us": 0.0, "lost_share": us / step})
+        times = {f"{stage['layer']}, {name}": stage.get(name + "_ms") for stage in entry["stages"]
+                 # Layers with products have a bound, in the table of passes.
+                 if not stage["layer"].startswith(("conv", "dense")) for name in ("forward", "backward")}
+        times.update({name: ms for name, ms in (entry.get("rest") or {}).items() if name != "step"})
+        rows += [{"net": entry["net"], "batch": entry["batch"], "stage": stage, "us": 1e3 * ms, "bound_us": 0.0,
+                  "lost_share": 1e3 * ms / step} for stage, ms in times.items() if step and ms]
     return sorted(rows, key=lambda row: -row["lost_share"])
 
 
@@ -159,7 +171,7 @@ def steps(measured):
         if step is None or net not in train_work.NETS:
             continue
         # The first layer has no gradient of its input.
-        floor = sum(bound_us(net, shape[0], batch, "bf16", peak) * (3 if index else 2)
+        floor = sum(bound_us(shape, batch, "bf16", peak) * (3 if index else 2)
                     for index, shape in enumerate(shapes(net)))
         rows.append({"net": net, "batch": batch, "step_us": step, "floor_us": floor, "ratio": step / floor})
     return sorted(rows, key=lambda row: -row["ratio"])
@@ -173,7 +185,7 @@ def of_pass(row):
     """A line of the table of layers and passes."""
     layer = row["layer"] + (f", {row['copies']} ×" if row["copies"] > 1 else "")
     name = row["pass"] + ("" if row["precision"] == "bf16" else f", {row['precision']}")
-    kernel = row["kernel"] + (f" (then {row['second'][0]}: {row['second'][1]:,.0f} µs)" if row["second"] else "")
+    kernel = row["kernel"] + (f" (else {row['other'][1]}: {row['other'][0]:,.0f} µs)" if row["other"] else "")
     return cells(f"`{row['net']}`", f"{row['batch']:,}", layer, name, kernel, f"{row['us']:,.0f}", f"{row['bound_us']:,.0f}",
                  f"{row['lost_share']:.1%}")
 
@@ -202,7 +214,7 @@ def markdown(name, content):
                               ("TF32 and f32", [row for row in rows if row["precision"] != "bf16"][:ROWS // 2])]:
         if of_interest:
             lines += ["", f"**Layers and passes in {what}**, by the share of the step that a kernel at the bound would save:", "",
-                      cells("network", "batch", "layer", "pass", "fastest kernel", "µs", "bound, µs", "share of the step lost"),
+                      cells("network", "batch", "layer", "pass", "kernel", "µs", "bound, µs", "share of the step lost"),
                       "|---|---|---|---|---|---|---|---|"]
             lines += map(of_pass, of_interest)
     others = stages(measured)[:ROWS]

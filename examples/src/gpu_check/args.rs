@@ -18,8 +18,7 @@ pub(super) struct Args {
     /// Check only few and small shapes, and no kernels of libraries unless --only layers requests them.
     #[arg(long)]
     pub(super) quick: bool,
-    /// Run only checks whose name contains TEXT, for example `conv`, `backward_weights` or
-    /// `layers` (with the kernels of libraries).
+    /// Run only checks whose name contains TEXT, for example `conv` or `backward_weights`.
     #[arg(long, value_name = "TEXT")]
     pub(super) only: Option<String>,
     /// Write all results to this file, as one JSON object.
