@@ -35,9 +35,8 @@ for program in $optional; do
         fi
     done
 done
-for script in gpu_check.sh gpu_check.py gpu_session.py gpu_items.py torch_throughput.py provenance.py describe_machine.sh; do
-    cp "$here/$script" "$folder"
-done
+cp "$here"/gpu_{check,commands,fast,rest,right,session,speed}.py "$here"/{gpu_check.sh,torch_throughput.py,provenance.py} \
+    "$here/describe_machine.sh" "$folder"
 # There is no checkout on the other machine.
 PYTHONPATH=$here python3 -c 'import provenance; print(provenance.commit() or "")' > "$folder/commit"
 mkdir -p "$folder/peers" && cp "$here"/peers/*_torch.py "$folder/peers"

@@ -129,14 +129,15 @@ class Session:
         return {**self.origin["machine"], **{key: result[key] for key in keys}}
 
     def add_earlier(self):
-        """Keeps what an earlier call of the same day, commit and GPU has measured in parts that this call does not run."""
+        """Keeps what an earlier call of the same day, commit and GPU has measured in parts that this call does not run. With
+        --only it keeps everything; what is repeated replaces what was there."""
         try:
             with open(self.path) as file:
                 earlier = json.load(file)
         except (OSError, ValueError):
             return
         if earlier.get("commit") == self.origin.get("commit"):
-            merge(self, earlier, self.options.letters)
+            merge(self, earlier, [] if self.options.only else self.options.letters)
 
     # ---- Time ----
 

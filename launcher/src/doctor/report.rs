@@ -1,7 +1,7 @@
-//! Formats findings as text in columns: a mark, a name and a text.
+//! Formats findings as text in columns: a mark, a name and a text. As JSON they have the same entries.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::Path;
 
 use serde::Serialize;
 
@@ -41,7 +41,7 @@ pub(super) struct Item {
     pub(super) text: String,
     /// Of a library that was found.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) file: Option<PathBuf>,
+    pub(super) file: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) version: Option<String>,
 }
@@ -52,10 +52,12 @@ impl Item {
     }
 
     /// A usable library; `version` if its file or its package says it.
-    pub(super) fn library(name: &str, file: PathBuf, version: Option<String>) -> Self {
-        let path = file.display();
-        let text =
-            version.as_ref().map_or_else(|| path.to_string(), |version| format!("{path}, version {version}"));
+    pub(super) fn library(name: &str, file: &Path, version: Option<String>) -> Self {
+        let file = file.display().to_string();
+        let text = match &version {
+            Some(version) => format!("{file}, version {version}"),
+            None => file.clone(),
+        };
         Item { file: Some(file), version, ..Item::new(Mark::Ok, name, text) }
     }
 }

@@ -1,0 +1,217 @@
+"""Part C of gpu_check.py: NCCL, faults, checkpoints, and what other parts leave out. Standard library only."""
+import csv
+import glob
+import os
+import re
+import shutil
+import signal
+import time
+
+from gpu_commands import Item, digits, is_equal, launcher, on_gpu, train, working_tool
+from gpu_session import end_group
+from gpu_speed import pytorch, throughput
+
+
+def nccl_alone(s):
+    """NCCL with one rank: initialisation, operations in groups, capture and replay, finalisation."""
+    most, steps = (1 << 12, 14) if s.fake else (1 << 22, 200)
+    trace = os.path.join(s.scratch, "nccl-calls")
+    env = {"MGPU_NCCL": "always", "NCCL_DEBUG": "INFO", "FAKE_NCCL_TRACE": trace}
+    wanted = None if s.fake else "NCCL version|Init COMPLETE"
+    run = s.run("1 rank, sums through NCCL", [*launcher(s, 1), s.program("allreduce_perf"), "--check", "--factor", "32",
+                                              "--max", str(most)], limit=60, env=env, contains=wanted)
+    flags = ["--batch", 8 if s.fake else 64, "--steps", steps, "--clip-norm", 1, "--skip-test", "--json"]
+    plain = s.run("1 rank, training without NCCL", train(s, 1, *flags), limit=60, judge=on_gpu)
+    weights = lambda: ((plain or {}).get("result") or {}).get("weights")
+    for mode, graph in [("graphs", True), ("no graphs", False)]:
+        run = s.run(f"1 rank, training through NCCL, {mode}", train(s, 1, *flags, graph=graph), limit=60, env=env,
+                    contains=wanted, judge=is_equal(weights, "a training without NCCL"))
+    if s.fake and run:
+        with open(trace) as file:
+            calls = set(file.read().split("\n"))
+        needed = {"ncclCommInitRankConfig", "ncclGroupEnd", "ncclAllReduce", "ncclAllReduce captured", "ncclCommFinalize"}
+        if needed - calls:
+            run["problem"] = f"no call of {', '.join(needed - calls)}"
+
+
+def nccl_shared(s):
+    """Two ranks on one GPU: correctness only, they alternate in time slices of milliseconds."""
+    most, steps = (1 << 12, 6) if s.fake else (1 << 22, 60)
+    for dtype in ["f32", "bf16"]:
+        s.run(f"2 ranks, sums of {dtype}", [*launcher(s, 2), s.program("allreduce_perf"), "--check", "--dtype", dtype,
+                                            "--factor", "32", "--max", str(most)], limit=90)
+    flags = ["--batch", 8 if s.fake else 32, "--steps", steps, "--skip-test", "--json"]
+    first = s.run("2 ranks, training", train(s, 2, *flags), limit=60, judge=on_gpu)
+    weights = lambda: ((first or {}).get("result") or {}).get("weights")
+    s.run("2 ranks, training, again", train(s, 2, *flags), limit=60, judge=is_equal(weights, "an equal run"))
+    s.run("2 ranks, training without graphs", train(s, 2, *flags, graph=False), limit=60,
+          judge=is_equal(weights, "a training in graphs"))
+
+
+def stat(pid):
+    """State, parent and session of a process; None if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rsplit(")", 1)[1].split()
+    except OSError:
+        return None
+    return fields[0], int(fields[1]), int(fields[3])
+
+
+def family(root):
+    """A process, its descendants, and the other processes of their session."""
+    found = {int(name): stat(name) for name in os.listdir("/proc") if name.isdigit()}
+    members = {root}
+    while True:
+        more = {pid for pid, entry in found.items() if entry and (entry[1] in members or entry[2] == root)} - members
+        if not more:
+            return members
+        members |= more
+
+
+def variable(pid, name):
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            entries = file.read().split(b"\0")
+    except OSError:
+        return None
+    return next((entry.split(b"=", 1)[1].decode() for entry in entries if entry.startswith(name.encode() + b"=")), None)
+
+
+def is_alive(pid):
+    entry = stat(pid)
+    return entry is not None and entry[0] not in "ZX"
+
+
+def killed(s):
+    """A rank is killed while two ranks train: how long until the launcher has ended, and until no process is left."""
+    folder = os.path.join(s.scratch, "killed")
+    shutil.rmtree(folder, ignore_errors=True)
+    command = [word for word in train(s, 2, "--batch", 8 if s.fake else 32, "--steps", 100000, "--schedule", "constant",
+                                      "--skip-test", "--checkpoint-dir", folder, "--checkpoint-every", 4)
+               if word != "--no-prefix"]
+    limit, name = min(90, s.left()), "2 ranks, one is killed"
+    child, log = s.start(name, command)
+    start = time.monotonic()
+    code = gone = ended = None
+    try:
+        # A checkpoint: both ranks train.
+        while time.monotonic() < start + limit and child.poll() is None and not glob.glob(folder + "/step*"):
+            time.sleep(0.05)
+        processes = family(child.pid)
+        victim = next((pid for pid in processes if variable(pid, "RANK") == "1"), None)
+        if victim and child.poll() is None:
+            os.kill(victim, signal.SIGKILL)
+            at = time.monotonic()
+            while time.monotonic() < start + limit and (ended is None or gone is None):
+                if ended is None and child.poll() is not None:
+                    ended, code = time.monotonic() - at, child.returncode
+                if child.poll() is not None and not any(map(is_alive, processes)):
+                    gone = time.monotonic() - at
+                time.sleep(0.005)
+    finally:
+        end_group(child)
+    text = s.text_of(log)
+    problem = None
+    if ended is None:
+        problem = "the launcher did not end after the kill" if glob.glob(folder + "/step*") else "no checkpoint was written"
+    elif gone is None:
+        problem = "processes are left"
+    elif code != 137 or not re.search(r"rank 1\b", text):
+        problem = f"exit code {code} instead of 137, or rank 1 is not named"
+    rounded = lambda seconds: None if seconds is None else round(seconds, 3)
+    result = {"launcher_ended_s": rounded(ended), "all_gone_s": rounded(gone)}
+    s.record(name, command, time.monotonic() - start, code, problem, result, text)
+    if not problem and not s.fake:
+        print(f"       the launcher ended after {ended:.2f} s, all processes after {gone:.2f} s", flush=True)
+
+
+def resumed(s):
+    """A training on the GPU is killed after a checkpoint and resumed: the weights are those of one that was not."""
+    net, batch, steps, every = ("lenet5", 8, 12, 4) if s.fake else ("conv6", 256, 300, 100)
+    flags = ["--net", net, "--batch", batch, "--steps", steps, "--precision", "bf16", "--skip-test", "--json"]
+    whole = s.run("uninterrupted", train(s, 1, *flags), limit=60, judge=on_gpu)
+    folder = os.path.join(s.scratch, "resumed")
+    shutil.rmtree(folder, ignore_errors=True)
+    saving = ["--checkpoint-dir", folder, "--checkpoint-every", every]
+    at = train(s, 1, *flags, *saving)
+    inject = ["--inject", f"rank=0,step={every + every // 2},fault=sigkill"]
+    s.run("killed after a checkpoint", [*at[:3], *inject, *at[3:]], limit=60, expect=137)
+    weights = lambda: ((whole or {}).get("result") or {}).get("weights")
+    s.run("resumed", train(s, 1, *flags, *saving, "--resume"), limit=60,
+          judge=is_equal(weights, "an uninterrupted training"))
+
+
+def uneven(s):
+    """Ranks with different amounts of data, which join; the tests' program, if it travels with the others."""
+    program = s.program("t-device-step")
+    if not os.path.exists(program):
+        return s.skip("uneven data", "t-device-step is not among the programs: build it with `cargo build -p mgpu-tests`")
+    for ranks in [1, 2]:
+        s.run(f"{ranks} ranks, uneven data", [*launcher(s, ranks), program, "uneven"], limit=60)
+
+
+def gelu(s):
+    length = ["--steps", 3, "--batch", 8, "--skip-test"] if s.fake else ["--epochs", 3]
+    reach = 0.0 if s.fake else 0.95
+    for precision in ["f32", "bf16"]:
+        def judge(result):
+            accuracy = (result or {}).get("test_acc") or 0.0
+            return on_gpu(result) or (None if accuracy >= reach else f"accuracy {accuracy:.2%}, below {reach:.0%}")
+        s.run(f"mlp-gelu {precision}", train(s, 1, "--net", "mlp-gelu", *length, "--precision", precision, "--json"),
+              limit=60, judge=judge)
+
+
+def sanitizer(s, kind):
+    path = working_tool(s, "compute-sanitizer", "--tool", kind)
+    if path:
+        s.run(kind, [path, "--tool", kind, "--error-exitcode", "9", s.program("gpu_check"), "--quick", "--seed", "1"],
+              limit=120)
+
+
+METRICS = {"us": "gpu__time_duration.sum", "read": "dram__bytes_read.sum", "written": "dram__bytes_write.sum",
+           "busy_percent": "sm__throughput.avg.pct_of_peak_sustained_elapsed", "registers": "launch__registers_per_thread"}
+UNITS = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "byte": 1e-6, "Kbyte": 1e-3, "Mbyte": 1.0, "Gbyte": 1e3}
+KERNELS = "conv_first_forward|conv_forward_bf16|conv_backward_weights_bf16|optimizer_update"
+
+
+def ncu(s):
+    """Four of our own kernels in a step of conv6: time, memory traffic, use of the multiprocessors."""
+    path = working_tool(s, "ncu", "--metrics", METRICS["us"])
+    if not path:
+        return
+    # Without a launcher: the environment selects the GPU backend.
+    run = s.run("four kernels", [
+        path, "--clock-control", "none", "--csv", "--metrics", ",".join(METRICS.values()), "--kernel-name", f"regex:{KERNELS}",
+        "--launch-skip", "16", "--launch-count", "16", s.program("train_mnist"), *digits(s), "--net", "conv6", "--batch", "1024",
+        "--steps", "3", "--precision", "bf16", "--kernels", "builtin", "--no-graph", "--skip-test",
+    ], limit=120, env={"MGPU_BACKEND": "nccl"}, keep='^"')
+    rows = list(csv.DictReader(run["lines"])) if run and run.get("lines") else []
+    launches = {}
+    for row in rows:
+        name = next((name for name, metric in METRICS.items() if metric == row.get("Metric Name")), None)
+        if name:
+            launch = launches.setdefault(row["ID"], {"kernel": row["Kernel Name"].split("(")[0]})
+            launch[name] = round(float(row["Metric Value"].replace(",", "")) * UNITS.get(row["Metric Unit"], 1.0), 3)
+    if run:
+        run["lines"], run["result"] = None, {"kernels": list(launches.values())}
+        s.write()
+
+
+def part_c(s):
+    yield Item("nccl", "NCCL with one rank", 25, nccl_alone)
+    yield Item("nccl", "2 ranks on one GPU", 50, nccl_shared)
+    yield Item("killed", "a killed rank", 15, killed)
+    yield Item("resume", "a resumed training", 20, resumed)
+    yield Item("gelu", "GELU", 10, gelu)
+    yield Item("uneven", "uneven data", 15, uneven)
+    if not s.fake:
+        for precision in ["tf32", "f32"]:
+            for net in ["conv6", "keras"]:
+                yield Item("throughput", f"{net} 1024 {precision} auto", 14,
+                           lambda s, case=(net, 1024, precision): throughput(s, *case, "auto"))
+    modes = [(net, 1024, precision, "graphed") for precision in ("tf32", "f32") for net in ("conv6", "keras")]
+    yield Item("torch", "PyTorch, TF32 and f32", 30, lambda s: pytorch(s, modes))
+    yield Item("ncu", "ncu", 40, ncu)
+    for kind in ["racecheck", "synccheck"]:
+        yield Item("sanitizer", kind, 90, lambda s, kind=kind: sanitizer(s, kind))
