@@ -151,6 +151,25 @@ def uneven(s):
         s.run(f"{ranks} ranks, uneven data", [*launcher(s, ranks), program, "uneven"], limit=60)
 
 
+def parallel(s):
+    """What a step can do besides averaging: golden runs with each flag, world-size-invariant weights, a non-finite loss."""
+    files = [os.path.join(s.golden or "", net + ".json") for net in (["lenet5"] if s.fake else ["lenet5", "deep"])]
+    if s.data and all(map(os.path.exists, files)):
+        for ranks in [1, 2]:
+            for flags in ["--accumulate 4", "--gradients bf16", "--shard-optimizer on", "--world-size-invariant 8"]:
+                s.run(f"{ranks} ranks, golden, {flags}", [*launcher(s, ranks), s.program("golden_check"), "--data", s.data,
+                                                          *flags.split(), *files], limit=60, keep=" deviation .* bound ")
+    else:
+        s.skip("golden runs with flags", "MGPU_GOLDEN and MGPU_DATA are needed")
+    first, (net, batch, steps) = {}, ("lenet5", 16, 5) if s.fake else ("keras", 128, 30)
+    for ranks in [1, 2, 4]:
+        flags = ["--net", net, "--batch", batch // ranks, "--steps", steps, "--world-size-invariant", 4, "--clip-norm", 1]
+        same = lambda result: is_equal(lambda: first.setdefault("weights", (result or {}).get("weights")), "one rank")(result)
+        s.run(f"{ranks} ranks that make no difference", train(s, ranks, *flags, "--skip-test", "--json"), limit=60, judge=same)
+    s.run("2 ranks, a non-finite loss", train(s, 2, "--batch", 8, "--steps", 40, "--lr", "1e30", "--skip-test"), limit=60,
+          expect=1, contains=re.escape("non-finite gradients (NaN or Inf) in tensor"))
+
+
 def gelu(s):
     length = ["--steps", 3, "--batch", 8, "--skip-test"] if s.fake else ["--epochs", 3]
     reach = 0.0 if s.fake else 0.95
@@ -186,16 +205,20 @@ def ncu(s):
         "--launch-skip", "16", "--launch-count", "16", s.program("train_mnist"), *digits(s), "--net", "conv6", "--batch", "1024",
         "--steps", "3", "--precision", "bf16", "--kernels", "builtin", "--no-graph", "--skip-test",
     ], limit=120, env={"MGPU_BACKEND": "nccl"}, keep='^"')
-    rows = list(csv.DictReader(run["lines"])) if run and run.get("lines") else []
-    launches = {}
-    for row in rows:
+    if run:
+        run["result"] = {"kernels": launches(run.pop("lines"))}
+        s.write()
+
+
+def launches(lines):
+    """One entry for each launch, from ncu's table, which has a row for each metric."""
+    found = {}
+    for row in csv.DictReader(lines):
         name = next((name for name, metric in METRICS.items() if metric == row.get("Metric Name")), None)
         if name:
-            launch = launches.setdefault(row["ID"], {"kernel": row["Kernel Name"].split("(")[0]})
+            launch = found.setdefault(row["ID"], {"kernel": row["Kernel Name"].split("(")[0]})
             launch[name] = round(float(row["Metric Value"].replace(",", "")) * UNITS.get(row["Metric Unit"], 1.0), 3)
-    if run:
-        run["lines"], run["result"] = None, {"kernels": list(launches.values())}
-        s.write()
+    return list(found.values())
 
 
 def part_c(s):
@@ -205,6 +228,7 @@ def part_c(s):
     yield Item("resume", "a resumed training", 20, resumed)
     yield Item("gelu", "GELU", 10, gelu)
     yield Item("uneven", "uneven data", 15, uneven)
+    yield Item("parallel", "options of a step", 60, parallel)
     if not s.fake:
         for precision in ["tf32", "f32"]:
             for net in ["conv6", "keras"]:

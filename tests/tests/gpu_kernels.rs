@@ -157,6 +157,13 @@ fn the_gpu_benchmark_script_has_a_dry_run() {
     assert!(written(folder.path(), "gpu-check-logs-B.tgz").is_some_and(|file| file.exists()));
 }
 
+/// What the script does only on a real GPU: figures, tools, logs that must be split.
+#[test]
+fn the_gpu_benchmark_script_passes_its_own_tests() {
+    let tests = concat!(env!("CARGO_MANIFEST_DIR"), "/../bench/gpu_check_test.py");
+    run(&mut mgpu_tests::process::command(tests)).expect(0, &[]);
+}
+
 /// What was measured before a deadline or SIGTERM is kept, with the logs.
 #[test]
 fn an_interrupted_benchmark_script_keeps_its_results() {
