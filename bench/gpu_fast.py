@@ -57,7 +57,8 @@ def profile(s, what):
     trace = os.path.join(s.logs, f"timeline-{net}.json")
     flags = ["--profile"] if what == "profile" else ["--timeline", trace, "--timeline-steps", "2-4"]
     command = train(s, 1, "--net", net, *length, "--precision", "bf16", "--skip-test", *flags, "--json")
-    child, log = s.start(what + ", trial", train(s, 1, "--net", net, "--batch", 8, "--steps", 1, "--skip-test", *flags))
+    child, log = s.start(what + ", trial", train(s, 1, "--net", net, "--batch", 8, "--steps", 1, "--kernels", "builtin",
+                                                      "--skip-test", *flags))
     try:
         code = child.wait(min(60, s.left()))
     except subprocess.TimeoutExpired:

@@ -261,7 +261,9 @@ class Session:
     def close(self):
         """Writes the results and all logs."""
         self.write()
-        pack_logs(self.logs, os.path.join(self.options.out, f"gpu-check-logs-{''.join(self.letters) or 'none'}.tgz"))
+        # A repeated item must not replace the logs of the whole part.
+        name = "-".join(["".join(self.options.letters), *re.findall("[a-zA-Z0-9]+", self.options.only)])
+        pack_logs(self.logs, os.path.join(self.options.out, f"gpu-check-logs-{name}.tgz"))
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
