@@ -2,13 +2,15 @@
 # All checks and benchmarks on a machine with a GPU. Needs neither Rust nor the sources there:
 #
 #   bench/gpu_check.sh pack FOLDER        on a machine with a release build: makes FOLDER (under 50 MB)
-#   FOLDER/gpu_check.sh [PART…]           on the machine with the GPU
-#   bench/gpu_check.sh [PART…]            the same, from a checkout with a release build
+#   FOLDER/gpu_check.sh [A|B|C…]          on the machine with the GPU
+#   bench/gpu_check.sh [A|B|C…]           the same, from a checkout with a release build
 #
 # Requirements: see --help and bench/README.md.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 programs="mgpurun train_mnist golden_check gpu_check allreduce_perf"
+# A program of the tests: it travels if `cargo test` has built it.
+optional="t-device-step"
 
 if [ "${1-}" != pack ]; then
     # The virtual environment's own interpreter: NVIDIA's libraries are searched beside it.
@@ -21,12 +23,20 @@ fi
 
 folder=${2:?usage: $0 pack FOLDER}
 mkdir -p "$folder"
+built=${BIN:-$here/../target/release}
 for program in $programs; do
-    strip -o "$folder/$program" "$here/../target/release/$program"
+    strip -o "$folder/$program" "$built/$program"
 done
-for script in gpu_check.sh gpu_check.py torch_throughput.py provenance.py describe_machine.sh; do
-    cp "$here/$script" "$folder"
+for program in $optional; do
+    for build in "$built" "$here/../target/debug"; do
+        if [ -e "$build/$program" ]; then
+            strip -o "$folder/$program" "$build/$program"
+            break
+        fi
+    done
 done
+cp "$here"/gpu_{check,commands,fast,rest,right,session,speed}.py "$here"/{gpu_check.sh,torch_throughput.py,provenance.py} \
+    "$here/describe_machine.sh" "$folder"
 # There is no checkout on the other machine.
 PYTHONPATH=$here python3 -c 'import provenance; print(provenance.commit() or "")' > "$folder/commit"
 mkdir -p "$folder/peers" && cp "$here"/peers/*_torch.py "$folder/peers"

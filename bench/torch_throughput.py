@@ -1,9 +1,9 @@
 """Training throughput of many configurations of PyTorch on a GPU, in one process.
 
-Run: python torch_throughput.py DATA < CONFIGURATIONS
+Run: python torch_throughput.py DATA [--seconds SECONDS] < CONFIGURATIONS
 
 Reads one configuration per line, NET BATCH PRECISION MODE, from standard input; prints one line of JSON for each. DATA is the
-MNIST folder. peers/train_torch.py does the same for a single configuration: channels-last, fused Adam, cudnn.benchmark,
+MNIST folder. SECONDS limit the whole: a configuration that does not fit any more is left out, with a line that says so. peers/train_torch.py does the same for a single configuration: channels-last, fused Adam, cudnn.benchmark,
 images on the GPU, random batches. PRECISION is bf16 (autocast), tf32 or f32; MODE is eager, compiled
 (max-autotune, no CUDA graphs) or graphed (the step is captured and replayed).
 """
@@ -17,8 +17,11 @@ import torch
 import torch.nn.functional as F
 from nets_torch import build, optimizer, training_set
 
-WARM_SECONDS, SECONDS = 0.3, 1.5
+WARM_SECONDS, SECONDS = 0.5, 2.0
+# Expected duration of a configuration, with its start.
+EXPECTED = {"eager": 8, "graphed": 8, "compiled": 60}
 LAYOUT = torch.channels_last
+END = time.time() + float(sys.argv[3]) if sys.argv[2:3] == ["--seconds"] else float("inf")
 IMAGES, LABELS = training_set(sys.argv[1])
 
 
@@ -79,13 +82,17 @@ def measure(name, size, precision, mode):
     run(int(WARM_SECONDS / each) + 1)
     steps = int(SECONDS / each) + 30
     each = run(steps) / steps
-    return {"images_per_s": round(size / each, 1), "ms_per_step": round(each * 1e3, 4), "steps": steps}
+    return {"images_per_s": round(size / each, 1), "ms_per_step": round(each * 1e3, 4), "steps": steps,
+            "seconds": round(each * steps, 2)}
 
 
 configurations = [line.split() for line in sys.stdin if line.strip()]
 while configurations:
     name, size, precision, mode = configurations.pop(0)
     configuration = {"net": name, "batch": int(size), "precision": precision, "mode": mode}
+    if time.time() + EXPECTED[mode] > END:
+        print(json.dumps({**configuration, "error": "not measured: no time left"}), flush=True)
+        continue
     try:
         print(json.dumps({**configuration, **measure(name, int(size), precision, mode)}), flush=True)
     except Exception as error:
@@ -96,6 +103,7 @@ while configurations:
             os.write(write, "".join(" ".join(words) + "\n" for words in configurations).encode())
             os.close(write)
             os.dup2(read, 0)
-            os.execv(sys.executable, [sys.executable, *sys.argv])
+            limit = ["--seconds", str(END - time.time())] if END < float("inf") else []
+            os.execv(sys.executable, [sys.executable, *sys.argv[:2], *limit])
     torch.compiler.reset()
     torch.cuda.empty_cache()

@@ -1,7 +1,8 @@
 // The driver API: devices, contexts, modules and launches. The device is fake, as its name says.
 //
 // FAKE_GPU_COUNT devices (2) of FAKE_GPU_MEMORY_MIB (4096) each. CUDA_VISIBLE_DEVICES selects among them as among
-// real ones. FAKE_CUDA_VERSION (13000) is the version of CUDA that the driver supports.
+// real ones. FAKE_CUDA_VERSION (13000) is the version of CUDA that the driver supports. Every device has
+// FAKE_GPU_MULTIPROCESSORS (4) multiprocessors: 132 chooses grids and depths of splits as on a large GPU.
 #include "fake_cuda.h"
 #include "shim.h"
 
@@ -141,7 +142,7 @@ API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUde
         {8, (int)SHARED_BY_DEFAULT},          {97, (int)MOST_SHARED},           // shared memory of a block; opted in
         {81, 228 * 1024},   {74, 1024},                                         // of a multiprocessor; reserved of it
         {9, 65536},         {10, 32},         {12, 65536},  {82, 65536},        // constants, warp, registers
-        {13, 1000000},      {16, 4},          {39, 2048},   {106, 32},          // clock, multiprocessors, their threads
+        {13, 1000000},      {16, (int)env_number("FAKE_GPU_MULTIPROCESSORS", 4)},          {39, 2048},   {106, 32},          // clock, multiprocessors, their threads
         {31, 1},            {36, 1000000},    {37, 512},    {38, 32 << 20},     // concurrency, memory clock, bus, L2
         {40, 2},            {41, 1},          {75, 9},      {76, 0},            // engines, addressing, capability
         {78, 1},            {90, 1},          {95, 1},      {115, 1},           // priorities, preemption, pools

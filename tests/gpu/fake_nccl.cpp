@@ -16,6 +16,9 @@
 //   async_error       the same, and the communicator's state says so
 //   stuck_finalize    finalisation never completes
 //   stuck_abort       the call of abort never returns
+//
+// FAKE_NCCL_TRACE=FILE: calls append their names to the file; those on a stream that is being captured end in
+// " captured".
 #include "fake_nccl.h"
 
 #include <climits>
@@ -36,6 +39,17 @@ ncclResult_t fail(ncclResult_t result, const std::string& why) {
     last_error = why;
     if (getenv("NCCL_DEBUG") != nullptr) fprintf(stderr, "FAKE NCCL: %s\n", why.c_str());
     return result;
+}
+
+// Appends a call to the file that the environment names, if any.
+void trace(const char* call, CUstream stream = nullptr) {
+    const char* path = getenv("FAKE_NCCL_TRACE");
+    FILE* file = path == nullptr ? nullptr : fopen(path, "a");
+    if (file == nullptr) return;
+    CUstreamCaptureStatus captured = CU_STREAM_CAPTURE_STATUS_NONE;
+    if (stream != nullptr) cuStreamIsCapturing(stream, &captured);
+    fprintf(file, "%s%s\n", call, captured == CU_STREAM_CAPTURE_STATUS_NONE ? "" : " captured");
+    fclose(file);
 }
 
 [[noreturn]] void hang() {
@@ -328,6 +342,7 @@ API ncclResult_t ncclGetVersion(int* version) {
 }
 
 API ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
+    trace(__func__);
     return Transport::create_id(id) ? ncclSuccess : fail(ncclSystemError, "no shared memory for the ranks");
 }
 
@@ -354,6 +369,7 @@ API ncclResult_t ncclCommInitRank(ncclComm_t* comm, int world, ncclUniqueId id, 
 }
 
 API ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int world, ncclUniqueId id, int rank, ncclConfig_t* config) {
+    trace(__func__);
     if (config == nullptr) return start(comm, world, id, rank, true);
     if (config->magic != 0xcafebeef || config->size < sizeof(ncclConfig_t)) {
         return fail(ncclInvalidArgument, "the configuration was not initialised");
@@ -371,6 +387,7 @@ API ncclResult_t ncclCommGetAsyncError(ncclComm_t handle, ncclResult_t* state) {
 }
 
 API ncclResult_t ncclCommFinalize(ncclComm_t handle) {
+    trace(__func__);
     const CommPtr comm = comm_of(handle);
     if (const ncclResult_t result = ready(comm)) return result;
     comm->finalized = true;
@@ -379,6 +396,7 @@ API ncclResult_t ncclCommFinalize(ncclComm_t handle) {
 
 // Collective too, unless the communicator is finalised or was never initialised.
 API ncclResult_t ncclCommDestroy(ncclComm_t handle) {
+    trace(__func__);
     const CommPtr comm = take(handle);
     if (comm == nullptr) return fail(ncclInvalidArgument, "no such communicator");
     while (comm->background > 0) std::this_thread::yield();
@@ -388,6 +406,7 @@ API ncclResult_t ncclCommDestroy(ncclComm_t handle) {
 }
 
 API ncclResult_t ncclCommAbort(ncclComm_t handle) {
+    trace(__func__);
     const CommPtr comm = take(handle);
     if (comm == nullptr) return fail(ncclInvalidArgument, "no such communicator");
     if (is_faulty("stuck_abort", comm->rank)) hang();
@@ -423,11 +442,13 @@ API ncclResult_t ncclCommCuDevice(ncclComm_t handle, int* device) {
 // ---- Groups and operations ----
 
 API ncclResult_t ncclGroupStart() {
+    trace(__func__);
     if (depth++ == 0) group_result = ncclSuccess;
     return ncclSuccess;
 }
 
 API ncclResult_t ncclGroupEnd() {
+    trace(__func__);
     if (depth == 0) return fail(ncclInvalidUsage, "ncclGroupEnd without ncclGroupStart");
     if (--depth > 0) return ncclSuccess;
     auto issued = std::move(group);
@@ -441,28 +462,35 @@ API ncclResult_t ncclGroupEnd() {
 
 API ncclResult_t ncclAllReduce(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
                                ncclComm_t comm, CUstream stream) {
+    trace(__func__, stream);
     return issue(comm, stream, make(Kind::AllReduce, send, recv, count, type, op, 0));
 }
 API ncclResult_t ncclReduce(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
                             ncclComm_t comm, CUstream stream) {
+    trace(__func__, stream);
     return issue(comm, stream, make(Kind::Reduce, send, recv, count, type, op, root));
 }
 API ncclResult_t ncclBroadcast(const void* send, void* recv, size_t count, ncclDataType_t type, int root,
                                ncclComm_t comm, CUstream stream) {
+    trace(__func__, stream);
     return issue(comm, stream, make(Kind::Broadcast, send, recv, count, type, ncclSum, root));
 }
 API ncclResult_t ncclAllGather(const void* send, void* recv, size_t count, ncclDataType_t type, ncclComm_t comm,
                                CUstream stream) {
+    trace(__func__, stream);
     return issue(comm, stream, make(Kind::AllGather, send, recv, count, type, ncclSum, 0));
 }
 API ncclResult_t ncclReduceScatter(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
                                    ncclComm_t comm, CUstream stream) {
+    trace(__func__, stream);
     return issue(comm, stream, make(Kind::ReduceScatter, send, recv, count, type, op, 0));
 }
 API ncclResult_t ncclSend(const void* send, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
                           CUstream stream) {
+    trace(__func__, stream);
     return issue(comm, stream, make(Kind::Send, send, nullptr, count, type, ncclSum, peer));
 }
 API ncclResult_t ncclRecv(void* recv, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, CUstream stream) {
+    trace(__func__, stream);
     return issue(comm, stream, make(Kind::Recv, nullptr, recv, count, type, ncclSum, peer));
 }

@@ -387,6 +387,34 @@ fn figures_are_those_of_the_result_files() {
     run(command(root().join("bench/readme.py")).arg("--check")).expect(0, &[]);
 }
 
+/// The page "What to do next on GPUs": passes by the share of the step that they lose against the bound, each with the
+/// kernel that training selects and the best other candidate.
+#[test]
+fn what_to_do_next_is_sorted_by_the_time_lost() {
+    if command("python3").arg("--version").output().is_err() {
+        println!("skipped: no python3");
+        return;
+    }
+    let fixture = root().join("tests/fixtures/gpu-next.json");
+    let finished = run(command(root().join("bench/gpu_next.py")).arg(fixture));
+    finished.expect(0, &["Bounds: 800 TFLOP/s in bf16, 3,000 GB/s"]);
+    let rows: Vec<_> = finished.stdout.lines().filter(|line| line.starts_with("| `")).collect();
+    let expected = [
+        // Steps, the farthest from their bounds first.
+        "| `lenet5` | 1,024 | 400 | 15 | 26.7 |",
+        "| `conv6` | 1,024 | 5,000 | 3,162 | 1.6 |",
+        // Passes in bf16: 822 of 5,000 µs; 2 × 42; 3 of 400.
+        "| `conv6` | 1,024 | conv 128 5x5 of 128x28x28 | forward | cuDNN 1 (else built in: 3,000 µs) | 2,000 | 822 | 23.6% |",
+        "| `conv6` | 1,024 | conv 128 3x3 of 128x7x7, 2 × | backward weights | cuDNN 1 (else cuDNN 1 bf16: 40 µs) | 60 | 18 | 1.7% |",
+        "| `lenet5` | 1,024 | dense 10 of 84 | forward | cuBLASLt 1 (else built in: 4 µs) | 3 | 0 | 0.7% |",
+        // Stages of the profile that have no products.
+        "| `conv6` | 1,024 | pool, backward | 250 | 0 | 5.0% |",
+        "| `conv6` | 1,024 | optimizer | 150 | 0 | 3.0% |",
+        "| `conv6` | 1,024 | pool, forward | 100 | 0 | 2.0% |",
+    ];
+    assert_eq!(rows, expected);
+}
+
 #[test]
 fn wrong_links_and_commands_are_reported() {
     let folder = tempfile::tempdir().unwrap();

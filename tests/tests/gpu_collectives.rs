@@ -73,6 +73,33 @@ fn a_world_of_one_needs_no_nccl() {
     run(&mut alone).expect(0, &["rank 0 of 1 on FAKE GPU (tests only)"]);
 }
 
+/// `MGPU_NCCL=always` opens NCCL for a single rank, and all operations go through it.
+#[test]
+fn a_world_of_one_uses_nccl_on_request() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for body in ["all", "groups", "capture"] {
+        let trace = folder.path().join(body);
+        let mut alone = launcher(1);
+        alone.env("MGPU_NCCL", "always").env("FAKE_NCCL_TRACE", &trace);
+        run(alone.args([env!("CARGO_BIN_EXE_t-device"), body])).expect(0, &["rank 0 of 1"]);
+        let calls = std::fs::read_to_string(&trace).expect("calls of NCCL");
+        let has = |call: &str| calls.lines().any(|line| line == call);
+        let life = ["ncclGetUniqueId", "ncclCommInitRankConfig", "ncclCommFinalize", "ncclCommDestroy"];
+        assert!(life.into_iter().all(has) && has("ncclAllReduce"), "{body}: {calls}");
+        assert_eq!(has("ncclAllReduce captured"), body == "capture", "{calls}");
+        assert!(has("ncclGroupStart") == has("ncclGroupEnd") && !has("ncclCommAbort"), "{calls}");
+    }
+    let mut alone = launcher(1);
+    alone.env("MGPU_NCCL", "always").env("MGPU_NCCL_LIBRARY", "/nonexistent/libnccl.so.2");
+    run(alone.args([env!("CARGO_BIN_EXE_t-device"), "all"])).expect(9, &["/nonexistent/libnccl.so.2"]);
+    let mut alone = fake_gpu::command(env!("CARGO_BIN_EXE_t-device"));
+    alone.env("MGPU_BACKEND", "nccl").env("MGPU_NCCL", "always").arg("all");
+    run(&mut alone).expect(9, &["MGPU_NCCL", "start the program with `mgpurun -n 1`"]);
+    let mut alone = launcher(1);
+    alone.env("MGPU_NCCL", "never");
+    run(alone.args([env!("CARGO_BIN_EXE_t-device"), "all"])).expect(9, &["known are auto and always"]);
+}
+
 #[test]
 fn each_rank_uses_its_visible_gpu() {
     let finished = run(launcher(2).args(["--isolate-gpus", "--dry-run", "true"]));

@@ -2,10 +2,14 @@
 //!
 //! Everything runs on the fake libraries of `tests/gpu`: the kernels are the real ones, compiled for the CPU.
 
-use std::process::Command;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 
 use mgpu_tests::fake_gpu;
 use mgpu_tests::process::{Finished, run};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 fn gpu_check() -> Command {
     fake_gpu::command(env!("CARGO_BIN_EXE_t-gpu_check"))
@@ -25,6 +29,12 @@ fn quick(order: &str, seed: &str) -> Finished {
     assert_eq!(results["unreached"], serde_json::json!([]), "kernels without a check");
     let checks = results["checks"].as_array().expect("an array");
     assert!(checks.len() > 300 && checks.iter().all(|check| check["ok"] == true));
+    // A search among the algorithms of libraries is not quick.
+    assert!(!checks.iter().any(|check| check["name"].as_str().is_some_and(|name| name.ends_with("layers"))));
+    let mut layers = gpu_check();
+    layers.env("FAKE_GPU_ORDER", order).env("FAKE_GPU_SEED", seed);
+    let layers = run(layers.args(["--quick", "--seed", seed, "--only", "layers"]));
+    layers.expect(0, &["conv layers", "dense layers", "on FAKE GPU (tests only), 0 failed"]);
     finished
 }
 
@@ -41,6 +51,23 @@ fn all_kernels_are_right_with_threads_in_reverse() {
 #[test]
 fn all_kernels_are_right_with_threads_shuffled() {
     quick("shuffled", "3");
+}
+
+/// As many multiprocessors as an H100 has: they choose grids, tiles and the depth of splits, and so the order of sums.
+#[test]
+fn kernels_are_right_with_132_multiprocessors() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let json = folder.path().join("results.json");
+    for only in ["conv backward_weights", "dense forward", "norm", "optimizer"] {
+        let mut command = gpu_check();
+        command
+            .env("FAKE_GPU_MULTIPROCESSORS", "132")
+            .args(["--quick", "--seed", "4", "--only", only, "--json"]);
+        run(command.arg(&json)).expect(0, &["132 multiprocessors", ", 0 failed"]);
+        let text = std::fs::read_to_string(&json).expect("the results");
+        let results: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+        assert!(results["checks"].as_array().is_some_and(|checks| !checks.is_empty()), "{only}: {text}");
+    }
 }
 
 /// A kernel whose last block does nothing is detected by the checks of its operation.
@@ -75,10 +102,8 @@ fn a_wrong_kernel_is_detected() {
     }
 }
 
-/// `bench/gpu_check.sh` in its dry run: small, without times, and labelled.
-#[test]
-fn the_gpu_benchmark_script_has_a_dry_run() {
-    let folder = tempfile::tempdir().expect("a folder");
+/// `bench/gpu_check.sh` with the programs of this build, which writes its results to `folder`.
+fn benchmark_script(folder: &Path) -> Command {
     for (name, program) in [
         ("mgpurun", env!("CARGO_BIN_EXE_t-mgpurun")),
         ("train_mnist", env!("CARGO_BIN_EXE_t-train_mnist")),
@@ -86,25 +111,78 @@ fn the_gpu_benchmark_script_has_a_dry_run() {
         ("allreduce_perf", env!("CARGO_BIN_EXE_t-allreduce_perf")),
         ("gpu_check", env!("CARGO_BIN_EXE_t-gpu_check")),
     ] {
-        std::os::unix::fs::symlink(program, folder.path().join(name)).expect("a link");
+        let link = folder.join(name);
+        if !link.exists() {
+            std::os::unix::fs::symlink(program, link).expect("a link");
+        }
     }
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../bench/gpu_check.sh");
     let mut command = fake_gpu::command(script);
-    command.env("BIN", folder.path()).env("PYTHONDONTWRITEBYTECODE", "1");
+    command.env("BIN", folder).env("PYTHONDONTWRITEBYTECODE", "1").env("FAKE_GPU_COUNT", "1");
+    command.arg("--out").arg(folder);
     command
-        .args(["throughput", "bandwidth", "accuracy", "sanitizer", "--limit", "120", "--out"])
-        .arg(folder.path());
-    let finished = run(&mut command);
-    finished.expect(0, &["FAKE GPU: no figures of a real GPU", "throughput     12 runs, 0 failed"]);
-    let written = std::fs::read_dir(folder.path()).expect("a folder").filter_map(Result::ok);
-    let names: Vec<_> = written.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
-    let name = names.iter().find(|name| name.ends_with("-fake-gpu-tests-only.json"));
-    let text = std::fs::read_to_string(folder.path().join(name.expect("a result"))).expect("a result");
-    let results: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+}
+
+/// The file in `folder` whose name ends like this.
+fn written(folder: &Path, ending: &str) -> Option<PathBuf> {
+    let mut files =
+        std::fs::read_dir(folder).expect("a folder").filter_map(Result::ok).map(|entry| entry.path());
+    files.find(|file| file.to_string_lossy().ends_with(ending))
+}
+
+/// The result file of the script.
+fn script_results(folder: &Path) -> serde_json::Value {
+    let file = written(folder, "-fake-gpu-tests-only.json").expect("a result file");
+    serde_json::from_str(&std::fs::read_to_string(file).expect("a result file")).expect("JSON")
+}
+
+/// `bench/gpu_check.sh` in its dry run: small, without times, and labelled. (`.ci/full` runs all of it.)
+#[test]
+fn the_gpu_benchmark_script_has_a_dry_run() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let finished = run(benchmark_script(folder.path()).args(["B", "--only", "throughput"]));
+    finished.expect(0, &["FAKE GPU: no figures of a real GPU", "B: 6 runs, 0 failed, 0 left out"]);
+    let results = script_results(folder.path());
     assert_eq!(results["fake"], true);
     let runs = results["runs"].as_array().expect("an array");
     assert!(runs.iter().all(|run| run["result"]["gpu"] == "FAKE GPU (tests only)"));
+    let text = results.to_string();
     assert!(!text.contains("images_per_s") && !text.contains(" ms"), "times of a fake in {text}");
+    // A later part joins the same file.
+    run(benchmark_script(folder.path()).args(["C", "--only", "killed"]))
+        .expect(0, &["B: 6 runs", "C: 1 runs, 0 failed"]);
+    let results = script_results(folder.path());
+    let all = results["runs"].as_array().expect("an array");
+    assert_eq!((all.len(), &all[6]["name"]), (7, &"2 ranks, one is killed".into()), "{all:?}");
+    assert!(written(folder.path(), "gpu-check-logs-B-throughput.tgz").is_some());
+}
+
+/// What the script does only on a real GPU: figures, tools, logs that must be split.
+#[test]
+fn the_gpu_benchmark_script_passes_its_own_tests() {
+    let tests = concat!(env!("CARGO_MANIFEST_DIR"), "/../bench/gpu_check_test.py");
+    run(&mut mgpu_tests::process::command(tests)).expect(0, &[]);
+}
+
+/// What was measured before a deadline or SIGTERM is kept, with the logs.
+#[test]
+fn an_interrupted_benchmark_script_keeps_its_results() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let finished = run(benchmark_script(folder.path()).args(["A", "--deadline", "9"]));
+    finished.expect(0, &["skipped lenet5 bf16 auto: it takes about 5 s, "]);
+    assert!(written(folder.path(), "gpu-check-logs-A.tgz").is_some());
+
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut script = benchmark_script(folder.path());
+    let mut child = script.arg("A").stdout(Stdio::piped()).spawn().expect("the script");
+    let mut lines = BufReader::new(child.stdout.take().expect("a pipe")).lines().map_while(Result::ok);
+    let first = lines.find(|line| line.starts_with("ok ")).expect("an item that passes");
+    kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).expect("the script can be signalled");
+    let rest: Vec<String> = lines.collect();
+    assert_eq!(child.wait().expect("its end").code(), Some(143), "{first}\n{rest:#?}");
+    assert!(rest.iter().any(|line| line.starts_with("stopped by signal 15")), "{rest:#?}");
+    assert!(!script_results(folder.path())["runs"].as_array().expect("an array").is_empty());
+    assert!(written(folder.path(), "gpu-check-logs-A.tgz").is_some());
 }
 
 #[test]

@@ -60,6 +60,30 @@ fn weights(finished: &Finished) -> String {
     finished.json()["weights"].as_str().expect("a checksum of the weights").to_owned()
 }
 
+/// A single rank that sends its gradients through NCCL, in graphs and without, has the weights of one that does not.
+#[test]
+fn one_rank_trains_through_nccl_on_request() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for flags in [&["--accumulate", "2", "--clip-norm", "0.5"][..], &["--world-size-invariant", "2"]] {
+        let all = [&["--batch", "4", "--steps", "14"][..], flags].concat();
+        let expected = weights(&train(1, &all));
+        for (graph, mode) in [("graph", &[][..]), ("eager", &["--no-graph"])] {
+            let trace = folder.path().join(format!("{graph} {}", flags[0]));
+            let mut program = on_gpus(1, TRAIN);
+            program.env("MGPU_NCCL", "always").env("FAKE_NCCL_TRACE", &trace);
+            program
+                .args(["--synthetic", "--json", "--kernels", "builtin", "--skip-test"])
+                .args(&all)
+                .args(mode);
+            assert_eq!(expected, weights(&run(&mut program)), "{flags:?}, {graph}");
+            let calls = std::fs::read_to_string(&trace).expect("calls of NCCL");
+            let captured = calls.lines().any(|line| line == "ncclAllReduce captured");
+            assert_eq!(captured, graph == "graph", "{calls}");
+            assert!(calls.contains("ncclCommFinalize\nncclCommDestroy\n"), "{calls}");
+        }
+    }
+}
+
 /// Combinations of options.
 const FLAGS: [&[&str]; 4] = [
     &["--accumulate", "4", "--clip-norm", "0.5", "--schedule", "cosine:0.1", "--warm-up", "3"],

@@ -15,7 +15,7 @@ pub(super) struct Args {
     /// Seed of all random numbers [default: the time].
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// Check only few and small shapes.
+    /// Check only few and small shapes, and no kernels of libraries unless --only layers requests them.
     #[arg(long)]
     pub(super) quick: bool,
     /// Run only checks whose name contains TEXT, for example `conv` or `backward_weights`.

@@ -198,6 +198,11 @@ impl Harness {
         self.stream.device().name().contains(super::FAKE)
     }
 
+    /// True if `--only` was given and contains `text`.
+    pub(super) fn names(&self, text: &str) -> bool {
+        self.only.as_ref().is_some_and(|only| only.contains(text))
+    }
+
     /// True if tensor cores compute TF32 and bf16 products.
     pub(super) fn tensor_cores(&self) -> bool {
         self.stream.device().architecture() >= (8, 0)

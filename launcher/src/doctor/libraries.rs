@@ -126,7 +126,7 @@ fn look(
                 _ => Some(file).filter(|file| host.path(file).is_file()),
             };
             if let Some(file) = found {
-                return Item::new(Mark::Ok, name, file.display().to_string());
+                return Item::library(name, &file, version(host, library, &file));
             }
         }
     }
@@ -145,9 +145,46 @@ fn look(
                 format!("{file} is not in the folders that a run searches: set MGPU_NCCL_LIBRARY={file}");
             return Item::new(Mark::Note, name, text);
         }
-        return Item::new(Mark::Ok, name, file.display().to_string());
+        return Item::library(name, &file, version(host, library, &file));
     }
     Item::new(Mark::Missing, name, format!("{}; {}", library.purpose, how_to_install(library, cuda)))
+}
+
+/// The version of a library: from the name of its file, or from the Python package that it belongs to.
+fn version(host: &Host, library: &Library, file: &Path) -> Option<String> {
+    version_in_name(host, file).or_else(|| {
+        let is_root = |folder: &&Path| folder.file_name().is_some_and(|name| name == "nvidia");
+        let site = file.ancestors().find(is_root)?.parent()?;
+        let entries = fs::read_dir(host.path(site)).into_iter().flatten().flatten();
+        let mut names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+        names.find_map(|name| version_of_package(host, library, file, site, &name))
+    })
+}
+
+/// `580.65.06`, if the file, behind symbolic links, is `libcuda.so.580.65.06`. A single number is no version: it belongs
+/// to the name that programs ask for.
+fn version_in_name(host: &Host, file: &Path) -> Option<String> {
+    let target = host.path(file).canonicalize().ok()?;
+    let (_, version) = target.file_name()?.to_str()?.split_once(".so.")?;
+    version.contains('.').then(|| version.to_owned())
+}
+
+/// The version of the Python package in `site` whose metadata is `metadata`, if it has installed this file of the
+/// library. Packages for two versions of CUDA may share a folder.
+fn version_of_package(
+    host: &Host,
+    library: &Library,
+    file: &Path,
+    site: &Path,
+    metadata: &str,
+) -> Option<String> {
+    let (package, version) = metadata.strip_suffix(".dist-info")?.split_once('-')?;
+    if !library.pip.iter().any(|pip| pip.replace('-', "_") == package) {
+        return None;
+    }
+    let record = host.read(site.join(metadata).join("RECORD").to_str()?)?;
+    let mut installed = record.lines().filter_map(|line| line.split(',').next());
+    installed.any(|path| site.join(path) == file).then(|| version.to_owned())
 }
 
 /// How to install a missing library, for a driver of this CUDA version if there is one.

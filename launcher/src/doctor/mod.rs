@@ -36,15 +36,20 @@ pub(crate) use system::Host;
 /// To start a program named doctor: mgpurun -- doctor
 #[derive(Debug, Parser)]
 #[command(name = "mgpurun doctor", bin_name = "mgpurun doctor", max_term_width = 100)]
-struct Args {}
+struct Args {
+    /// Print the report as one JSON object.
+    #[arg(long)]
+    json: bool,
+}
 
 /// The command, with the arguments from `doctor` on.
 pub(crate) fn main(arguments: &[OsString]) -> Result<ExitCode, Box<dyn std::error::Error>> {
     match stdout::parse(arguments.iter().cloned())? {
-        Ok(Args {}) => {
+        Ok(Args { json }) => {
             let (report, healthy) = examine(&Host::detect());
             let code = if healthy { exit_code::SUCCESS } else { exit_code::LAUNCHER };
-            stdout::print(&report.to_string(), ExitCode::from(code))
+            let text = if json { serde_json::to_string(&report)? + "\n" } else { report.to_string() };
+            stdout::print(&text, ExitCode::from(code))
         }
         Err(code) => Ok(code),
     }

@@ -1,6 +1,9 @@
-//! Formats findings as text in columns: a mark, a name and a text.
+//! Formats findings as text in columns: a mark, a name and a text. As JSON they have the same entries.
 
 use std::fmt;
+use std::path::Path;
+
+use serde::Serialize;
 
 /// Width of a line, unless a single word is longer.
 const WIDTH: usize = 96;
@@ -9,7 +12,8 @@ const MARGIN: usize = 2;
 const MARK: usize = 9;
 
 /// The kind of a finding.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub(super) enum Mark {
     /// Usable.
     Ok,
@@ -30,28 +34,43 @@ impl Mark {
 }
 
 /// One finding.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize)]
 pub(super) struct Item {
     pub(super) mark: Mark,
     pub(super) name: String,
     pub(super) text: String,
+    /// Of a library that was found.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) file: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) version: Option<String>,
 }
 
 impl Item {
     pub(super) fn new(mark: Mark, name: impl Into<String>, text: impl Into<String>) -> Self {
-        Item { mark, name: name.into(), text: text.into() }
+        Item { mark, name: name.into(), text: text.into(), file: None, version: None }
+    }
+
+    /// A usable library; `version` if its file or its package says it.
+    pub(super) fn library(name: &str, file: &Path, version: Option<String>) -> Self {
+        let file = file.display().to_string();
+        let text = match &version {
+            Some(version) => format!("{file}, version {version}"),
+            None => file.clone(),
+        };
+        Item { file: Some(file), version, ..Item::new(Mark::Ok, name, text) }
     }
 }
 
 /// Findings on one topic.
-#[derive(Debug)]
+#[derive(Debug, Serialize)]
 pub(super) struct Section {
     pub(super) title: &'static str,
     pub(super) items: Vec<Item>,
 }
 
 /// The report.
-#[derive(Debug)]
+#[derive(Debug, Serialize)]
 pub(super) struct Report {
     pub(super) sections: Vec<Section>,
     pub(super) verdict: String,

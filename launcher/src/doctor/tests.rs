@@ -147,6 +147,40 @@ fn recommended_packages_match_the_driver() {
     assert!(text.ends_with("apt install libcudnn9-cuda-13, or pip install nvidia-cudnn-cu13"), "{text}");
 }
 
+/// `--json` has the file and the version of each library: from a versioned file name, or from its Python package.
+#[test]
+fn versions_of_libraries_are_read_from_their_files() {
+    let root = tempfile::tempdir().unwrap();
+    machine_with_gpus(root.path());
+    fs::remove_file(root.path().join("usr/lib/x86_64-linux-gnu/libcuda.so.1")).unwrap();
+    write(root.path(), "usr/lib/x86_64-linux-gnu/libcuda.so.570.86.15", "");
+    let driver = root.path().join("usr/lib/x86_64-linux-gnu/libcuda.so.1");
+    std::os::unix::fs::symlink("libcuda.so.570.86.15", driver).unwrap();
+    write(root.path(), "usr/bin/python3", "");
+    let site = "usr/lib/python3.12/site-packages";
+    write(root.path(), &format!("{site}/nvidia/cudnn/lib/libcudnn.so.9"), "");
+    for (package, files) in
+        [("cu13-9.20.0.1", "nvidia/cudnn/other"), ("cu12-9.14.0.64", "nvidia/cudnn/lib/libcudnn.so.9")]
+    {
+        let record = format!("{site}/nvidia_cudnn_{package}.dist-info/RECORD");
+        write(root.path(), &record, &format!("nvidia/__init__.py,,\n{files},sha256=x,1\n"));
+    }
+    let (report, _) = examine(&host(root.path()));
+    let report: serde_json::Value = serde_json::from_str(&serde_json::to_string(&report).unwrap()).unwrap();
+    let sections = report["sections"].as_array().unwrap();
+    let items = sections.iter().flat_map(|section| section["items"].as_array().unwrap());
+    let item = |name: &str| items.clone().find(|item| item["name"] == name).unwrap();
+    let cuda = item("libcuda.so.1");
+    assert_eq!((&cuda["mark"], &cuda["version"]), (&"ok".into(), &"570.86.15".into()));
+    assert_eq!(cuda["file"], "/usr/lib/x86_64-linux-gnu/libcuda.so.1");
+    let cudnn = item("libcudnn.so.9");
+    assert_eq!(cudnn["version"], "9.14.0.64");
+    assert!(cudnn["text"].as_str().unwrap().ends_with("/libcudnn.so.9, version 9.14.0.64"), "{cudnn}");
+    // A file without a version in its name.
+    assert_eq!(item("libnvrtc.so.12").get("version"), None);
+    assert_eq!(item("libnccl.so.2")["mark"], "missing");
+}
+
 #[test]
 fn device_files_that_are_absent_are_named() {
     let root = tempfile::tempdir().unwrap();

@@ -69,6 +69,8 @@ pub(super) struct Identity {
     pub(super) device: Option<u32>,
     /// Several ranks may share one GPU.
     pub(super) share_gpus: bool,
+    /// A single rank uses NCCL too, for tests.
+    pub(super) nccl_always: bool,
 }
 
 impl Identity {
@@ -90,6 +92,7 @@ impl Identity {
             threads: None,
             device: None,
             share_gpus: false,
+            nccl_always: false,
         }
     }
 
@@ -166,7 +169,14 @@ impl Identity {
         }
         let device = number(variable, MGPU_DEVICE)?;
         let share_gpus = variable(MGPU_SHARE_GPUS).is_some_and(|value| value.trim() == "1");
-        Ok(Identity { backend, timeout, threads, device, share_gpus, ..Self::alone() })
+        let nccl_always = match variable(MGPU_NCCL).as_deref() {
+            None | Some("auto") => false,
+            Some("always") => true,
+            Some(other) => {
+                return Err(variable_error(MGPU_NCCL, format!("is `{other}`; known are auto and always")));
+            }
+        };
+        Ok(Identity { backend, timeout, threads, device, share_gpus, nccl_always, ..Self::alone() })
     }
 
     fn of_own_launcher(

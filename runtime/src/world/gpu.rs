@@ -9,6 +9,8 @@ use mgpu_kernels::cuda::{self, Device};
 use nccl_sys::{Library, Version};
 
 use super::Identity;
+use super::variable::variable_error;
+use crate::protocol::MGPU_NCCL;
 use crate::rendezvous::message::Manifest;
 use crate::{Error, Result};
 
@@ -57,7 +59,7 @@ fn open_nccl(rank: u32) -> Result<Library> {
 #[derive(Debug)]
 pub(super) struct Gpu {
     pub(super) device: Arc<Device>,
-    /// `None` in a world of one.
+    /// `None` in a world of one, unless `MGPU_NCCL=always` requests it.
     pub(super) nccl: Option<Library>,
 }
 
@@ -77,10 +79,13 @@ impl Gpu {
             false => ordinal,
         };
         let device = Device::open(ordinal)?;
-        let nccl = match identity.world_size {
-            1 => None,
-            _ => Some(open_nccl(identity.rank)?),
-        };
+        if identity.nccl_always && identity.rendezvous.is_none() {
+            let problem =
+                "is always, which needs a launcher's rendezvous; start the program with `mgpurun -n 1`";
+            return Err(variable_error(MGPU_NCCL, problem.into()));
+        }
+        let needs_nccl = identity.world_size > 1 || identity.nccl_always;
+        let nccl = needs_nccl.then(|| open_nccl(identity.rank)).transpose()?;
         Ok(Gpu { device, nccl })
     }
 

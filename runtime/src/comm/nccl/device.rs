@@ -39,10 +39,10 @@ use crate::{Error, Result};
 /// it wait for a peer that is in a collective which this rank has skipped because of the program's own error. Graphs
 /// with captured operations must be dropped first.
 ///
-/// In a world of one there is no NCCL: every operation is the identity.
+/// In a world of one there is no NCCL, and every operation is the identity, unless `MGPU_NCCL=always` is set.
 #[derive(Debug)]
 pub struct DeviceCommunicator {
-    /// `None` in a world of one.
+    /// `None` in a world of one without NCCL.
     link: Option<Link>,
     /// Dropped after the link, because NCCL uses it.
     device: Arc<Device>,
@@ -135,6 +135,11 @@ impl DeviceCommunicator {
     /// Number of ranks.
     pub fn size(&self) -> u32 {
         self.link.as_ref().map_or(1, |link| link.size)
+    }
+
+    /// Whether operations go through NCCL: with several ranks, or with `MGPU_NCCL=always`.
+    pub(crate) fn uses_nccl(&self) -> bool {
+        self.link.is_some()
     }
 
     /// All-reduce: every rank's buffer becomes the reduction of all ranks' buffers.
@@ -330,7 +335,7 @@ impl DeviceCommunicator {
         }
     }
 
-    /// The connection to the other ranks; `None` in a world of one.
+    /// The connection to the other ranks; `None` in a world of one without NCCL.
     pub(super) fn link(&self) -> Option<&Link> {
         self.link.as_ref()
     }
@@ -349,7 +354,9 @@ fn share_id(link: &Link, context: &WaitContext) -> Result<UniqueId> {
     let (store, key) = (link.membership.store(), format!("{}/id", link.name));
     if link.rank == 0 {
         let id = link.answer(&link.owner.unique_id(), context)?;
-        store.set(&key, id.as_bytes(), &[], link.size - 1)?;
+        if link.size > 1 {
+            store.set(&key, id.as_bytes(), &[], link.size - 1)?;
+        }
         return Ok(id);
     }
     let (bytes, _) = store.get(&key, 0, link.timeout)?;

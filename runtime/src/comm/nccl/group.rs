@@ -23,7 +23,7 @@ pub struct Group<'a> {
 /// Calls that are enqueued together.
 pub(super) type Calls = SmallVec<[NcclCall; 2]>;
 
-/// Equivalent of operations in a world of one: copies with source, destination and stream.
+/// Equivalent of operations without NCCL, in a world of one: copies with source, destination and stream.
 pub(super) type Copies<'a> = SmallVec<[(View<'a>, View<'a>, &'a Stream); 2]>;
 
 fn invalid<T>(operation: &'static str, problem: String) -> Result<T> {
@@ -118,7 +118,7 @@ impl<'a> Group<'a> {
         self.add("recv", NcclOp::Recv { from }, stream, buffer, buffer, buffer.len())
     }
 
-    /// Collects a call; in a world of one, the equivalent copy.
+    /// Collects a call; without NCCL, the equivalent copy.
     fn add(
         &mut self,
         operation: &'static str,
@@ -135,7 +135,7 @@ impl<'a> Group<'a> {
                 format!("the stream belongs to GPU {theirs}, the communicator to GPU {ours}"),
             );
         }
-        if self.comm.size() == 1 {
+        if !self.comm.uses_nccl() {
             if from.address() != to.address() && !from.is_empty() {
                 self.copies.push((from, to, stream));
             }

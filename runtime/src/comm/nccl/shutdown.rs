@@ -78,7 +78,9 @@ impl Link {
         page.enter(self.rank, Operation::Barrier, 0, 0);
         page.note_finalised(self.rank, self.progress());
         // Records a wait, so that a rank that is early is not taken for one without progress.
-        page.wait(self.rank, u32::from(self.rank == 0));
+        if let Some(peer) = self.peers().first() {
+            page.wait(self.rank, *peer);
+        }
         let (name, began, mut slice) = (format!("{}/end", self.name), Instant::now(), WAIT_SLICES.0);
         let together = loop {
             if page.first_failed().is_some() {

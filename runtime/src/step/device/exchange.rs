@@ -41,7 +41,7 @@ impl DeviceDataParallel {
             self.find_non_finite(index)?;
         }
         let bucket = &self.buckets[index];
-        if self.ranks() == 1 {
+        if !self.comm.uses_nccl() {
             // A single rank exchanges nothing and uses no other stream.
             return if self.is_invariant() { self.sum_invariant(bucket, &self.compute) } else { Ok(()) };
         }
@@ -119,8 +119,8 @@ impl DeviceDataParallel {
     pub(super) fn update(&self) -> Result<()> {
         let reducer = &self.config.parallel.reducer;
         // With checks or clipping, an update depends on all gradients.
-        let together = reducer.check_finite || reducer.clip_norm.is_some() || self.ranks() == 1;
-        if together && self.ranks() > 1 {
+        let together = reducer.check_finite || reducer.clip_norm.is_some() || !self.comm.uses_nccl();
+        if together && self.comm.uses_nccl() {
             self.wait_for_exchanges()?;
         }
         self.check_reduced()?;

@@ -185,11 +185,11 @@ impl DeviceDataParallel {
         let device = comm.device().clone();
         let (compute, exchange) = (Stream::new(&device)?, Stream::with_high_priority(&device)?);
         let DeviceConfig { parallel, .. } = config;
-        let several = comm.size() > 1;
+        let exchanges = comm.uses_nccl();
         let (first, rest) = parallel.reducer.buckets(BUCKET);
         let buckets = bucket::plan(&layout, first, rest);
         let counter = Counter::new(parallel.reducer.micro_batches, parallel.reducer.world_size_invariant);
-        let readiness = Readiness::new(&layout, &buckets, several, counter);
+        let readiness = Readiness::new(&layout, &buckets, exchanges, counter);
         let buckets =
             DeviceBuckets::split(&device, &layout, &buckets, &parallel, (comm.rank(), comm.size()))?;
         let len = padded(&layout);
@@ -204,11 +204,11 @@ impl DeviceDataParallel {
             chunks: Memory::from_slice(&compute, bytemuck::cast_slice::<_, u8>(&buckets.chunks))?,
             gradients: Memory::zeroed(&device, DType::F32, len)?,
             compressed: arena(
-                several && parallel.reducer.compression == Compression::Bf16,
+                exchanges && parallel.reducer.compression == Compression::Bf16,
                 DType::Bf16,
                 len,
             )?,
-            theirs: arena(several && invariant, DType::F32, len)?,
+            theirs: arena(comm.size() > 1 && invariant, DType::F32, len)?,
             first: arena(rule.states() > 0, DType::F32, buckets.states)?,
             second: arena(rule.states() > 1, DType::F32, buckets.states)?,
             average: arena(parallel.optimizer.average.is_some(), DType::F32, buckets.states)?,

@@ -1,0 +1,202 @@
+#!/usr/bin/env python3
+"""Tests of what gpu_check.py does only on a real GPU: figures, tools, logs, deadlines. Standard library only."""
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import types
+import unittest
+from unittest import mock
+
+sys.dont_write_bytecode = True
+import gpu_check  # noqa: E402
+import gpu_commands  # noqa: E402
+import gpu_fast  # noqa: E402
+import gpu_rest  # noqa: E402
+import gpu_session  # noqa: E402
+import gpu_speed  # noqa: E402
+
+
+class Recorder:
+    """A session that runs nothing."""
+    fake, data, env, bin = False, "/data", {}, "/bin"
+
+    def __init__(self, scratch, result=None, lines=None):
+        self.scratch = self.logs = scratch
+        self.options = types.SimpleNamespace(only="")
+        self.result, self.lines = result, lines or []
+        self.commands, self.sections, self.skipped, self.seconds = [], {}, [], 1000.0
+
+    def program(self, name):
+        return name
+
+    def supports(self, *_):
+        return True
+
+    def left(self):
+        return self.seconds
+
+    def skip(self, what, why):
+        self.skipped.append((what, why))
+
+    def run(self, name, command, **_):
+        self.commands.append(command)
+        return {"name": name, "problem": None, "result": self.result, "lines": self.lines}
+
+    def add(self, section, entries):
+        self.sections.setdefault(section, []).extend(entries)
+
+    def write(self):
+        pass
+
+    def begin_letter(self, *_):
+        pass
+
+    end_letter = write
+
+
+class GpuCheck(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.scratch = folder.name
+
+    def write(self, name, text):
+        with open(os.path.join(self.scratch, name), "w") as file:
+            file.write(text)
+
+    def test_a_figure_is_the_median_of_the_epochs_after_the_warm_up(self):
+        epochs = [(0.4, 100), (0.4, 110), (1.0, 200), (1.0, 210), (1.0, 190)]
+        text = "".join(json.dumps({"train_s": s, "images_per_s": rate}) + "\n" for s, rate in epochs)
+        s = Recorder(self.scratch, {"images_per_s": 150.0, "max_gpu_mib": 7}, ["conv 1"])
+        run = s.run
+
+        def train(*arguments, **options):
+            self.write("metrics.jsonl", text)
+            return run(*arguments, **options)
+
+        s.run = train
+        with mock.patch("builtins.print"):
+            gpu_speed.throughput(s, "conv6", 1024, "bf16", "auto")
+        figure, = s.sections["throughput"]
+        self.assertEqual((figure["images_per_s"], figure["epochs"], figure["seconds"], figure["spread"]), (200, 3, 3.0, 0.1))
+        self.assertEqual((figure["kernels"], figure["mode"], figure["layers"]), ("auto", "graph", ["conv 1"]))
+        # Enough epochs for two seconds after the warm-up on a GPU that is half as fast again as an H100.
+        at = s.commands[0].index("--epochs")
+        self.assertGreaterEqual(int(s.commands[0][at + 1]) * 60_000 / (1.5 * 215e3), 2.5)
+
+    def test_pytorch_runs_once_and_its_lines_are_figures(self):
+        lines = ['{"net": "conv6", "batch": 1024, "precision": "bf16", "mode": "graphed", "images_per_s": 5.0}',
+                 '{"net": "keras", "batch": 1024, "precision": "bf16", "mode": "compiled", "error": "no time left"}']
+        s = Recorder(self.scratch, None, lines)
+        with mock.patch.object(gpu_speed.provenance, "output", return_value='{"torch": "2.11.0"}'), mock.patch("builtins.print"):
+            gpu_speed.pytorch(s, [("conv6", 1024, "bf16", "graphed"), ("keras", 1024, "bf16", "compiled")])
+        self.assertEqual((len(s.commands), s.versions), (1, {"torch": "2.11.0"}))
+        self.assertEqual([figure.get("images_per_s") for figure in s.sections["torch"]], [5.0, None])
+
+    def test_layers_keep_every_candidate(self):
+        row = {"networks": ["conv6"], "layer": "x", "batch": 1024, "precision": "bf16", "pass": "forward", "bound_ms": 0.5,
+               "bound_by": "operations", "notes": [], "error": None, "operations": 1.0, "bytes": 1.0, "slope": 0.0,
+               "candidates": [{"name": "built in", "form": None, "ms": 1.25, "selected": True, "rejected": None, "share": 0.4},
+                              {"name": "cuDNN 1", "form": "plain", "ms": None, "selected": False, "rejected": "deviates"}]}
+        s = Recorder(self.scratch)
+        self.write("layers-1024.json", json.dumps([{"peaks": {"copy_gbs": 3000}, "left_out": 2}, [row]]))
+        gpu_fast.layers(s, 1024)
+        self.assertIn("--budget", s.commands[0])
+        entry, = s.sections["layers"]
+        self.assertEqual((entry["bound_us"], entry["candidates"]), (500.0, [
+            {"name": "built in", "us": 1250.0, "selected": True},
+            {"name": "cuDNN 1", "form": "plain", "selected": False, "rejected": "deviates"}]))
+
+    def test_the_table_of_ncu_has_a_row_for_each_metric(self):
+        lines = ['"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"',
+                 '"0","conv_forward_bf16_large(void *)","gpu__time_duration.sum","ns","12,500"',
+                 '"0","conv_forward_bf16_large(void *)","dram__bytes_read.sum","Mbyte","3.5"',
+                 '"1","optimizer_update_adam","launch__registers_per_thread","register/thread","40"']
+        self.assertEqual(gpu_rest.launches(lines), [{"kernel": "conv_forward_bf16_large", "us": 12.5, "read": 3.5},
+                                                    {"kernel": "optimizer_update_adam", "registers": 40.0}])
+
+    def test_a_tool_that_the_machine_refuses_is_skipped_with_its_reason(self):
+        s = Recorder(self.scratch)
+        for code, output, is_usable in [(0, "5 checks, 0 failed", True), (1, "a\n==ERROR== ERR_NVGPUCTRPERM: no permission", False),
+                                        (0, "Warning: Unable to attach", False), (9, "", False)]:
+            done = subprocess.CompletedProcess([], code, output, "")
+            with mock.patch.object(gpu_commands, "tool", return_value="/ncu"), mock.patch("subprocess.run", return_value=done):
+                self.assertEqual(gpu_commands.working_tool(s, "ncu") == "/ncu", is_usable, output)
+        self.assertEqual([why.split(":")[0] for _, why in s.skipped], ["refused here"] * 3)
+        self.assertIn("ERR_NVGPUCTRPERM", s.skipped[0][1])
+
+    def test_an_item_that_does_not_fit_is_skipped_and_a_shorter_one_runs(self):
+        s, done = Recorder(self.scratch), []
+        s.seconds = 20.0
+        items = [gpu_commands.Item("x", "long", 60, lambda _: done.append("long")),
+                 gpu_commands.Item("x", "short", 10, lambda _: done.append("short"))]
+        with mock.patch.dict(gpu_check.PARTS, {"A": (lambda _: items, 470)}):
+            gpu_check.run_part(s, "A")
+        self.assertEqual((done, s.skipped), (["short"], [("long", "it takes about 60 s, 20 s are left")]))
+
+    def test_every_part_ends_in_time_and_has_its_most_important_items_first(self):
+        s = types.SimpleNamespace(fake=False)
+        for letter, most in [("A", 480), ("B", 540), ("C", 480)]:
+            part, seconds = gpu_check.PARTS[letter]
+            items = list(part(s))
+            self.assertLess(seconds + gpu_session.RESERVE, most)
+            self.assertEqual(len({(item.group, item.name) for item in items}), len(items))
+            # The first half of the items fits for certain.
+            self.assertLess(sum(item.seconds for item in items[:len(items) // 2]), seconds - gpu_session.RESERVE)
+
+    def test_logs_fit_into_files_of_sixteen_mebibytes(self):
+        logs, path = os.path.join(self.scratch, "logs"), os.path.join(self.scratch, "logs.tgz")
+        os.mkdir(logs)
+        for name, size in [("small.log", 10), ("long.log", 400_000), ("trace.json", 150_000)]:
+            with open(os.path.join(logs, name), "wb") as file:
+                file.write(os.urandom(size))
+        with mock.patch.multiple(gpu_session, LOG_LIMIT=100_000, PIECE=60_000, PIECES=6):
+            gpu_session.pack_logs(logs, path)
+        pieces = sorted(name for name in os.listdir(self.scratch) if name.startswith("logs.tgz"))
+        self.assertGreater(len(pieces), 1)
+        self.assertTrue(all(os.path.getsize(os.path.join(self.scratch, name)) <= 60_000 for name in pieces))
+        with open(path, "wb") as whole:
+            for name in pieces:
+                with open(os.path.join(self.scratch, name), "rb") as piece:
+                    whole.write(piece.read())
+        with tarfile.open(path) as archive:
+            sizes = {os.path.basename(entry.name): entry.size for entry in archive if entry.isfile()}
+        self.assertEqual((sizes["small.log"], sizes["trace.json"]), (10, 150_000))
+        self.assertTrue(100_000 < sizes["long.log"] < 101_000, sizes)
+
+    def test_parts_of_several_folders_become_one_file(self):
+        def content(letter, name):
+            return {"letters": {letter: {}}, "versions": {}, "runs": [{"part": letter, "name": name}], "skipped": [],
+                    "torch": [{"part": letter, "net": name}], "date": "2026-01-01"}
+        for name, entry in [("one.json", content("A", "old")), ("two.json", content("B", "x")), ("gpu.json", content("A", "new"))]:
+            self.write(name, json.dumps(entry))
+        here = os.getcwd()
+        os.chdir(self.scratch)
+        self.addCleanup(os.chdir, here)
+        with mock.patch("builtins.print"):
+            gpu_check.merge_files(["one.json", "two.json", "gpu.json"])
+        with open("gpu.json") as file:
+            merged = json.load(file)
+        self.assertEqual((sorted(merged["letters"]), {run["name"] for run in merged["runs"]}), (["A", "B"], {"new", "x"}))
+        self.assertEqual([entry["net"] for entry in merged["torch"]], ["x", "new"])
+
+    def test_a_dead_process_is_noticed_and_its_family_is_known(self):
+        child = subprocess.Popen(["sh", "-c", "sleep 60 & echo; wait"], stdout=subprocess.PIPE, start_new_session=True)
+        child.stdout.readline()
+        family = gpu_rest.family(child.pid)
+        self.assertEqual(len(family), 2)
+        self.assertTrue(all(map(gpu_rest.is_alive, family)))
+        gpu_session.end_group(child)
+        child.stdout.close()
+        end = time.monotonic() + 10
+        while any(map(gpu_rest.is_alive, family)) and time.monotonic() < end:
+            time.sleep(0.01)
+        self.assertFalse(any(map(gpu_rest.is_alive, family)))
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,246 @@
+"""Part C of gpu_check.py: NCCL, faults, checkpoints, and what other parts leave out. Standard library only."""
+import csv
+import glob
+import os
+import re
+import shutil
+import signal
+import time
+
+from gpu_commands import Item, digits, is_equal, launcher, on_gpu, train, working_tool
+from gpu_session import end_group
+from gpu_speed import pytorch, throughput
+
+
+def nccl_alone(s):
+    """NCCL with one rank: initialisation, operations in groups, capture and replay, finalisation."""
+    most, steps = (1 << 12, 14) if s.fake else (1 << 22, 200)
+    trace = os.path.join(s.scratch, "nccl-calls")
+    env = {"MGPU_NCCL": "always", "NCCL_DEBUG": "INFO", "FAKE_NCCL_TRACE": trace}
+    wanted = None if s.fake else "NCCL version|Init COMPLETE"
+    run = s.run("1 rank, sums through NCCL", [*launcher(s, 1), s.program("allreduce_perf"), "--check", "--factor", "32",
+                                              "--max", str(most)], limit=60, env=env, contains=wanted)
+    flags = ["--batch", 8 if s.fake else 64, "--steps", steps, "--clip-norm", 1, "--skip-test", "--json"]
+    plain = s.run("1 rank, training without NCCL", train(s, 1, *flags), limit=60, judge=on_gpu)
+    weights = lambda: ((plain or {}).get("result") or {}).get("weights")
+    for mode, graph in [("graphs", True), ("no graphs", False)]:
+        run = s.run(f"1 rank, training through NCCL, {mode}", train(s, 1, *flags, graph=graph), limit=60, env=env,
+                    contains=wanted, judge=is_equal(weights, "a training without NCCL"))
+    if s.fake and run:
+        with open(trace) as file:
+            calls = set(file.read().split("\n"))
+        needed = {"ncclCommInitRankConfig", "ncclGroupEnd", "ncclAllReduce", "ncclAllReduce captured", "ncclCommFinalize"}
+        if needed - calls:
+            run["problem"] = f"no call of {', '.join(needed - calls)}"
+
+
+def nccl_shared(s):
+    """Two ranks on one GPU: correctness only, they alternate in time slices of milliseconds."""
+    most, steps = (1 << 12, 6) if s.fake else (1 << 22, 60)
+    for dtype in ["f32", "bf16"]:
+        s.run(f"2 ranks, sums of {dtype}", [*launcher(s, 2), s.program("allreduce_perf"), "--check", "--dtype", dtype,
+                                            "--factor", "32", "--max", str(most)], limit=90)
+    flags = ["--batch", 8 if s.fake else 32, "--steps", steps, "--skip-test", "--json"]
+    first = s.run("2 ranks, training", train(s, 2, *flags), limit=60, judge=on_gpu)
+    weights = lambda: ((first or {}).get("result") or {}).get("weights")
+    s.run("2 ranks, training, again", train(s, 2, *flags), limit=60, judge=is_equal(weights, "an equal run"))
+    s.run("2 ranks, training without graphs", train(s, 2, *flags, graph=False), limit=60,
+          judge=is_equal(weights, "a training in graphs"))
+
+
+def stat(pid):
+    """State, parent and session of a process; None if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rsplit(")", 1)[1].split()
+    except OSError:
+        return None
+    return fields[0], int(fields[1]), int(fields[3])
+
+
+def family(root):
+    """A process, its descendants, and the other processes of their session."""
+    found = {int(name): stat(name) for name in os.listdir("/proc") if name.isdigit()}
+    members = {root}
+    while True:
+        more = {pid for pid, entry in found.items() if entry and (entry[1] in members or entry[2] == root)} - members
+        if not more:
+            return members
+        members |= more
+
+
+def variable(pid, name):
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            entries = file.read().split(b"\0")
+    except OSError:
+        return None
+    return next((entry.split(b"=", 1)[1].decode() for entry in entries if entry.startswith(name.encode() + b"=")), None)
+
+
+def is_alive(pid):
+    entry = stat(pid)
+    return entry is not None and entry[0] not in "ZX"
+
+
+def kill_after_checkpoint(s, name, command, folder, rank, limit):
+    """Starts a training that saves to `folder`, and kills one rank once a checkpoint is there. Returns the exit code, seconds
+    from the kill to the end of the launcher and to that of all processes, and the output; None for what did not happen."""
+    child, log = s.start(name, command)
+    end = time.monotonic() + limit
+    code = ended = gone = None
+    try:
+        while time.monotonic() < end and child.poll() is None and not glob.glob(folder + "/step-*"):
+            time.sleep(0.005)
+        processes = family(child.pid)
+        victim = next((pid for pid in processes if variable(pid, "RANK") == str(rank)), None)
+        if victim and child.poll() is None:
+            os.kill(victim, signal.SIGKILL)
+            at = time.monotonic()
+            while time.monotonic() < end and gone is None:
+                if ended is None and child.poll() is not None:
+                    ended, code = time.monotonic() - at, child.returncode
+                if ended is not None and not any(map(is_alive, processes)):
+                    gone = time.monotonic() - at
+                time.sleep(0.005)
+    finally:
+        end_group(child)
+    return code, ended, gone, s.text_of(log)
+
+
+def killed(s):
+    """A rank is killed while two ranks train: how long until the launcher has ended, and until no process is left."""
+    folder = os.path.join(s.scratch, "killed")
+    shutil.rmtree(folder, ignore_errors=True)
+    name, start = "2 ranks, one is killed", time.monotonic()
+    command = train(s, 2, "--batch", 8 if s.fake else 32, "--steps", 100000, "--schedule", "constant", "--skip-test",
+                    "--checkpoint-dir", folder, "--checkpoint-every", 4)
+    code, ended, gone, text = kill_after_checkpoint(s, name, command, folder, 1, min(90, s.left()))
+    problem = None
+    if ended is None:
+        problem = "no checkpoint was written, or the launcher did not end after the kill"
+    elif gone is None:
+        problem = "processes are left"
+    elif code != 137 or not re.search(r"rank 1\b", text):
+        problem = f"exit code {code} instead of 137, or rank 1 is not named"
+    rounded = lambda seconds: None if seconds is None else round(seconds, 3)
+    result = {"launcher_ended_s": rounded(ended), "all_gone_s": rounded(gone)}
+    s.record(name, command, time.monotonic() - start, code, problem, result, text)
+    if not problem and not s.fake:
+        print(f"       the launcher ended after {ended:.2f} s, all processes after {gone:.2f} s", flush=True)
+
+
+def resumed(s):
+    """A training on the GPU is killed after a checkpoint and resumed: the weights are those of one that was not."""
+    # Several seconds, so that the kill comes before the end.
+    net, batch, steps, every = ("lenet5", 8, 60, 4) if s.fake else ("conv6", 256, 4000, 500)
+    flags = ["--net", net, "--batch", batch, "--steps", steps, "--precision", "bf16", "--skip-test", "--json"]
+    whole = s.run("uninterrupted", train(s, 1, *flags), limit=60, judge=on_gpu)
+    folder = os.path.join(s.scratch, "resumed")
+    shutil.rmtree(folder, ignore_errors=True)
+    saving = train(s, 1, *flags, "--checkpoint-dir", folder, "--checkpoint-every", every)
+    name, start = "killed after a checkpoint", time.monotonic()
+    code, ended, _, text = kill_after_checkpoint(s, name, saving, folder, 0, min(60, s.left()))
+    problem = None if code == 137 else "it was not killed in time" if ended is None else f"exit code {code} instead of 137"
+    s.record(name, saving, time.monotonic() - start, code, problem, None, text)
+    weights = lambda: ((whole or {}).get("result") or {}).get("weights")
+    s.run("resumed", [*saving, "--resume"], limit=60, contains="resum", judge=is_equal(weights, "an uninterrupted training"))
+
+
+def uneven(s):
+    """Ranks with different amounts of data, which join; the tests' program, if it travels with the others."""
+    program = s.program("t-device-step")
+    if not os.path.exists(program):
+        return s.skip("uneven data", "t-device-step is not among the programs: build it with `cargo build -p mgpu-tests`")
+    for ranks in [1, 2]:
+        s.run(f"{ranks} ranks, uneven data", [*launcher(s, ranks), program, "uneven"], limit=60)
+
+
+def parallel(s):
+    """What a step can do besides averaging: golden runs with each flag, world-size-invariant weights, a non-finite loss."""
+    files = [os.path.join(s.golden or "", net + ".json") for net in (["lenet5"] if s.fake else ["lenet5", "deep"])]
+    if s.data and all(map(os.path.exists, files)):
+        for ranks in [1, 2]:
+            for flags in ["--accumulate 4", "--gradients bf16", "--shard-optimizer on", "--world-size-invariant 8"]:
+                s.run(f"{ranks} ranks, golden, {flags}", [*launcher(s, ranks), s.program("golden_check"), "--data", s.data,
+                                                          *flags.split(), *files], limit=60, keep=" deviation .* bound ")
+    else:
+        s.skip("golden runs with flags", "MGPU_GOLDEN and MGPU_DATA are needed")
+    first, (net, batch, steps) = {}, ("lenet5", 16, 5) if s.fake else ("keras", 128, 30)
+    for ranks in [1, 2, 4]:
+        flags = ["--net", net, "--batch", batch // ranks, "--steps", steps, "--world-size-invariant", 4, "--clip-norm", 1]
+        same = lambda result: is_equal(lambda: first.setdefault("weights", (result or {}).get("weights")), "one rank")(result)
+        s.run(f"{ranks} ranks that make no difference", train(s, ranks, *flags, "--skip-test", "--json"), limit=60, judge=same)
+    s.run("2 ranks, a non-finite loss", train(s, 2, "--batch", 8, "--steps", 40, "--lr", "1e30", "--skip-test"), limit=60,
+          expect=1, contains=re.escape("non-finite gradients (NaN or Inf) in tensor"))
+
+
+def gelu(s):
+    length = ["--steps", 3, "--batch", 8, "--skip-test"] if s.fake else ["--epochs", 3]
+    reach = 0.0 if s.fake else 0.95
+    for precision in ["f32", "bf16"]:
+        def judge(result):
+            accuracy = (result or {}).get("test_acc") or 0.0
+            return on_gpu(result) or (None if accuracy >= reach else f"accuracy {accuracy:.2%}, below {reach:.0%}")
+        s.run(f"mlp-gelu {precision}", train(s, 1, "--net", "mlp-gelu", *length, "--precision", precision, "--json"),
+              limit=60, judge=judge)
+
+
+def sanitizer(s, kind):
+    path = working_tool(s, "compute-sanitizer", "--tool", kind)
+    if path:
+        s.run(kind, [path, "--tool", kind, "--error-exitcode", "9", s.program("gpu_check"), "--quick", "--seed", "1"],
+              limit=120)
+
+
+METRICS = {"us": "gpu__time_duration.sum", "read": "dram__bytes_read.sum", "written": "dram__bytes_write.sum",
+           "busy_percent": "sm__throughput.avg.pct_of_peak_sustained_elapsed", "registers": "launch__registers_per_thread"}
+UNITS = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "byte": 1e-6, "Kbyte": 1e-3, "Mbyte": 1.0, "Gbyte": 1e3}
+KERNELS = "conv_first_forward|conv_forward_bf16|conv_backward_weights_bf16|optimizer_update"
+
+
+def ncu(s):
+    """Four of our own kernels in a step of conv6: time, memory traffic, use of the multiprocessors."""
+    path = working_tool(s, "ncu", "--metrics", METRICS["us"])
+    if not path:
+        return
+    # Without a launcher: the environment selects the GPU backend.
+    run = s.run("four kernels", [
+        path, "--clock-control", "none", "--csv", "--metrics", ",".join(METRICS.values()), "--kernel-name", f"regex:{KERNELS}",
+        "--launch-skip", "16", "--launch-count", "16", s.program("train_mnist"), *digits(s), "--net", "conv6", "--batch", "1024",
+        "--steps", "3", "--precision", "bf16", "--kernels", "builtin", "--no-graph", "--skip-test",
+    ], limit=120, env={"MGPU_BACKEND": "nccl"}, keep='^"')
+    if run:
+        run["result"] = {"kernels": launches(run.pop("lines"))}
+        s.write()
+
+
+def launches(lines):
+    """One entry for each launch, from ncu's table, which has a row for each metric."""
+    found = {}
+    for row in csv.DictReader(lines):
+        name = next((name for name, metric in METRICS.items() if metric == row.get("Metric Name")), None)
+        if name:
+            launch = found.setdefault(row["ID"], {"kernel": row["Kernel Name"].split("(")[0]})
+            launch[name] = round(float(row["Metric Value"].replace(",", "")) * UNITS.get(row["Metric Unit"], 1.0), 3)
+    return list(found.values())
+
+
+def part_c(s):
+    yield Item("nccl", "NCCL with one rank", 25, nccl_alone)
+    yield Item("nccl", "2 ranks on one GPU", 50, nccl_shared)
+    yield Item("killed", "a killed rank", 15, killed)
+    yield Item("resume", "a resumed training", 20, resumed)
+    yield Item("gelu", "GELU", 10, gelu)
+    yield Item("uneven", "uneven data", 15, uneven)
+    yield Item("parallel", "options of a step", 60, parallel)
+    if not s.fake:
+        for precision in ["tf32", "f32"]:
+            for net in ["conv6", "keras"]:
+                yield Item("throughput", f"{net} 1024 {precision} auto", 14,
+                           lambda s, case=(net, 1024, precision): throughput(s, *case, "auto"))
+    modes = [(net, 1024, precision, "graphed") for precision in ("tf32", "f32") for net in ("conv6", "keras")]
+    yield Item("torch", "PyTorch, TF32 and f32", 30, lambda s: pytorch(s, modes))
+    yield Item("ncu", "ncu", 40, ncu)
+    for kind in ["racecheck", "synccheck"]:
+        yield Item("sanitizer", kind, 90, lambda s, kind=kind: sanitizer(s, kind))
