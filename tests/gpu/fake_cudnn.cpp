@@ -5,7 +5,8 @@
 //
 //   FAKE_CUDNN_WIDE_GRADIENT=1   the gradient of weights may be f32 with bfloat16 operands
 //   FAKE_CUDNN_FUSED=0           no fused bias and activation
-//   FAKE_CUDNN_WRONG=1           forward results are wrong by a factor
+//   FAKE_CUDNN_WRONG=1           forward results are wrong by a factor; 2: only the one in the middle is wrong
+//   FAKE_CUDNN_FILTER_WRONG=1    gradients of weights are wrong by a factor
 //   FAKE_CUDNN_CREATE=0          cudnnCreate fails
 //   FAKE_CUDNN_CUDA=12080        built with CUDA 12.8; cudnnCreate fails if the driver is of an older major version
 
@@ -186,11 +187,14 @@ struct ConvolutionWork {
                 for (size_t f = 0; f < filters; ++f) fake::add(&sums[f * filter + tap], &x[from], y[to + f], channels);
             }
         });
-        const float wrong = pass == Pass::Forward && fake::env_number("FAKE_CUDNN_WRONG", 0) ? 1.5f : 1.0f;
+        const char* fault = pass == Pass::BackwardFilter ? "FAKE_CUDNN_FILTER_WRONG" : "FAKE_CUDNN_WRONG";
+        const long kind = pass == Pass::BackwardData ? 0 : fake::env_number(fault, 0);
+        const float wrong = kind == 1 ? 1.5f : 1.0f;
         for (size_t at = 0; at < sums.size(); ++at) {
             float value = alpha * wrong * sums[at] + (beta == 0.0f ? 0.0f : beta * to.read(at));
             if (bias) value += TensorView{const_cast<void*>(bias), result.type == BFLOAT16}.read(at % (layer.y.c));
             if (relu && !(value > 0.0f) && !(keeps_nan && std::isnan(value))) value = 0.0f;
+            if (kind == 2 && at == sums.size() / 2) value += 4.0f;
             to.write(at, value);
         }
     }

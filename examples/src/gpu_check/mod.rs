@@ -26,6 +26,7 @@ mod layers;
 mod loss;
 mod norm;
 mod optimizer;
+mod plain;
 mod pool;
 mod reference;
 mod replay;
@@ -89,7 +90,7 @@ fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
     let seed = args.seed();
     outln!("seed {seed}{}", if args.quick { ", quick" } else { "" });
     let mut harness = Harness::new(stream, seed, args.quick, args.only.clone());
-    let checks: [fn(&mut Harness) -> harness::Outcome; 12] = [
+    let checks: [fn(&mut Harness) -> harness::Outcome; 13] = [
         arena::check,
         pool::check,
         norm::check,
@@ -100,6 +101,7 @@ fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
         optimizer::check,
         replay::check,
         flip::check,
+        plain::check,
         conv::check,
         layers::check,
     ];

@@ -69,7 +69,7 @@ impl Gpu {
         host: Communicator,
     ) -> mgpu::Result<Self> {
         let (set_up, options) = (Stream::new(device.device())?, args.gpu());
-        let choice = cuda::AutotuneOptions { deterministic: true, libraries: options.libraries };
+        let choice = cuda::AutotuneOptions { libraries: options.libraries, ..Default::default() };
         let micro_batch = training_config.batch / training_config.micro_batches;
         let net = DeviceNet::new(&args.net, micro_batch, options.precision, choice, &set_up)?;
         let parameters = net.to_device(&net.initial_parameters(training_config.seed));

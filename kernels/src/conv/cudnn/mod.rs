@@ -41,7 +41,8 @@ use super::ConvShape;
 use super::library_layer::{LibraryLayer, Operands};
 use crate::Precision;
 use crate::cuda::algorithm::{Form, LibraryAlgorithm};
-use crate::cuda::autotune::{Candidate, Note, Pass};
+use crate::cuda::autotune::{Note, Pass};
+use crate::cuda::trial::Candidate;
 use crate::cuda::{Device, Error, Result, Stream, View};
 use crate::{DType, arena};
 
