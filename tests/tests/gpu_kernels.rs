@@ -117,6 +117,50 @@ fn nothing_is_measured_on_a_fake_gpu() {
     assert!(!finished.stdout.contains("GB/s"));
 }
 
+/// `gpu_check --layers` lists every candidate of every layer with its fate. It reports no times of a fake.
+#[test]
+fn candidates_of_layers_are_listed() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let json = folder.path().join("layers.json");
+    let mut command = gpu_check();
+    command.env("FAKE_CUBLASLT_WRONG", "1");
+    let finished = run(command.args(["--layers", "--only", "lenet5", "--json"]).arg(&json));
+    // Five layers, three precisions; the first has no gradient of its input.
+    finished.expect(0, &["a fake GPU is not timed", "42 passes, 0 failed, 0 left out"]);
+    let text = std::fs::read_to_string(&json).expect("the results");
+    let results: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    assert_eq!(
+        (&results[0]["fake"], &results[0]["peaks"]),
+        (&serde_json::json!(true), &serde_json::Value::Null)
+    );
+    let rows = results[1].as_array().expect("an array");
+    assert_eq!(rows.len(), 42);
+    for row in rows {
+        let candidates = row["candidates"].as_array().expect("an array");
+        assert_eq!(candidates[0]["name"], "built in", "{row}");
+        assert!(row["bound_ms"].is_null() && candidates.iter().all(|candidate| candidate["ms"].is_null()));
+        let of = |library: &str| -> Vec<&serde_json::Value> {
+            let is_its =
+                |candidate: &&serde_json::Value| candidate["name"].as_str().unwrap_or("").contains(library);
+            candidates.iter().filter(is_its).collect()
+        };
+        let layer = row["layer"].as_str().expect("a description");
+        if layer.contains(" to ") {
+            let deviates = |candidate: &&serde_json::Value| {
+                candidate["rejected"].as_str().is_some_and(|why| why.contains("results deviate"))
+            };
+            assert!(!of("cuBLASLt").is_empty() && of("cuBLASLt").iter().all(deviates), "{row}");
+        } else if layer.contains("x1x28x28") {
+            assert_eq!(candidates.len(), 1, "images of one channel: {row}");
+        } else {
+            assert!(of("cuDNN").iter().any(|candidate| candidate["rejected"].is_null()), "{row}");
+        }
+    }
+    assert!(!finished.stdout.contains(" ms") && !finished.stdout.contains("GB/s"), "times of a fake");
+    // No time at all: nothing is begun.
+    run(gpu_check().args(["--layers", "--budget", "0"])).expect(0, &["0 passes, 0 failed", "left out"]);
+}
+
 #[test]
 fn kernels_are_listed_and_compiled_without_a_gpu() {
     let listed = run(gpu_check().arg("--list").env("CUDA_VISIBLE_DEVICES", ""));

@@ -251,7 +251,11 @@ impl fmt::Display for Row {
 }
 
 /// All combinations that `args` select.
-fn passes<'a>(layers: &'a [NetworkLayer], args: &Args, batches: &[usize]) -> Vec<(&'a NetworkLayer, LayerPass)> {
+fn passes<'a>(
+    layers: &'a [NetworkLayer],
+    args: &Args,
+    batches: &[usize],
+) -> Vec<(&'a NetworkLayer, LayerPass)> {
     let mut passes = Vec::new();
     // Layers are sorted by their first network.
     for of_network in layers.chunk_by(|a, b| a.networks[0] == b.networks[0]) {
@@ -270,7 +274,8 @@ fn passes<'a>(layers: &'a [NetworkLayer], args: &Args, batches: &[usize]) -> Vec
     }
     passes.retain(|(layer, pass)| {
         let text = Conv { shape: pass.shape, images: pass.images }.to_string();
-        let is_named = |only: &String| layer.networks.contains(&only.as_str()) || text.contains(only.as_str());
+        let is_named =
+            |only: &String| layer.networks.contains(&only.as_str()) || text.contains(only.as_str());
         args.only.as_ref().is_none_or(is_named)
     });
     passes
@@ -327,19 +332,29 @@ mod tests {
     fn every_layer_of_every_network_occurs_once() {
         let layers = layers();
         assert_eq!(layers[0].networks[0], "conv6");
-        let order: Vec<_> = layers.chunk_by(|a, b| a.networks[0] == b.networks[0]).map(|of| of[0].networks[0]).collect();
+        let order: Vec<_> =
+            layers.chunk_by(|a, b| a.networks[0] == b.networks[0]).map(|of| of[0].networks[0]).collect();
         assert_eq!(order[..4], ["conv6", "keras", "deep", "layers"]);
         for name in names() {
             let own: Vec<_> = of_network(name);
-            assert!(!own.is_empty() && !own[0].input_gradient && own.iter().skip(1).all(|layer| layer.input_gradient));
+            assert!(
+                !own.is_empty()
+                    && !own[0].input_gradient
+                    && own.iter().skip(1).all(|layer| layer.input_gradient)
+            );
             for layer in own {
-                let same = |known: &&NetworkLayer| known.shape == layer.shape && known.networks.contains(name);
+                let same =
+                    |known: &&NetworkLayer| known.shape == layer.shape && known.networks.contains(name);
                 assert!(layers.iter().any(|known| same(&known)), "{layer:?}");
             }
         }
         for (at, layer) in layers.iter().enumerate() {
             let twice = |other: &NetworkLayer| other.shape == layer.shape && other.slope == layer.slope;
-            assert!(!layers[at + 1..].iter().any(|other| twice(other) && other.input_gradient == layer.input_gradient));
+            assert!(
+                !layers[at + 1..]
+                    .iter()
+                    .any(|other| twice(other) && other.input_gradient == layer.input_gradient)
+            );
         }
     }
 

@@ -15,6 +15,7 @@ mod arena;
 mod args;
 mod bandwidth;
 mod bound;
+mod candidates;
 mod compile;
 mod conv;
 mod dropout;
@@ -77,6 +78,9 @@ fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
     outln!("{machine}");
     let fake = device.name().contains(FAKE);
     let stream = Stream::new(&device)?;
+    if args.layers {
+        return candidates::run(&stream, &machine, args, fake);
+    }
     if args.bandwidth {
         if fake {
             outln!("a fake GPU is not measured");

@@ -4,7 +4,6 @@ use super::ConvShape;
 use super::layer::Layer;
 use super::tuning::TuningBuffers;
 use crate::Precision;
-use crate::cuda::algorithm::Form;
 use crate::cuda::autotune::Note;
 use crate::cuda::trial::{self, Outcome, Trial};
 use crate::cuda::{AutotuneOptions, Libraries, Pass, Result, Stream};

@@ -25,6 +25,9 @@ use crate::cuda::trial::{self, Outcome, Trial};
 use crate::cuda::{AutotuneOptions, Error, Libraries, Pass, Result, Stream, View};
 use crate::pool;
 
+/// How often autotuning times each candidate.
+const ROUNDS: usize = 4;
+
 /// A convolutional or dense layer, set up for one GPU and one batch size.
 ///
 /// Images are \[N, H, W, C\] and weights \[F, K, K, C\], both in the precision's [storage](Precision::storage) type;
@@ -124,7 +127,7 @@ impl Conv {
                 }
             }
             let Some(buffers) = buffers else { return Ok(None) };
-            let (trials, refused) = buffers.trials(stream, layer, pass, options)?;
+            let (trials, refused) = buffers.trials(stream, layer, pass, options, ROUNDS)?;
             notes.extend(refused);
             notes.extend(trials.iter().filter_map(rejection));
             let found = trial::fastest(&trials);
@@ -309,9 +312,10 @@ impl Conv {
             Some(algorithm) if fits => Ok(Some(algorithm)),
             _ if selection.own_is_wrong => {
                 let wanted = self.layer.images;
-                let needs = match images == wanted {
-                    true => "operands at multiples of 16 bytes".to_owned(),
-                    false => format!("batches of {wanted}, not of {images}"),
+                let needs = if images == wanted {
+                    "operands at multiples of 16 bytes".to_owned()
+                } else {
+                    format!("batches of {wanted}, not of {images}")
                 };
                 let why = format!("the built-in kernel's results are wrong, and the other one needs {needs}");
                 Err(self.no_kernel(operands.pass, why))

@@ -22,6 +22,8 @@
 //!
 //! A first layer needs no `dx`.
 
+#[cfg(feature = "cuda")]
+pub mod benchmark;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 mod cublaslt;

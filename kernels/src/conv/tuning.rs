@@ -74,8 +74,8 @@ impl TuningBuffers {
         }
     }
 
-    /// Tries this crate's own kernel and all algorithms of the library. The notes are about algorithms that the
-    /// library itself excludes.
+    /// Tries this crate's own kernel and all algorithms of the library, and times each of them in `rounds` rounds. The
+    /// notes are about algorithms that the library itself excludes.
     ///
     /// # Errors
     /// If this crate's own kernels cannot be run, or the GPU fails.
@@ -85,6 +85,7 @@ impl TuningBuffers {
         layer: &Layer,
         pass: Pass,
         options: AutotuneOptions,
+        rounds: usize,
     ) -> Result<(Vec<Trial>, Vec<Note>)> {
         let operands = self.operands(pass);
         let library = layer.library.as_ref();
@@ -99,7 +100,7 @@ impl TuningBuffers {
         let verification = Verification { stream, layer, operands: &operands, expected, run: &run };
         let problem = |algorithm: Option<&LibraryAlgorithm>| verification.problem(algorithm);
         let narrow_gradients = options.narrow_gradients;
-        let contest = Contest { stream, candidates, run: &run, problem: &problem, narrow_gradients };
+        let contest = Contest { stream, candidates, run: &run, problem: &problem, narrow_gradients, rounds };
         Ok((contest.trials()?, notes))
     }
 

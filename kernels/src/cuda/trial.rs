@@ -26,6 +26,8 @@ pub(crate) struct Contest<'a> {
     pub(crate) problem: &'a dyn Fn(Option<&LibraryAlgorithm>) -> Result<Option<String>>,
     /// Whether [`Form::Narrow`] is tried even if the library has a correct [`Form::Plain`] algorithm.
     pub(crate) narrow_gradients: bool,
+    /// How often each candidate is timed; its best time counts. With 0 it is that of a single run.
+    pub(crate) rounds: usize,
 }
 
 /// What became of one candidate.
@@ -46,9 +48,6 @@ pub(crate) enum Outcome {
     /// It failed, or computed something else.
     Rejected(String),
 }
-
-/// How often each candidate is timed; its best time counts.
-const ROUNDS: usize = 4;
 
 /// A candidate that takes this many times as long as the fastest so far is not timed again.
 const ABANDON_RATIO: f64 = 4.0;
@@ -79,7 +78,7 @@ impl Contest<'_> {
             has_plain |= algorithm.form == Form::Plain && entry.seconds().is_some();
             entries.push((Some(*algorithm), *workspace, entry));
         }
-        for _ in 0..ROUNDS {
+        for _ in 0..self.rounds {
             for (.., entry) in &mut entries {
                 if let Entry::Correct(benchmark) = entry {
                     benchmark.run(self.stream)?;
@@ -117,6 +116,15 @@ pub(crate) fn fastest(trials: &[Trial]) -> Option<Selection> {
         milliseconds: Some(milliseconds),
         own_is_wrong: trials.iter().any(own_is_wrong),
     })
+}
+
+/// The trials that would have taken place with this rule about [`Form::Narrow`], see [`Contest`].
+pub(crate) fn eligible(trials: &[Trial], narrow_gradients: bool) -> Vec<Trial> {
+    let has_form = |trial: &Trial, form| trial.algorithm.is_some_and(|algorithm| algorithm.form == form);
+    let is_right = |trial: &Trial| !matches!(trial.outcome, Outcome::Rejected(_));
+    let has_plain = trials.iter().any(|trial| has_form(trial, Form::Plain) && is_right(trial));
+    let out = |trial: &&Trial| has_plain && !narrow_gradients && has_form(trial, Form::Narrow);
+    trials.iter().filter(|trial| !out(trial)).cloned().collect()
 }
 
 /// A candidate that has been run.
@@ -189,7 +197,7 @@ impl Benchmark {
 
     /// Time of one run within the graph.
     fn milliseconds(&self) -> f64 {
-        self.seconds / f64::from(self.runs) * 1e3
+        if self.seconds.is_finite() { self.seconds / f64::from(self.runs) * 1e3 } else { self.once * 1e3 }
     }
 }
 
@@ -217,5 +225,21 @@ mod tests {
         let candidates = [trial(None, wrong()), trial(Some(1), Outcome::Timed(3.0))];
         assert_eq!(selected(&candidates), Some((Some(1), true)));
         assert_eq!(selected(&[trial(None, wrong()), trial(Some(1), wrong())]), None);
+    }
+
+    #[test]
+    fn narrow_gradients_are_eligible_on_request_or_without_plain_ones() {
+        let of = |form, outcome| Trial {
+            algorithm: Some(LibraryAlgorithm::cudnn(1, form)),
+            workspace: 0,
+            outcome,
+        };
+        let own = trial(None, Outcome::Timed(3.0));
+        let narrow = of(Form::Narrow, Outcome::Timed(1.0));
+        let right = [own.clone(), of(Form::Plain, Outcome::Slow(9.0)), narrow.clone()];
+        assert_eq!(eligible(&right, false).len(), 2);
+        assert_eq!(eligible(&right, true).len(), 3);
+        let refused = [own, of(Form::Plain, Outcome::Rejected("not supported".into())), narrow];
+        assert_eq!(eligible(&refused, false).len(), 3);
     }
 }
