@@ -11,12 +11,13 @@ fn gpu_check() -> Command {
     fake_gpu::command(env!("CARGO_BIN_EXE_t-gpu_check"))
 }
 
-/// Runs the quick checks with a thread order and a seed.
-fn quick(order: &str, seed: &str) -> Finished {
+/// Runs the quick checks with a thread order, a seed, and tensor cores that truncate their sums or round them.
+fn quick(order: &str, seed: &str, truncate: bool) -> Finished {
     let folder = tempfile::tempdir().expect("a folder");
     let json = folder.path().join("results.json");
     let mut command = gpu_check();
     command.env("FAKE_GPU_ORDER", order).env("FAKE_GPU_SEED", seed);
+    command.env("FAKE_GPU_TRUNCATE", if truncate { "1" } else { "0" });
     let finished = run(command.args(["--quick", "--seed", seed, "--json"]).arg(&json));
     finished.expect(0, &["on FAKE GPU (tests only), 0 failed", &format!("seed {seed}")]);
     let text = std::fs::read_to_string(json).expect("the results");
@@ -30,17 +31,17 @@ fn quick(order: &str, seed: &str) -> Finished {
 
 #[test]
 fn all_kernels_are_right_with_threads_forward() {
-    quick("forward", "1");
+    quick("forward", "1", false);
 }
 
 #[test]
-fn all_kernels_are_right_with_threads_in_reverse() {
-    quick("reverse", "2");
+fn all_kernels_are_right_with_threads_in_reverse_and_truncated_sums() {
+    quick("reverse", "2", true);
 }
 
 #[test]
 fn all_kernels_are_right_with_threads_shuffled() {
-    quick("shuffled", "3");
+    quick("shuffled", "3", false);
 }
 
 /// A kernel whose last block does nothing is detected by the checks of its operation.

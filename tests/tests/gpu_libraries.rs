@@ -93,7 +93,7 @@ fn library_kernels_serve_every_pass_and_are_cached() {
 fn nondeterministic_kernels_are_used_only_on_request() {
     let cache = tempfile::tempdir().expect("a folder");
     let finished = run(program(cache.path()).arg("nondeterministic"));
-    finished.expect(0, &["algorithm 3 is not deterministic", "in-place reduction scheme"]);
+    finished.expect(0, &["algorithm 0 is not deterministic", "in-place reduction scheme"]);
 }
 
 #[test]
@@ -227,8 +227,8 @@ fn missing_library_epilogues_are_added() {
     assert_all(&lines(&finished, "dense"), &["forward cuBLASLt "]);
     for line in finished.stdout.lines() {
         let choices = line.split(" (").next().unwrap_or_default();
-        // A wide gradient of weights is benchmarked against a narrow one; the program finds both correct.
-        assert!(!choices.contains("fused"), "{line}");
+        // The gradient of weights in f32 leaves no reason for one in bf16; the program finds it correct.
+        assert!(!choices.contains("fused") && !choices.contains(" bf16 "), "{line}");
     }
 }
 
@@ -299,4 +299,24 @@ fn a_layer_without_a_correct_kernel_is_an_error() {
     let pass = "no correct kernel for the backward weights pass of conv 16 3x3 of 8x9x7, 24 images, f32: ";
     finished
         .expect(1, &[pass, "built in: comparison with a plain kernel failed", "cuDNN 1: comparison with"]);
+}
+
+/// The fake cuDNN delays all but the algorithm that suits a layer.
+#[test]
+fn the_fastest_algorithm_of_each_layer_is_chosen() {
+    let cache = tempfile::tempdir().expect("a folder");
+    let mut command = program(cache.path());
+    command.arg("depths").env("FAKE_CUDNN_COST", "1").env("FAKE_CUDNN_WIDE_GRADIENT", "1");
+    let finished = run(&mut command);
+    let lines: Vec<_> = finished.stdout.lines().collect();
+    assert_all(&lines[..1], &["forward cuDNN 0 ", "backward input cuDNN 1 transposed"]);
+    assert_all(&lines[1..], &["forward cuDNN 1 ", "backward input cuDNN 1 transposed"]);
+    // A gradient in bf16 would be faster.
+    assert!(!finished.stdout.contains(" bf16 "), "{finished:#?}");
+    let narrow = run(command.arg("narrow"));
+    let lines: Vec<_> = narrow.stdout.lines().collect();
+    assert!(
+        lines[2].contains("bf16: ") && lines[2].contains("backward weights cuDNN 1 bf16 "),
+        "{narrow:#?}"
+    );
 }

@@ -4,10 +4,10 @@
 //! all operands moved once at the rate of a copy. Both rates are measured first ([`super::bandwidth`]), unless given.
 //!
 //! *Cost.* The networks have about 30 distinct layers, so there are about 500 combinations of layer, pass, precision
-//! and batch, with up to 16 candidates each and 8 on average. A candidate is run three times for its verification,
-//! twice singly, and in four graphs of 2 ms: about 15 ms, 60 s together. The plain kernels' sums, 16 TFLOP in all,
-//! take about as long if they reach a third of a TFLOP/s, and 16 s at one. Large f32 products take up to 40 ms a run,
-//! some 30 s together. So an H100 should need two to three minutes. Nothing here has been timed on a GPU.
+//! and batch, with up to 16 candidates each and 8 on average. A candidate is run up to four times singly, and in four
+//! graphs of 2 ms: about 15 ms with the graph's capture, 60 s together. The plain kernels' sums are 16 TFLOP in all:
+//! 16 s at one TFLOP/s. Large f32 products take up to 40 ms a run, some 30 s together. So an H100 should need two to
+//! three minutes. Nothing of this has been timed on a GPU.
 
 use std::error::Error;
 use std::fmt;
@@ -301,6 +301,11 @@ pub(super) fn run(
     let layers = layers();
     let passes = passes(&layers, args, batches);
     let mut rows: Vec<Row> = Vec::new();
+    let write = |rows: &[Row]| {
+        let header = Header { machine, fake, peaks, left_out: passes.len() - rows.len() };
+        report::write(args.json.as_deref(), &(header, rows))
+    };
+    write(&rows)?;
     for (layer, pass) in &passes {
         if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
             break;
@@ -313,8 +318,7 @@ pub(super) fn run(
         }
         outln!("{row}");
         rows.push(row);
-        let header = Header { machine, fake, peaks, left_out: passes.len() - rows.len() };
-        report::write(args.json.as_deref(), &(header, &rows))?;
+        write(&rows)?;
         // An error of the GPU ends everything.
         stream.synchronize()?;
     }
