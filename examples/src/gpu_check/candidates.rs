@@ -216,7 +216,7 @@ impl Row {
                 selected: timed && candidate.selected,
                 name: candidate.name,
                 form: candidate.form,
-                single_run: candidate.single_run,
+                single_run: timed && candidate.single_run,
                 rejected: candidate.rejected,
             });
         }

@@ -114,20 +114,21 @@ impl Conv {
         let mut notes = Vec::new();
         let supported = |algorithm: &LibraryAlgorithm| library.workspace(pass, algorithm);
         let selection = autotune::cached_or_tuned(&key, supported, || {
-            if buffers.is_none() {
-                match TuningBuffers::new(stream, layer) {
-                    Ok(new) => *buffers = Some(new),
-                    // Only autotuning needs this memory; the layer works without it.
-                    Err(Error::OutOfMemory { .. }) => {
-                        let why = "too little memory to benchmark its algorithms";
-                        notes.push(Note::new(layer.library_name(), why));
-                        return Ok(None);
-                    }
-                    Err(error) => return Err(error),
+            let tried = match buffers.take() {
+                Some(earlier) => Ok(earlier),
+                None => TuningBuffers::new(stream, layer),
+            };
+            let tried =
+                tried.and_then(|new| buffers.insert(new).trials(stream, layer, pass, options, ROUNDS));
+            let (trials, refused) = match tried {
+                // Only autotuning needs this memory; the layer works without it.
+                Err(Error::OutOfMemory { .. }) => {
+                    let why = "too little memory to benchmark its algorithms";
+                    notes.push(Note::new(layer.library_name(), why));
+                    return Ok(None);
                 }
-            }
-            let Some(buffers) = buffers else { return Ok(None) };
-            let (trials, refused) = buffers.trials(stream, layer, pass, options, ROUNDS)?;
+                tried => tried?,
+            };
             notes.extend(refused);
             notes.extend(trials.iter().filter_map(rejection));
             let found = trial::fastest(&trials);

@@ -1,11 +1,11 @@
 //! The passes of a convolution as plain sums on a GPU: slow, and obviously right.
 //!
-//! Autotuning compares the results of every candidate with these, all of them ([`super::tuning`]). Operands have the
-//! type and layout of [`super::cuda`]; results are f32, summed with Kahan's compensation. So an error here is about
-//! one rounding of the result, whatever the number of products.
+//! Autotuning compares all results of every candidate with these. Operands have the type and layout of
+//! [`super::cuda`]; results are f32, summed with Kahan's compensation. So an error here is that of rounding each
+//! product once and the result a few times, however long the sum.
 //!
 //! One thread computes one result. On an H100, where two loads for each product are the limit, that should be one to
-//! a few TFLOP/s.
+//! a few TFLOP/s; this has not been measured.
 
 use super::ConvShape;
 use crate::DType;

@@ -4,6 +4,9 @@
 //! and all of its results are compared on the GPU, within the bounds of [`super::tolerance`]. A forward pass runs
 //! again with a NaN in the bias, which has to appear in the results: a library's ReLU may turn NaN into zero, and a
 //! diverged training run would then continue unnoticed.
+//!
+//! The plain sums of `conv6` at a batch of 1,024, all passes, are 2.4 TFLOP: two or three seconds on an H100 if they
+//! reach one TFLOP/s, before the first training only.
 
 use super::layer::Layer;
 use super::library_layer::Operands;
@@ -29,7 +32,6 @@ pub(super) struct TuningBuffers {
     bias: Memory,
     dx: Memory,
     dw: Memory,
-    workspace: Memory,
     /// The results of the plain kernel, f32, and its scratch.
     expected: Memory,
     transposed: Memory,
@@ -51,7 +53,6 @@ impl TuningBuffers {
             bias: zeroed(DType::F32, shape.filters)?,
             dx: zeroed(dtype, inputs)?,
             dw: zeroed(DType::F32, weights)?,
-            workspace: zeroed(DType::F32, layer.own_workspace().max(WORKSPACE_LIMIT).div_ceil(4))?,
             expected: zeroed(DType::F32, inputs.max(outputs).max(weights))?,
             transposed: zeroed(DType::F32, weights)?,
         })
@@ -64,9 +65,9 @@ impl TuningBuffers {
         operands.into_iter().zip(1..).try_for_each(|(memory, seed)| fill_random(stream, memory.view(), seed))
     }
 
-    fn operands(&self, pass: Pass) -> Operands<'_> {
-        let TuningBuffers { x, w, y, bias, dx, dw, workspace, .. } = self;
-        let [x, w, y, bias, dx, dw, workspace] = [x, w, y, bias, dx, dw, workspace].map(Memory::view);
+    fn operands<'a>(&'a self, pass: Pass, workspace: View<'a>) -> Operands<'a> {
+        let TuningBuffers { x, w, y, bias, dx, dw, .. } = self;
+        let [x, w, y, bias, dx, dw] = [x, w, y, bias, dx, dw].map(Memory::view);
         match pass {
             Pass::Forward => Operands::forward(x, w, bias, y, workspace),
             Pass::BackwardInput => Operands::backward_input(w, y, dx, workspace),
@@ -78,7 +79,7 @@ impl TuningBuffers {
     /// notes are about algorithms that the library itself excludes.
     ///
     /// # Errors
-    /// If this crate's own kernels cannot be run, or the GPU fails.
+    /// If this crate's own kernels cannot be run, there is not enough memory for the workspace, or the GPU fails.
     pub(super) fn trials(
         &self,
         stream: &Stream,
@@ -87,11 +88,14 @@ impl TuningBuffers {
         options: AutotuneOptions,
         rounds: usize,
     ) -> Result<(Vec<Trial>, Vec<Note>)> {
-        let operands = self.operands(pass);
         let library = layer.library.as_ref();
         let (candidates, notes) = library.map_or_else(Default::default, |library| {
-            library.candidates(pass, options.deterministic, operands.workspace.bytes())
+            library.candidates(pass, options.deterministic, WORKSPACE_LIMIT)
         });
+        let needs = candidates.iter().map(|candidate| candidate.workspace);
+        let needed = needs.fold(layer.own_workspace(), usize::max);
+        let workspace = Memory::zeroed(stream.device(), DType::F32, needed.div_ceil(4))?;
+        let operands = self.operands(pass, workspace.view());
         self.fill(stream)?;
         let expected = self.expected.slice(0..operands.result.len());
         self.compute_expected(stream, layer, &operands, expected)?;

@@ -1,10 +1,10 @@
 //! Autotuning: selects the fastest algorithm for a pass by benchmarking, and caches the selection.
 //!
 //! The libraries have several algorithms for the same product, and this crate has a kernel of its own; which is the
-//! fastest depends on the shape, the GPU and the versions. So all candidates are verified and benchmarked when a layer
-//! is set up ([`super::trial`]), on memory filled with random numbers. A candidate that fails, or whose results differ
-//! from those of a plain kernel, is rejected: a library that does not support a combination of types costs speed, but
-//! never makes a run fail. The crate's own kernel is verified like any other.
+//! fastest depends on the shape, the GPU and the versions. So all candidates are verified and benchmarked when a
+//! layer is set up ([`super::trial`]), on memory filled with random numbers. A candidate that fails, or whose results
+//! differ from those of a plain kernel, is rejected: a library that does not support a combination of types costs
+//! speed, but never makes a run fail. The crate's own kernel is verified like any other.
 //!
 //! The selection is written to the cache of compiled kernels, so that the next run computes with the same algorithms and
 //! therefore with the same rounding. When several ranks tune at the same time, the first one to write decides for all.

@@ -97,7 +97,7 @@ impl Contest<'_> {
         if let Some(problem) = (self.problem)(algorithm)? {
             return Ok(Entry::Rejected(problem));
         }
-        Benchmark::new(self.stream, limit, &|| (self.run)(algorithm))
+        Benchmark::capture(self.stream, limit, &|| (self.run)(algorithm))
     }
 }
 
@@ -164,8 +164,8 @@ struct Benchmark {
 }
 
 impl Benchmark {
-    /// [`Entry::Slow`] if a run takes longer than `limit` seconds.
-    fn new(stream: &Stream, limit: f64, run: &dyn Fn() -> Result<()>) -> Result<Entry> {
+    /// Runs the candidate, and captures many runs of it, unless one takes longer than `limit` seconds.
+    fn capture(stream: &Stream, limit: f64, run: &dyn Fn() -> Result<()>) -> Result<Entry> {
         const TARGET_SECONDS: f64 = 0.002;
         // The first run loads kernels, which must not happen during a capture.
         run()?;

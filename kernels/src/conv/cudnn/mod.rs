@@ -16,9 +16,9 @@
 //!   only, so both are candidates: [`Form::Plain`] writes f32; [`Form::Narrow`] writes bfloat16 to the workspace and
 //!   widens it, with one more rounding, to 8 bits, before the sum over ranks. (PyTorch's autocast rounds there too.)
 //!   The latter is tried only if no algorithm for the former works, as on an H100 with cuDNN 9.14, or if
-//!   [`AutotuneOptions`](crate::cuda::AutotuneOptions) ask for it. For large batches the kernel that the library selects can
-//!   be several times slower than for smaller ones, so a batch in parts is a candidate too; the gradients of the
-//!   parts are added up in f32.
+//!   [`AutotuneOptions`](crate::cuda::AutotuneOptions) ask for it. For large batches the kernel that the library
+//!   selects can be several times slower than for smaller ones, so a batch in parts is a candidate too; the gradients
+//!   of the parts are added up in f32.
 //! - *Transposed convolution*: a convolution is the gradient of the input of another one whose weights are transposed
 //!   and rotated by 180°, and that gradient is a convolution. The library's kernels for both are not equally fast, so
 //!   [`Form::Transposed`], which first flips the weights into the workspace, is a candidate as well.
