@@ -13,23 +13,17 @@ use std::error::Error;
 use std::fmt;
 use std::time::{Duration, Instant};
 
-use mgpu_kernels::activation::LEAKY_SLOPE;
-use mgpu_kernels::conv::ConvShape;
+use mgpu_kernels::Precision;
 use mgpu_kernels::conv::benchmark::{self, LayerPass};
-use mgpu_kernels::conv::cuda::LINEAR;
 use mgpu_kernels::cuda::{AutotuneOptions, Pass, Stream};
-use mgpu_kernels::{Precision, dense};
 use serde::Serialize;
 
 use super::args::{Args, Rate};
 use super::bandwidth;
+use super::network_layers::{NetworkLayer, layers};
 use super::report::{self, Machine};
 use super::shapes::Conv;
-use crate::nets::{Layer, Spec, names};
 use crate::print::outln;
-
-/// The networks, most important first.
-const ORDER: [&str; 7] = ["conv6", "keras", "deep", "layers", "ensemble2400", "ensemble4800", "lenet5"];
 
 /// Rounds of autotuning in which each candidate is timed.
 const ROUNDS: usize = 4;
@@ -73,64 +67,6 @@ impl Peaks {
     }
 }
 
-/// A layer with its activation, and the networks that have it.
-#[derive(Debug, Clone, PartialEq)]
-struct NetworkLayer {
-    networks: Vec<&'static str>,
-    shape: ConvShape,
-    slope: f32,
-    /// Whether the gradient of its input is needed.
-    input_gradient: bool,
-}
-
-/// The distinct layers of all networks, in their order.
-fn layers() -> Vec<NetworkLayer> {
-    let rest = names().iter().copied().filter(|name| !ORDER.contains(name));
-    let mut layers: Vec<NetworkLayer> = Vec::new();
-    for name in ORDER.into_iter().chain(rest) {
-        for layer in of_network(name) {
-            let same = |known: &&mut NetworkLayer| {
-                known.shape == layer.shape
-                    && known.slope == layer.slope
-                    && known.input_gradient == layer.input_gradient
-            };
-            match layers.iter_mut().find(same) {
-                Some(known) if known.networks.contains(&name) => {}
-                Some(known) => known.networks.push(name),
-                None => layers.push(layer),
-            }
-        }
-    }
-    layers
-}
-
-fn of_network(name: &'static str) -> Vec<NetworkLayer> {
-    let spec = Spec::named(name).expect("a known name");
-    let mut layers: Vec<NetworkLayer> = Vec::new();
-    let mut extents = spec.input;
-    for (at, layer) in spec.layers.iter().enumerate() {
-        let [channels, height, width] = extents;
-        extents = layer.output(extents);
-        let shape = match *layer {
-            Layer::Conv { filters, kernel, padding } => {
-                ConvShape { channels, height, width, filters, kernel, padding }
-            }
-            Layer::Dense(outputs) => {
-                dense::cuda::convolution(&dense::DenseShape { inputs: channels, outputs })
-            }
-            _ => continue,
-        };
-        let slope = match spec.layers.get(at + 1) {
-            Some(Layer::Relu) => 0.0,
-            Some(Layer::LeakyRelu) => LEAKY_SLOPE,
-            _ => LINEAR,
-        };
-        let input_gradient = !layers.is_empty();
-        layers.push(NetworkLayer { networks: vec![name], shape, slope, input_gradient });
-    }
-    layers
-}
-
 /// One combination of layer, batch, precision and pass.
 #[derive(Debug, Serialize)]
 struct Row {
@@ -145,7 +81,7 @@ struct Row {
     /// The least time; `None` on a fake GPU.
     bound_ms: Option<f64>,
     bound_by: Option<&'static str>,
-    candidates: Vec<Cell>,
+    candidates: Vec<CandidateRow>,
     notes: Vec<String>,
     /// The pass could not be benchmarked at all.
     error: Option<String>,
@@ -153,7 +89,7 @@ struct Row {
 
 /// One candidate.
 #[derive(Debug, Serialize)]
-struct Cell {
+struct CandidateRow {
     name: String,
     form: Option<&'static str>,
     ms: Option<f64>,
@@ -207,7 +143,7 @@ impl Row {
         self.notes = found.notes;
         for candidate in found.candidates {
             let ms = candidate.milliseconds.filter(|_| timed);
-            self.candidates.push(Cell {
+            self.candidates.push(CandidateRow {
                 ms,
                 tflops: ms.map(|ms| self.operations / ms / 1e9),
                 gbs: ms.map(|ms| self.bytes / ms / 1e6),
@@ -230,7 +166,9 @@ impl fmt::Display for Row {
         if let (Some(ms), Some(by)) = (self.bound_ms, self.bound_by) {
             write!(f, ": at least {ms:.4} ms for its {by}")?;
         }
-        for Cell { name, ms, single_run, tflops, gbs, share, fastest, rejected, .. } in &self.candidates {
+        for CandidateRow { name, ms, single_run, tflops, gbs, share, fastest, rejected, .. } in
+            &self.candidates
+        {
             write!(f, "\n  {} {name:<24}", if *fastest { '*' } else { ' ' })?;
             match (rejected, ms, tflops.zip(*gbs).zip(*share)) {
                 (Some(why), ..) => write!(f, " rejected: {why}")?,
@@ -330,53 +268,62 @@ pub(super) fn run(
 
 #[cfg(test)]
 mod tests {
+    use mgpu_kernels::dense;
+
     use super::*;
 
-    #[test]
-    fn every_layer_of_every_network_occurs_once() {
-        let layers = layers();
-        assert_eq!(layers[0].networks[0], "conv6");
-        let order: Vec<_> =
-            layers.chunk_by(|a, b| a.networks[0] == b.networks[0]).map(|of| of[0].networks[0]).collect();
-        assert_eq!(order[..4], ["conv6", "keras", "deep", "layers"]);
-        for name in names() {
-            let own: Vec<_> = of_network(name);
-            assert!(
-                !own.is_empty()
-                    && !own[0].input_gradient
-                    && own.iter().skip(1).all(|layer| layer.input_gradient)
-            );
-            for layer in own {
-                let same =
-                    |known: &&NetworkLayer| known.shape == layer.shape && known.networks.contains(name);
-                assert!(layers.iter().any(|known| same(&known)), "{layer:?}");
-            }
-        }
-        for (at, layer) in layers.iter().enumerate() {
-            let twice = |other: &NetworkLayer| other.shape == layer.shape && other.slope == layer.slope;
-            assert!(
-                !layers[at + 1..]
-                    .iter()
-                    .any(|other| twice(other) && other.input_gradient == layer.input_gradient)
-            );
-        }
-    }
+    const PEAKS: Peaks = Peaks { bf16_tflops: 800.0, tf32_tflops: 400.0, f32_tflops: 50.0, copy_gbs: 3000.0 };
 
-    #[test]
-    fn the_bound_is_the_larger_of_two_times() {
-        let peaks = Peaks { bf16_tflops: 800.0, tf32_tflops: 400.0, f32_tflops: 50.0, copy_gbs: 3000.0 };
-        let pass = |inputs, outputs, images| LayerPass {
+    fn pass(inputs: usize, outputs: usize, images: usize) -> LayerPass {
+        LayerPass {
             shape: dense::cuda::convolution(&dense::DenseShape { inputs, outputs }),
             images,
             precision: Precision::Bf16,
             slope: 1.0,
             pass: Pass::Forward,
+        }
+    }
+
+    #[test]
+    fn a_row_compares_times_with_the_bound() {
+        let candidate = |name: &str, milliseconds: Option<f64>| benchmark::Candidate {
+            name: name.to_owned(),
+            form: None,
+            milliseconds,
+            single_run: milliseconds > Some(20.0),
+            rejected: milliseconds.is_none().then(|| "results deviate".to_owned()),
+            selected: milliseconds == Some(2.0),
         };
+        let candidates = vec![
+            candidate("built in", Some(4.0)),
+            candidate("cuBLASLt 1", Some(2.0)),
+            candidate("cuBLASLt 2", Some(30.0)),
+            candidate("cuBLASLt 3", None),
+        ];
+        let pass = pass(8192, 8192, 8192);
+        let (networks, shape, slope) = (vec!["a", "b"], pass.shape, pass.slope);
+        let layer = NetworkLayer { networks, shape, slope, input_gradient: true };
+        let mut row = Row::new(&layer, &pass, Some(&PEAKS));
+        row.add(benchmark::PassBenchmark { candidates, notes: vec!["cuBLASLt fused: refused".into()] });
+        let fastest: Vec<_> = row.candidates.iter().map(|candidate| candidate.fastest).collect();
+        assert_eq!(fastest, [false, true, false, false]);
+        assert!(row.candidates[1].selected && row.candidates[1].share.is_some_and(|share| share < 0.7));
+        let text = row.to_string();
+        let lines: Vec<_> = text.lines().collect();
+        assert_eq!(lines[0], "a, b: 8192x8192 to 8192, bf16, forward: at least 1.3744 ms for its operations");
+        assert!(lines[2].starts_with("  * cuBLASLt 1 ") && lines[2].contains(" 69% of the bound"), "{text}");
+        assert!(lines[2].contains(" 2.0000 ms   549.8 TFLOP/s    201 GB/s"), "{text}");
+        assert!(lines[3].ends_with(", a single run") && lines[4].contains(" rejected: results deviate"));
+        assert_eq!(lines[5].trim(), "cuBLASLt fused: refused");
+    }
+
+    #[test]
+    fn the_bound_is_the_larger_of_two_times() {
         // 2 · 8192^3 operations at 800 TFLOP/s.
-        let (ms, by) = peaks.bound(&pass(8192, 8192, 8192));
+        let (ms, by) = PEAKS.bound(&pass(8192, 8192, 8192));
         assert!((ms - 1.374).abs() < 0.001 && by == "operations", "{ms} {by}");
         // One sample reads all weights: 2 · 8192^2 bytes at 3 TB/s.
-        let (ms, by) = peaks.bound(&pass(8192, 8192, 1));
+        let (ms, by) = PEAKS.bound(&pass(8192, 8192, 1));
         assert!((ms - 0.0447).abs() < 0.001 && by == "bytes", "{ms} {by}");
     }
 }

@@ -25,6 +25,7 @@ mod gelu;
 mod harness;
 mod layers;
 mod loss;
+mod network_layers;
 mod norm;
 mod optimizer;
 mod plain;
