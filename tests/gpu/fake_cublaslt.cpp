@@ -4,7 +4,7 @@
 // when it runs, and is proposed first unless the scheme is masked out.
 //
 //   FAKE_CUBLASLT_FUSED=0    no epilogues
-//   FAKE_CUBLASLT_WRONG=1    results are wrong by a factor
+//   FAKE_CUBLASLT_WRONG=1    results are wrong by a factor; 2: only the one in the middle is wrong
 //   FAKE_CUBLASLT_CREATE=0   cublasLtCreate fails
 //   FAKE_CUBLASLT_CUDA=12080 built with CUDA 12.8; cublasLtCreate fails if the driver is of an older major version
 
@@ -160,7 +160,8 @@ struct MatmulWork {
         if (workspace_size) std::memset(workspace, 0xff, workspace_size);
         const Product& product = problem.product;
         const bool tf32 = product.compute == COMPUTE_32F_FAST_TF32;
-        const float wrong = fake::env_number("FAKE_CUBLASLT_WRONG", 0) ? 1.5f : 1.0f;
+        const long kind = fake::env_number("FAKE_CUBLASLT_WRONG", 0);
+        const float wrong = kind == 1 ? 1.5f : 1.0f;
         const uint64_t rows = problem.rows(), depth = problem.depth();
         const std::vector<float> as = operands(a, problem.a.len(), tf32), bs = operands(b, problem.b.len(), tf32);
         // Rows are the fastest index.
@@ -179,6 +180,7 @@ struct MatmulWork {
                 if (product.epilogue != EPILOGUE_DEFAULT) value += static_cast<const float*>(product.bias)[row];
                 // NaN becomes zero, as in the real library.
                 if (product.epilogue == EPILOGUE_RELU_BIAS && !(value > 0.0f)) value = 0.0f;
+                if (kind == 2 && column == problem.columns() / 2 && row == rows / 2) value += 4.0f;
                 d.write(problem.d.at(row, column), value);
             }
         }
