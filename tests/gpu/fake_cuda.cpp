@@ -224,6 +224,7 @@ struct CUfunc_st {
     int ordinal;
     CUmodule module;
     unsigned shared = SHARED_BY_DEFAULT;   // maximum dynamic shared memory of a launch
+    bool loaded = false;                   // it was launched before
 };
 
 struct CUmod_st {
@@ -320,6 +321,12 @@ struct Arguments {
     }
 };
 
+// Kernels are loaded when they are launched first, unless FAKE_CUDA_LAZY_LOADING is 0.
+bool lazy_loading() {
+    static const bool lazy = env_number("FAKE_CUDA_LAZY_LOADING", 1) != 0;
+    return lazy;
+}
+
 CUresult check_launch(const CUfunc_st& function, dim3 blocks, dim3 threads, unsigned shared) {
     const uint64_t count = (uint64_t)threads.x * threads.y * threads.z;
     if (count == 0 || count > 1024 || threads.z > 64) return CUDA_ERROR_INVALID_VALUE;
@@ -345,6 +352,15 @@ API CUresult cuLaunchKernel(CUfunction function, unsigned blocks_x, unsigned blo
         std::lock_guard lock(driver_state().mutex);
         const bool known = driver_state().streams.count(stream) != 0;
         if (!known || stream->ordinal != function->ordinal) return CUDA_ERROR_INVALID_HANDLE;
+        if (stream->capture == nullptr) {
+            function->loaded = true;
+            count(Count::Kernels);
+        } else if (!function->loaded && lazy_loading()) {
+            fprintf(stderr, "FAKE GPU: the first launch of a kernel loads it, which a capture forbids: %s\n",
+                    function->kernel->name);
+            stream->capture->invalid = true;
+            return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+        }
     }
     auto arguments = std::make_shared<Arguments>(*function->kernel, given);
     const shim::Kernel* kernel = function->kernel;
@@ -374,6 +390,7 @@ const char* name_of(CUresult result) {
         NAMED(CUDA_ERROR_NOT_FOUND);
         NAMED(CUDA_ERROR_NOT_READY);
         NAMED(CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES);
+        NAMED(CUDA_ERROR_NOT_PERMITTED);
         NAMED(CUDA_ERROR_NOT_SUPPORTED);
         NAMED(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
         NAMED(CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);

@@ -4,10 +4,11 @@
 //! would. Their speed says nothing about a GPU.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use mgpu_tests::fake_gpu;
+use mgpu_tests::mnist::write_tiny;
 use mgpu_tests::process::{Finished, command, run};
 use serde_json::Value;
 
@@ -57,6 +58,33 @@ fn a_graph_gives_the_bits_of_single_launches() {
     }
 }
 
+/// What all ranks asked of the driver (see `tests/gpu/fake_counters.cpp`) in a training of so many epochs.
+fn driver_calls(ranks: u32, batch: &str, epochs: u64, data: &Path) -> [u64; 4] {
+    let counters = data.join(format!("counters-{ranks}-{epochs}"));
+    let mut program = on_gpus(ranks, TRAIN);
+    program.env("FAKE_GPU_COUNTERS", &counters).arg("--data").arg(data);
+    program.args(["--kernels", "builtin", "--skip-test", "--batch", batch, "--epochs", &epochs.to_string()]);
+    run(&mut program).expect(0, &[]);
+    let lines = fs::read_to_string(counters).unwrap();
+    let ranks: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let sum = |what| ranks.iter().map(|rank| rank[what].as_u64().unwrap()).sum();
+    ["kernels", "graphs", "uploads", "drains"].map(sum)
+}
+
+#[test]
+fn the_stream_does_not_run_empty_between_epochs() {
+    let folder = tempfile::tempdir().unwrap();
+    write_tiny(folder.path());
+    // Epochs of 12 and of 16 steps; a few images are left over.
+    for (ranks, batch) in [(1, "5"), (2, "2")] {
+        let [three, five] = [3, 5].map(|epochs| driver_calls(ranks, batch, epochs, folder.path()));
+        let more: Vec<u64> = five.iter().zip(three).map(|(five, three)| five - three).collect();
+        // For each further epoch and rank two graphs, the order of its samples, and no wait for the whole stream.
+        let epochs = 2 * u64::from(ranks);
+        assert_eq!(more, [0, 2 * epochs, epochs, 0], "{ranks} ranks: {three:?}, {five:?}");
+    }
+}
+
 #[test]
 fn late_stream_work_does_not_change_the_result() {
     let arguments = ["--steps", "5", "--skip-test"];
@@ -67,7 +95,7 @@ fn late_stream_work_does_not_change_the_result() {
 }
 
 /// Training and test loss of the only epoch in a metrics file.
-fn losses(metrics: &std::path::Path) -> [f64; 2] {
+fn losses(metrics: &Path) -> [f64; 2] {
     let text = fs::read_to_string(metrics).unwrap();
     let epoch: Value = serde_json::from_str(text.lines().next().expect("an epoch")).unwrap();
     [&epoch["train_loss"], &epoch["test_loss"]].map(|loss| loss.as_f64().expect("a loss"))

@@ -233,7 +233,7 @@ impl<'a> Session<'a> {
             }
             if args.json {
                 let mut summary = Summary::new(args, trainer, tested, memory, self.threads, checksum);
-                if ranks > 1 && trainer.steps() > begun {
+                if ranks > 1 && trainer.steps() > begun && trainer.engine().gpu().is_none() {
                     summary.set_communication(communication);
                 }
                 summary.profile = profile;

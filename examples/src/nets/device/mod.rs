@@ -6,6 +6,8 @@
 
 mod order;
 
+use std::ops::Range;
+
 use mgpu::device::DeviceDataParallel;
 use mgpu::{DType, Layout, Result};
 use mgpu_kernels::cuda::{AutotuneOptions, Memory, Stream, View};
@@ -50,6 +52,14 @@ impl DeviceData {
     /// If `order` exceeds the capacity.
     pub fn set_order(&self, stream: &Stream, order: &[u32]) -> Result<()> {
         Ok(stream.upload(order, self.order.slice(0..order.len()))?)
+    }
+
+    /// Entries of the order, of type i32.
+    ///
+    /// # Panics
+    /// If they exceed the capacity.
+    pub fn order(&self, places: Range<usize>) -> View<'_> {
+        self.order.slice(places)
     }
 
     fn samples(&self) -> gather::cuda::Samples<'_> {

@@ -27,7 +27,7 @@ use std::sync::Arc;
 use config::BUCKET;
 pub use config::DeviceConfig;
 use device_bucket::{DeviceBucket, DeviceBuckets, padded};
-pub use graph::{Readback, StepGraph};
+pub use graph::{Readback, StepGraph, Upload};
 use guard::Guard;
 pub use guard::StatusReadback;
 use mgpu_kernels::arena::cuda as arena;

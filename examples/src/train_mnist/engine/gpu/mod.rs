@@ -1,32 +1,30 @@
 //! Training on a GPU: the data set is in GPU memory, and steps are replayed from CUDA graphs.
 //!
-//! The first steps launch each kernel separately, which also compiles and loads every kernel. Then two graphs are
-//! captured, one of a single step and one of several steps, and the rest of the training replays them. The host only
-//! enqueues replays and reads the losses that the GPU accumulated. It is at most two launches ahead of the GPU, so it
-//! notices a lost rank quickly.
+//! The first steps launch each kernel separately, which also compiles and loads every kernel. Then graphs are
+//! captured, of a single step, of several steps, and of the steps that several leave of an epoch; the rest of the
+//! training replays them. The host only enqueues replays and reads the losses that the GPU accumulated. It is at most
+//! two launches ahead of the GPU, so it notices a lost rank quickly.
 
+mod launches;
+mod orders;
+
+use std::collections::VecDeque;
 use std::sync::Arc;
 
+use launches::{LaunchMark, TotalScore};
 use mgpu::checkpoint::{Checkpoint, Snapshot};
-use mgpu::device::{DeviceConfig, DeviceDataParallel, Readback, StatusReadback, StepGraph};
+use mgpu::device::{DeviceConfig, DeviceDataParallel, StepGraph};
 use mgpu::replicate::{checksum, replicate, verify_equal};
 use mgpu::{Communicator, DeviceCommunicator, Layout, Sampler};
 use mgpu_kernels::Precision;
 use mgpu_kernels::cuda::{self, Device, Libraries, Stream};
-use mgpu_kernels::loss::cuda::Score;
+use orders::TrainingSet;
 
 use super::super::args::Args;
 use super::super::profile::StepProfile;
-use super::{Engine, StepObserver, TrainingConfig, check_finite, read};
+use super::{Engine, StepObserver, Stretch, TrainingConfig, check_finite, read};
 use crate::data::Dataset;
 use crate::nets::{DeviceData, DeviceDropout, DeviceNet, LossReport};
-
-/// Steps that launch each kernel separately.
-const FIRST_STEPS: u64 = 3;
-/// Steps in the larger graph.
-const STEPS_A_LAUNCH: u64 = 10;
-/// Launches that the host may be ahead of the GPU.
-const AHEAD: usize = 2;
 
 /// The GPU options of the user.
 #[derive(Debug, Clone, Copy)]
@@ -37,14 +35,6 @@ pub(in super::super) struct Options {
     pub(in super::super) graph: bool,
 }
 
-/// A position in the stream's work, with the read-backs enqueued there.
-struct LaunchMark {
-    score: Readback,
-    status: StatusReadback,
-    /// Steps done at that position.
-    step: u64,
-}
-
 /// A network on this rank's GPU.
 pub(in super::super) struct Gpu {
     graphs: Vec<StepGraph>,
@@ -52,13 +42,22 @@ pub(in super::super) struct Gpu {
     net: DeviceNet,
     training_config: TrainingConfig,
     options: Options,
-    train: Option<DeviceData>,
-    /// The epoch that the training data is ordered for.
-    epoch: Option<u64>,
+    train: Option<TrainingSet>,
     test: Option<DeviceData>,
-    marks: Vec<LaunchMark>,
-    /// Steps since the engine was created.
+    total: TotalScore,
+    /// Marks of the launches in flight, oldest first, and marks for later launches.
+    in_flight: VecDeque<LaunchMark>,
+    idle: Vec<LaunchMark>,
+    /// Steps enqueued since the engine was created.
     launched: u64,
+    /// Steps whose marks were read.
+    reported: u64,
+    /// This rank's score at the last mark that was read.
+    score: LossReport,
+    /// All ranks' score at the last stop.
+    epoch_score: LossReport,
+    /// Whether the score in GPU memory is to be cleared before the next step.
+    score_has_ended: bool,
 }
 
 impl Gpu {
@@ -76,73 +75,37 @@ impl Gpu {
         let parallel =
             args.parallel.config(training_config.optimizer(&args.net), 1, training_config.micro_batches);
         let config = DeviceConfig::new(parallel)
-            .with_steps_per_epoch(training_config.steps_per_epoch)
+            .with_steps_per_epoch(training_config.steps_per_epoch * orders::EPOCHS)
             .with_bf16_copy(options.precision == Precision::Bf16);
+        let total = TotalScore::new(Arc::clone(&device))?;
         let model = DeviceDataParallel::new(device, host, net.layout().clone(), parameters, config)?;
         let model = model.with_buffers(&net.initial_buffers())?;
-        let device = model.stream().device();
-        let mark = |_| -> mgpu::Result<LaunchMark> {
-            let (score, status) = (Readback::new(device, Score::BYTES)?, StatusReadback::new(&model)?);
-            Ok(LaunchMark { score, status, step: 0 })
-        };
+        let idle = (0..launches::AHEAD).map(|_| LaunchMark::new(&model)).collect::<mgpu::Result<_>>()?;
         // Memory used while benchmarking kernels does not count as training memory.
-        device.reset_memory_peak();
+        model.stream().device().reset_memory_peak();
         Ok(Gpu {
             graphs: Vec::new(),
-            marks: (0..AHEAD).map(mark).collect::<mgpu::Result<_>>()?,
             model,
             net,
             training_config: *training_config,
             options,
             train: None,
-            epoch: None,
             test: None,
+            total,
+            in_flight: VecDeque::new(),
+            idle,
             launched: 0,
+            reported: 0,
+            score: LossReport::default(),
+            epoch_score: LossReport::default(),
+            score_has_ended: true,
         })
-    }
-
-    /// Uploads the training set and this rank's sample order of `epoch`, unless they are there already.
-    fn load(&mut self, data: &Dataset, sampler: &mut Sampler, epoch: u64) -> mgpu::Result<()> {
-        if self.epoch == Some(epoch) {
-            return Ok(());
-        }
-        let stream = self.model.stream();
-        let steps = self.training_config.steps_per_epoch as usize;
-        if self.train.is_none() {
-            let places = steps * self.training_config.batch;
-            self.train = Some(DeviceData::new(stream, &data.images, &data.labels, places)?);
-        }
-        let order: Vec<u32> = (0..steps).flat_map(|step| sampler.batch(epoch, step).to_vec()).collect();
-        if let Some(train) = &self.train {
-            train.set_order(stream, &order)?;
-        }
-        self.epoch = Some(epoch);
-        Ok(())
-    }
-
-    /// Enqueues `steps` steps on the stream.
-    fn launch(&mut self, steps: u64) -> mgpu::Result<()> {
-        if let Some(graph) = self.graphs.iter().find(|graph| graph.steps() == steps) {
-            return self.model.replay(graph);
-        }
-        let Gpu { model, net, train, training_config, .. } = self;
-        launch_each(model, net, train.as_ref(), training_config, steps)
-    }
-
-    /// Captures the graphs, after every kernel has been launched once.
-    fn capture(&mut self) -> mgpu::Result<()> {
-        for steps in [STEPS_A_LAUNCH, 1] {
-            let Gpu { model, net, train, training_config, .. } = self;
-            let graph =
-                model.capture(|model| launch_each(model, net, train.as_ref(), training_config, steps))?;
-            self.graphs.push(graph);
-        }
-        Ok(())
     }
 
     /// Evaluates the first `images` samples of the test order.
     fn score(&mut self, images: usize) -> mgpu::Result<LossReport> {
-        let Gpu { model, net, test, .. } = self;
+        let Gpu { model, net, test, score_has_ended, .. } = self;
+        *score_has_ended = true;
         // The rest concerns this rank only; wait for its peers' last collective first.
         model.wait("training step")?;
         let test = test.as_ref().expect("the test set is on the GPU");
@@ -164,11 +127,11 @@ impl Gpu {
 fn launch_each(
     model: &mut DeviceDataParallel,
     net: &mut DeviceNet,
-    data: Option<&DeviceData>,
+    train: Option<&TrainingSet>,
     training_config: &TrainingConfig,
     steps: u64,
 ) -> mgpu::Result<()> {
-    let data = data.expect("the training set is on the GPU");
+    let data = train.expect("the training set is on the GPU").data();
     let dropout = DeviceDropout { seed: training_config.seed, first_sample: training_config.first_sample };
     (0..steps).try_for_each(|_| net.step(model, data, Some(dropout)))
 }
@@ -183,54 +146,30 @@ impl Engine for Gpu {
     }
 
     fn steps(&self) -> u64 {
-        self.model.steps()
+        self.reported
     }
 
     fn train(
         &mut self,
         data: &Dataset,
         sampler: &mut Sampler,
-        until: u64,
+        Stretch { until, stop }: Stretch,
         observer: &mut StepObserver<'_>,
-    ) -> mgpu::Result<LossReport> {
-        let begin = self.model.steps();
-        self.load(data, sampler, begin / self.training_config.steps_per_epoch)?;
-        self.net.clear_score(self.model.stream())?;
-        // Reported so far: steps, and the score at the last mark read.
-        let (mut reported, mut score) = (begin, LossReport::default());
-        let mut launches = 0;
-        while self.model.steps() < until {
-            if self.options.graph && self.graphs.is_empty() && self.launched >= FIRST_STEPS {
-                self.capture()?;
-            }
-            let longest = if self.graphs.is_empty() { 1 } else { STEPS_A_LAUNCH };
-            let steps = if self.model.steps() + longest <= until { longest } else { 1 };
-            let place = launches % AHEAD;
-            // A mark is reused only after it was read. That keeps the host from running further ahead.
-            if launches >= AHEAD {
-                let step = self.marks[place].step;
-                score = self.read(place, score, reported..step, observer)?;
-                reported = step;
-            }
-            self.launch(steps)?;
-            self.launched += steps;
-            let Gpu { model, net, marks, .. } = self;
-            let mark = &mut marks[place];
-            model.enqueue_readback(net.score(), &mut mark.score)?;
-            model.enqueue_status_readback(&mut mark.status)?;
-            mark.step = model.steps();
-            launches += 1;
-            if self.graphs.is_empty() {
-                // Without a graph, every step is reported when it ends.
-                self.model.wait("training step")?;
-            }
+    ) -> mgpu::Result<()> {
+        if self.train.is_none() {
+            self.train = Some(TrainingSet::new(&self.model, data, &self.training_config)?);
         }
-        for launch in launches.saturating_sub(AHEAD)..launches {
-            let step = self.marks[launch % AHEAD].step;
-            score = self.read(launch % AHEAD, score, reported..step, observer)?;
-            reported = step;
+        while self.reported < until {
+            while self.in_flight.len() < self.ahead() && self.model.steps() < stop {
+                self.launch_next(sampler, stop)?;
+            }
+            self.report_oldest(observer)?;
         }
-        Ok(score)
+        Ok(())
+    }
+
+    fn take_score(&mut self) -> mgpu::Result<LossReport> {
+        Ok(std::mem::take(&mut self.epoch_score))
     }
 
     fn evaluate(&mut self, data: &Dataset, shard: &[u32]) -> mgpu::Result<(LossReport, Option<LossReport>)> {
@@ -277,6 +216,7 @@ impl Engine for Gpu {
         let Gpu { model, net, .. } = self;
         let layout = net.host_layout();
         model.restore(step, |name, _| Ok(net.to_device(&read(checkpoint, name, layout)?)))?;
+        self.reported = step;
         let layout = net.buffers_layout();
         let mut buffers = read(checkpoint, "buffers", layout)?;
         replicate(model.comm(), layout, &mut buffers)?;
@@ -312,25 +252,5 @@ impl Engine for Gpu {
 
     fn profile(&self) -> Option<StepProfile> {
         None
-    }
-}
-
-impl Gpu {
-    /// Waits for mark `place` and reports its steps. Returns the score there; `before` is the score at the previous
-    /// mark.
-    fn read(
-        &mut self,
-        place: usize,
-        before: LossReport,
-        steps: std::ops::Range<u64>,
-        observer: &mut StepObserver<'_>,
-    ) -> mgpu::Result<LossReport> {
-        self.model.read_status(&mut self.marks[place].status)?;
-        let bytes = self.model.read(&mut self.marks[place].score)?;
-        let score: LossReport = Score::from_bytes(bytes).into();
-        let samples = (score.samples - before.samples).max(1);
-        let loss = (score.loss_sum - before.loss_sum) / samples as f64;
-        steps.for_each(|step| observer(step + 1, loss));
-        Ok(score)
     }
 }
