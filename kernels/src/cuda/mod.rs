@@ -34,6 +34,7 @@ mod memory;
 mod sources;
 mod state;
 mod stream;
+mod timing;
 mod usage;
 mod uses;
 
@@ -47,4 +48,5 @@ pub use memory::{Memory, Pinned, View};
 pub use sources::sources;
 pub use state::StepState;
 pub use stream::{Event, Stream};
+pub use timing::TimedEvent;
 pub use usage::Usage;

@@ -9,8 +9,8 @@
 //! synchronisation.
 //!
 //! Spans come from several sources: collectives, from a communicator that was passed to [`Timeline::observe`]; steps
-//! and updates, from [`DataParallel`](crate::DataParallel), which reports to its communicator's observer; and the
-//! program's own:
+//! and updates, from [`DataParallel`](crate::DataParallel), which reports to its communicator's observer; stages of a
+//! step on a GPU, from a [`StepTrace`](crate::device::StepTrace); and the program's own:
 //!
 //! ```
 //! # fn main() -> mgpu::Result<()> {
@@ -198,11 +198,15 @@ impl Timeline {
         Name(NameText::Registered(index as u32))
     }
 
+    /// Whether spans are recorded now.
+    pub fn is_recording(&self) -> bool {
+        self.state.as_ref().is_some_and(|state| state.recording.load(Relaxed))
+    }
+
     /// Starts a span.
     #[inline]
     pub fn begin(&self) -> SpanStart {
-        let recording = self.state.as_ref().is_some_and(|state| state.recording.load(Relaxed));
-        SpanStart(recording.then(now))
+        SpanStart(self.is_recording().then(now))
     }
 
     /// Ends a span.
@@ -224,8 +228,8 @@ impl Timeline {
         self.record_on(span, false);
     }
 
-    /// As [`record`](Self::record), on the track of the background thread if `background`.
-    fn record_on(&self, span: Span, background: bool) {
+    /// As [`record`](Self::record), on the track of reductions beside the rank's own work if `background`.
+    pub(crate) fn record_on(&self, span: Span, background: bool) {
         let Some(state) = &self.state else { return };
         if !state.recording.load(Relaxed) {
             return;
