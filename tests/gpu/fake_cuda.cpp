@@ -1,7 +1,8 @@
 // The driver API: devices, contexts, modules and launches. The device is fake, as its name says.
 //
 // FAKE_GPU_COUNT devices (2) of FAKE_GPU_MEMORY_MIB (4096) each. CUDA_VISIBLE_DEVICES selects among them as among
-// real ones. FAKE_CUDA_VERSION (13000) is the version of CUDA that the driver supports.
+// real ones. FAKE_CUDA_VERSION (13000) is the version of CUDA that the driver supports. Kernels are loaded when they
+// are launched first, which a capture forbids, unless FAKE_CUDA_LAZY_LOADING is 0.
 #include "fake_cuda.h"
 #include "shim.h"
 
@@ -321,7 +322,6 @@ struct Arguments {
     }
 };
 
-// Kernels are loaded when they are launched first, unless FAKE_CUDA_LAZY_LOADING is 0.
 bool lazy_loading() {
     static const bool lazy = env_number("FAKE_CUDA_LAZY_LOADING", 1) != 0;
     return lazy;

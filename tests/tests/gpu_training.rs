@@ -58,6 +58,30 @@ fn a_graph_gives_the_bits_of_single_launches() {
     }
 }
 
+#[test]
+fn epochs_of_any_length_give_the_bits_of_single_launches() {
+    let folder = tempfile::tempdir().unwrap();
+    write_tiny(folder.path());
+    let data = folder.path().to_str().unwrap();
+    let train = |ranks: u32, more: &[&str]| {
+        let arguments =
+            ["--data", data, "--kernels", "builtin", "--json", "--schedule", "constant", "--skip-test"];
+        run(on_gpus(ranks, TRAIN).args(arguments).args(more))
+    };
+    // Epochs of 12, 6 and 1 steps, in which some images are left out.
+    for (ranks, batch) in [(1, "5"), (1, "10"), (2, "25")] {
+        let whole = ["--batch", batch, "--steps", "31"];
+        let graphs = train(ranks, &whole).weights();
+        let single = train(ranks, &[&whole[..], &["--no-graph"]].concat()).weights();
+        assert_eq!(graphs, single, "{ranks} ranks, batch {batch}");
+        let kept = folder.path().join(format!("{ranks}-{batch}"));
+        let kept = ["--batch", batch, "--checkpoint-every", "7", "--checkpoint-dir", kept.to_str().unwrap()];
+        train(ranks, &[&kept[..], &["--steps", "17"]].concat()).expect(0, &[]);
+        let resumed = train(ranks, &[&kept[..], &["--steps", "31", "--resume"]].concat());
+        assert_eq!(graphs, resumed.expect(0, &["after step 17"]).weights(), "{ranks} ranks, batch {batch}");
+    }
+}
+
 /// What all ranks asked of the driver (see `tests/gpu/fake_counters.cpp`) in a training of so many epochs.
 fn driver_calls(ranks: u32, batch: &str, epochs: u64, data: &Path) -> [u64; 4] {
     let counters = data.join(format!("counters-{ranks}-{epochs}"));
@@ -131,6 +155,43 @@ fn gpu_and_cpu_training_agree() {
         let gpu = train(program, "gpu");
         assert!((cpu - gpu).abs() < tolerance * cpu, "{net}: {cpu} on the CPU, {gpu} on the GPU");
     }
+}
+
+#[test]
+fn every_epoch_has_the_samples_of_the_cpus() {
+    let folder = tempfile::tempdir().unwrap();
+    write_tiny(folder.path());
+    let losses = |mut program: Command| -> Vec<f64> {
+        let metrics = folder.path().join("metrics");
+        program.arg("--data").arg(folder.path()).args([
+            "--batch",
+            "5",
+            "--epochs",
+            "4",
+            "--skip-test",
+            "--metrics",
+        ]);
+        run(program.arg(&metrics)).expect(0, &[]);
+        let text = fs::read_to_string(&metrics).unwrap();
+        fs::remove_file(&metrics).unwrap();
+        let epochs = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+        epochs.map(|epoch| epoch["train_loss"].as_f64().unwrap()).collect()
+    };
+    let cpu = losses(command(TRAIN));
+    let mut gpu = on_gpus(1, TRAIN);
+    gpu.args(["--kernels", "builtin"]);
+    let gpu = losses(gpu);
+    assert_eq!(cpu.len(), 4);
+    assert!(cpu.iter().zip(&gpu).all(|(cpu, gpu)| (cpu - gpu).abs() < 1e-3 * cpu), "{cpu:?} and {gpu:?}");
+}
+
+#[test]
+fn the_first_calls_of_nccl_may_be_slow() {
+    // With the default timeouts. The fake refuses kernels that a capture would load.
+    let mut slow = on_gpus(2, TRAIN);
+    slow.env("FAKE_NCCL_FIRST_MS", "300").args(SMALL).args(["--steps", "5", "--skip-test"]);
+    let slow = run(&mut slow).weights();
+    assert_eq!(slow, train(2, &["--steps", "5", "--skip-test"]).weights());
 }
 
 #[test]

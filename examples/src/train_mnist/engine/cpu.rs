@@ -10,7 +10,7 @@ use mgpu_kernels::Storage;
 use mgpu_kernels::cuda::Device;
 
 use super::super::args::Args;
-use super::super::profile::{StepProfile, Sums};
+use super::super::profile::{Measured, StepProfile, Sums};
 use super::super::trainer::WARM_UP;
 use super::{Engine, StepObserver, Stretch, TrainingConfig, check_finite, over_ranks, read};
 use crate::data::{Dataset, IMAGE_LEN};
@@ -218,6 +218,6 @@ impl<E: Storage> Engine for Cpu<E> {
             optimizer: self.model.update_time() - *updated,
             steps: *steps,
         };
-        Some(StepProfile::new(self.net.threads(), (net, stages), rest))
+        Some(StepProfile::new(Measured::OnHost(self.net.threads()), (net, stages), rest))
     }
 }

@@ -6,17 +6,18 @@
 
 use std::sync::Arc;
 
-use mgpu::device::{DeviceDataParallel, Readback, StatusReadback};
+use mgpu::device::{DeviceDataParallel, Readback, StatusReadback, StepGraph};
 use mgpu::{DType, DeviceCommunicator, ReduceOp, Result, Sampler};
 use mgpu_kernels::cuda::{Memory, View};
 use mgpu_kernels::loss::cuda::Score;
 
-use super::super::StepObserver;
-use super::{Gpu, launch_each};
-use crate::nets::LossReport;
+use super::super::{StepObserver, TrainingConfig};
+use super::Gpu;
+use super::orders::TrainingSet;
+use crate::nets::{DeviceDropout, DeviceNet, LossReport};
 
 /// Steps that launch each kernel separately.
-const FIRST_STEPS: u64 = 3;
+pub(super) const FIRST_STEPS: u64 = 3;
 /// Steps in the largest graph.
 const STEPS_A_LAUNCH: u64 = 10;
 /// Launches that the host may be ahead of the GPU.
@@ -28,12 +29,20 @@ pub(super) struct LaunchMark {
     /// The score of all ranks, at the end of an epoch and where the trainer stops.
     total: Option<Readback>,
     status: StatusReadback,
-    /// Steps done at that position.
+    launch: Launch,
+}
+
+/// What was launched before a mark.
+#[derive(Debug, Clone, Copy, Default)]
+struct Launch {
+    /// Steps done after it.
     step: u64,
-    /// Whether the score was cleared before the launch.
+    /// Whether the score was cleared before it.
     is_first: bool,
-    /// Whether the score ends here.
+    /// Whether the score ends with it.
     is_last: bool,
+    /// Whether it was one step with a trace.
+    is_traced: bool,
 }
 
 impl LaunchMark {
@@ -43,9 +52,7 @@ impl LaunchMark {
             score: readback()?,
             total: (model.ranks() > 1).then(readback).transpose()?,
             status: StatusReadback::new(model)?,
-            step: 0,
-            is_first: false,
-            is_last: false,
+            launch: Launch::default(),
         })
     }
 }
@@ -99,17 +106,22 @@ impl Gpu {
         lengths.retain(|steps| (1..=self.training_config.steps_per_epoch).contains(steps));
         lengths.dedup();
         for steps in lengths {
-            let Gpu { model, net, train, training_config, .. } = self;
-            let graph =
-                model.capture(|model| launch_each(model, net, train.as_ref(), training_config, steps))?;
+            let graph = self.capture_steps(steps)?;
             self.graphs.push(graph);
         }
         Ok(())
     }
 
-    /// Launches that may be in flight: without graphs every step is reported when it ends.
+    /// Captures a graph of `steps` steps.
+    pub(super) fn capture_steps(&mut self, steps: u64) -> Result<StepGraph> {
+        let Gpu { model, net, train, training_config, .. } = self;
+        model.capture(|model| enqueue_steps(model, net, train.as_ref(), training_config, steps))
+    }
+
+    /// Launches that may be in flight. Without graphs, and if it is traced, a step is reported before the next one is
+    /// launched.
     pub(super) fn ahead(&self) -> usize {
-        if self.graphs.is_empty() { 1 } else { AHEAD }
+        if self.graphs.is_empty() || self.traces.wants(self.model.steps(), self.launched) { 1 } else { AHEAD }
     }
 
     /// Enqueues the next launch, which ends at `stop` at the latest, and its mark.
@@ -120,16 +132,19 @@ impl Gpu {
         let (step, per_epoch) = (self.model.steps(), self.training_config.steps_per_epoch);
         let epoch = step / per_epoch;
         let end = stop.min((epoch + 1) * per_epoch);
-        let steps = self.launch_length(end - step);
+        let is_traced = self.traces.wants(step, self.launched);
+        let steps = if is_traced { 1 } else { self.launch_length(end - step) };
+        let steps = if steps > self.traces.until_next(step) { 1 } else { steps };
         self.train.as_mut().expect("the training set is on the GPU").prepare(&self.model, sampler, epoch)?;
         let is_first = std::mem::take(&mut self.score_has_ended);
         if is_first {
             self.net.clear_score(self.model.stream())?;
         }
-        self.launch(steps)?;
+        if is_traced { self.launch_traced() } else { self.launch(steps) }?;
         self.launched += steps;
-        self.enqueue_mark(is_first, self.model.steps() == end)?;
-        self.score_has_ended = self.model.steps() % per_epoch == 0;
+        let step = self.model.steps();
+        self.enqueue_mark(Launch { step, is_first, is_last: step == end, is_traced })?;
+        self.score_has_ended = step.is_multiple_of(per_epoch);
         // The host shuffles while the GPU works.
         if (epoch + 1) * per_epoch < self.training_config.steps {
             let train = self.train.as_mut().expect("the training set is on the GPU");
@@ -143,17 +158,22 @@ impl Gpu {
         if let Some(graph) = self.graphs.iter().find(|graph| graph.steps() == steps) {
             return self.model.replay(graph);
         }
+        self.launch_each(steps)
+    }
+
+    /// Enqueues `steps` steps, kernel by kernel.
+    pub(super) fn launch_each(&mut self, steps: u64) -> Result<()> {
         let Gpu { model, net, train, training_config, .. } = self;
-        launch_each(model, net, train.as_ref(), training_config, steps)
+        enqueue_steps(model, net, train.as_ref(), training_config, steps)
     }
 
     /// Enqueues the read-backs after a launch.
-    fn enqueue_mark(&mut self, is_first: bool, is_last: bool) -> Result<()> {
+    fn enqueue_mark(&mut self, launch: Launch) -> Result<()> {
         let Gpu { model, net, total, idle, in_flight, .. } = self;
         let mut mark = idle.pop().map_or_else(|| LaunchMark::new(model), Ok)?;
-        (mark.step, mark.is_first, mark.is_last) = (model.steps(), is_first, is_last);
+        mark.launch = launch;
         model.enqueue_readback(net.score(), &mut mark.score)?;
-        if let Some(readback) = mark.total.as_mut().filter(|_| is_last) {
+        if let Some(readback) = mark.total.as_mut().filter(|_| launch.is_last) {
             model.enqueue_readback(total.enqueue(model, net.score())?, readback)?;
         }
         model.enqueue_status_readback(&mut mark.status)?;
@@ -166,19 +186,36 @@ impl Gpu {
         let mut mark = self.in_flight.pop_front().expect("a launch is in flight");
         self.model.read_status(&mut mark.status)?;
         let score: LossReport = Score::from_bytes(self.model.read(&mut mark.score)?).into();
-        let before = if mark.is_first { LossReport::default() } else { self.score };
+        let Launch { step, is_first, is_last, is_traced } = mark.launch;
+        let before = if is_first { LossReport::default() } else { self.score };
         let samples = (score.samples - before.samples).max(1);
         let loss = (score.loss_sum - before.loss_sum) / samples as f64;
         self.score = score;
-        if mark.is_last {
+        if is_last {
             self.epoch_score = match &mut mark.total {
                 Some(total) => Score::from_bytes(self.model.read(total)?).into(),
                 None => score,
             };
         }
-        let steps = std::mem::replace(&mut self.reported, mark.step)..mark.step;
+        if is_traced {
+            self.read_trace(step)?;
+        }
+        let steps = std::mem::replace(&mut self.reported, step)..step;
         self.idle.push(mark);
         steps.for_each(|step| observer(step + 1, loss));
         Ok(())
     }
+}
+
+/// Enqueues `steps` steps on the stream, kernel by kernel.
+fn enqueue_steps(
+    model: &mut DeviceDataParallel,
+    net: &mut DeviceNet,
+    train: Option<&TrainingSet>,
+    training_config: &TrainingConfig,
+    steps: u64,
+) -> mgpu::Result<()> {
+    let data = train.expect("the training set is on the GPU").data();
+    let dropout = DeviceDropout { seed: training_config.seed, first_sample: training_config.first_sample };
+    (0..steps).try_for_each(|_| net.step(model, data, Some(dropout)))
 }

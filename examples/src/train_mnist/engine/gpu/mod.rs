@@ -7,6 +7,7 @@
 
 mod launches;
 mod orders;
+mod traces;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -15,16 +16,18 @@ use launches::{LaunchMark, TotalScore};
 use mgpu::checkpoint::{Checkpoint, Snapshot};
 use mgpu::device::{DeviceConfig, DeviceDataParallel, StepGraph};
 use mgpu::replicate::{checksum, replicate, verify_equal};
+use mgpu::timeline::Timeline;
 use mgpu::{Communicator, DeviceCommunicator, Layout, Sampler};
 use mgpu_kernels::Precision;
 use mgpu_kernels::cuda::{self, Device, Libraries, Stream};
 use orders::TrainingSet;
+use traces::Traces;
 
 use super::super::args::Args;
 use super::super::profile::StepProfile;
 use super::{Engine, StepObserver, Stretch, TrainingConfig, check_finite, read};
 use crate::data::Dataset;
-use crate::nets::{DeviceData, DeviceDropout, DeviceNet, LossReport};
+use crate::nets::{DeviceData, DeviceNet, LossReport};
 
 /// The GPU options of the user.
 #[derive(Debug, Clone, Copy)]
@@ -38,6 +41,7 @@ pub(in super::super) struct Options {
 /// A network on this rank's GPU.
 pub(in super::super) struct Gpu {
     graphs: Vec<StepGraph>,
+    traces: Traces,
     model: DeviceDataParallel,
     net: DeviceNet,
     training_config: TrainingConfig,
@@ -66,11 +70,13 @@ impl Gpu {
         args: &Args,
         device: Arc<DeviceCommunicator>,
         host: Communicator,
+        timeline: &Timeline,
     ) -> mgpu::Result<Self> {
         let (set_up, options) = (Stream::new(device.device())?, args.gpu());
         let choice = cuda::AutotuneOptions { deterministic: true, libraries: options.libraries };
         let micro_batch = training_config.batch / training_config.micro_batches;
-        let net = DeviceNet::new(&args.net, micro_batch, options.precision, choice, &set_up)?;
+        let mut net = DeviceNet::new(&args.net, micro_batch, options.precision, choice, &set_up)?;
+        let traces = Traces::new(args, timeline, &mut net)?;
         let parameters = net.to_device(&net.initial_parameters(training_config.seed));
         let parallel =
             args.parallel.config(training_config.optimizer(&args.net), 1, training_config.micro_batches);
@@ -85,6 +91,7 @@ impl Gpu {
         model.stream().device().reset_memory_peak();
         Ok(Gpu {
             graphs: Vec::new(),
+            traces,
             model,
             net,
             training_config: *training_config,
@@ -121,19 +128,6 @@ impl Gpu {
     fn host_layout(&self) -> &Layout {
         self.net.host_layout()
     }
-}
-
-/// Enqueues `steps` steps on the stream, kernel by kernel.
-fn launch_each(
-    model: &mut DeviceDataParallel,
-    net: &mut DeviceNet,
-    train: Option<&TrainingSet>,
-    training_config: &TrainingConfig,
-    steps: u64,
-) -> mgpu::Result<()> {
-    let data = train.expect("the training set is on the GPU").data();
-    let dropout = DeviceDropout { seed: training_config.seed, first_sample: training_config.first_sample };
-    (0..steps).try_for_each(|_| net.step(model, data, Some(dropout)))
 }
 
 impl Engine for Gpu {
@@ -251,6 +245,6 @@ impl Engine for Gpu {
     }
 
     fn profile(&self) -> Option<StepProfile> {
-        None
+        self.traced_profile()
     }
 }
