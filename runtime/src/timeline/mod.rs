@@ -198,15 +198,11 @@ impl Timeline {
         Name(NameText::Registered(index as u32))
     }
 
-    /// Whether spans are recorded now.
-    pub fn is_recording(&self) -> bool {
-        self.state.as_ref().is_some_and(|state| state.recording.load(Relaxed))
-    }
-
     /// Starts a span.
     #[inline]
     pub fn begin(&self) -> SpanStart {
-        SpanStart(self.is_recording().then(now))
+        let recording = self.state.as_ref().is_some_and(|state| state.recording.load(Relaxed));
+        SpanStart(recording.then(now))
     }
 
     /// Ends a span.

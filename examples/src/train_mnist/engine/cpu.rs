@@ -105,6 +105,7 @@ impl<E: Storage> Engine for Cpu<E> {
         let Cpu { model, net, timeline, training_config, images, labels, score, profile, measured, .. } =
             self;
         let TrainingConfig { seed, first_sample, steps_per_epoch, .. } = *training_config;
+        let mut stretch = LossReport::default();
         while model.steps() < until {
             let step = model.steps();
             if *profile && measured.is_none() && step >= WARM_UP {
@@ -136,9 +137,10 @@ impl<E: Storage> Engine for Cpu<E> {
                 measured.communication +=
                     timeline.communication().unwrap_or_default() - communicated.unwrap_or_default();
             }
-            *score += report;
+            stretch += report;
             observer(step + 1, report.loss());
         }
+        *score += stretch;
         Ok(())
     }
 

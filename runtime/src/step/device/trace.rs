@@ -130,7 +130,7 @@ impl StepTrace {
     ) -> Result<()> {
         let Some(first) = self.events.first() else { return Ok(()) };
         let begin = clock.at + first.since(&clock.event)?.as_nanos() as u64;
-        let host = |time: Duration| (begin + time.as_nanos() as u64).clamp(limits.start, limits.end);
+        let host = |time: Duration| (begin + time.as_nanos() as u64).max(limits.start).min(limits.end);
         for DeviceSpan { name, number, bytes, time, exchange } in spans {
             let number = if *name == Name::STEP { Some(step) } else { *number };
             let (begin, end) = (host(time.start), host(time.end));
