@@ -173,6 +173,7 @@ API CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr* address, void* host, unsi
 // ---- Copies ----
 
 API CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void* from, size_t bytes) {
+    count(Count::Uploads);
     return now([=] { memcpy((void*)to, from, bytes); });
 }
 API CUresult cuMemcpyDtoH_v2(void* to, CUdeviceptr from, size_t bytes) {
@@ -185,6 +186,7 @@ API CUresult cuMemcpy(CUdeviceptr to, CUdeviceptr from, size_t bytes) { return c
 
 // Pageable memory is staged before the call returns; pinned memory is read when the copy runs.
 API CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
+    count(Count::Uploads);
     Work copy = [=] { memcpy((void*)to, from, bytes); };
     if (is_pinned(from)) return enqueue(stream, copy_pinned(from, copy));
     if (is_capturing(stream)) return enqueue(stream, copy);
