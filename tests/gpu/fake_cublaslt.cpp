@@ -156,14 +156,21 @@ struct MatmulWork {
     void* workspace;
     size_t workspace_size;
 
+    static constexpr const char* USER = "cublasLtMatmul";
+
+    static TensorView on_host(const TensorView& numbers, const Layout& layout) { return numbers.on_host(layout.len(), USER); }
+
     void operator()() const {
-        if (workspace_size) std::memset(workspace, 0xff, workspace_size);
+        if (workspace_size) std::memset(fake::device_bytes((CUdeviceptr)workspace, workspace_size, USER), 0xff, workspace_size);
+        const TensorView a = on_host(this->a, problem.a), b = on_host(this->b, problem.b), d = on_host(this->d, problem.d);
         const Product& product = problem.product;
         const bool tf32 = product.compute == COMPUTE_32F_FAST_TF32;
         const float wrong = fake::env_number("FAKE_CUBLASLT_WRONG", 0) ? 1.5f : 1.0f;
         const uint64_t rows = problem.rows(), depth = problem.depth();
         const std::vector<float> as = operands(a, problem.a.len(), tf32), bs = operands(b, problem.b.len(), tf32);
         // Rows are the fastest index.
+        const float* bias = nullptr;
+        if (product.epilogue != EPILOGUE_DEFAULT) bias = (const float*)fake::device_bytes((CUdeviceptr)product.bias, rows * 4, USER);
         std::vector<float> transposed(rows * depth);
         for (uint64_t k = 0; k < depth; ++k)
             for (uint64_t row = 0; row < rows; ++row)
@@ -176,7 +183,7 @@ struct MatmulWork {
             }
             for (uint64_t row = 0; row < rows; ++row) {
                 float value = alpha * wrong * sums[row];
-                if (product.epilogue != EPILOGUE_DEFAULT) value += static_cast<const float*>(product.bias)[row];
+                if (bias) value += bias[row];
                 // NaN becomes zero, as in the real library.
                 if (product.epilogue == EPILOGUE_RELU_BIAS && !(value > 0.0f)) value = 0.0f;
                 d.write(problem.d.at(row, column), value);
