@@ -46,8 +46,7 @@ fn compile_share(worker: usize, workers: usize) {
     let all =
         sources().into_iter().flat_map(|source| ARCHITECTURES.map(|architecture| (source, architecture)));
     let own = all.skip(worker).step_by(workers);
-    let found: Vec<String> =
-        own.flat_map(|(source, architecture)| problems(source, architecture)).collect();
+    let found: Vec<String> = own.flat_map(|(source, architecture)| problems(source, architecture)).collect();
     assert!(found.is_empty(), "{}", found.join("\n"));
 }
 

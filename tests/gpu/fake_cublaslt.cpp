@@ -4,7 +4,7 @@
 // when it runs, and is proposed first unless the scheme is masked out.
 //
 //   FAKE_CUBLASLT_FUSED=0    no epilogues
-//   FAKE_CUBLASLT_WRONG=1    results are wrong by a factor
+//   FAKE_CUBLASLT_WRONG=1    results are wrong by a factor; 2: only the one in the middle is wrong
 //   FAKE_CUBLASLT_CREATE=0   cublasLtCreate fails
 //   FAKE_CUBLASLT_CUDA=12080 built with CUDA 12.8; cublasLtCreate fails if the driver is of an older major version
 
@@ -156,21 +156,29 @@ struct MatmulWork {
     void* workspace;
     size_t workspace_size;
 
-    static constexpr const char* USER = "cublasLtMatmul";
-
-    static TensorView on_host(const TensorView& numbers, const Layout& layout) { return numbers.on_host(layout.len(), USER); }
-
     void operator()() const {
-        if (workspace_size) std::memset(fake::device_bytes((CUdeviceptr)workspace, workspace_size, USER), 0xff, workspace_size);
-        const TensorView a = on_host(this->a, problem.a), b = on_host(this->b, problem.b), d = on_host(this->d, problem.d);
+        const char* user = "cublasLtMatmul";
+        const Product& product = problem.product;
+        MatmulWork own = *this;
+        own.a = a.on_host(problem.a.len(), user);
+        own.b = b.on_host(problem.b.len(), user);
+        own.d = d.on_host(problem.d.len(), user);
+        own.workspace = fake::device_bytes((CUdeviceptr)workspace, workspace_size, user);
+        const size_t bias_size = product.epilogue == EPILOGUE_DEFAULT ? 0 : problem.rows() * 4;
+        own.problem.product.bias = fake::device_bytes((CUdeviceptr)product.bias, bias_size, user);
+        own.compute();
+    }
+
+    // With addresses of the host.
+    void compute() const {
+        if (workspace_size) std::memset(workspace, 0xff, workspace_size);
         const Product& product = problem.product;
         const bool tf32 = product.compute == COMPUTE_32F_FAST_TF32;
-        const float wrong = fake::env_number("FAKE_CUBLASLT_WRONG", 0) ? 1.5f : 1.0f;
+        const long kind = fake::env_number("FAKE_CUBLASLT_WRONG", 0);
+        const float wrong = kind == 1 ? 1.5f : 1.0f;
         const uint64_t rows = problem.rows(), depth = problem.depth();
         const std::vector<float> as = operands(a, problem.a.len(), tf32), bs = operands(b, problem.b.len(), tf32);
         // Rows are the fastest index.
-        const float* bias = nullptr;
-        if (product.epilogue != EPILOGUE_DEFAULT) bias = (const float*)fake::device_bytes((CUdeviceptr)product.bias, rows * 4, USER);
         std::vector<float> transposed(rows * depth);
         for (uint64_t k = 0; k < depth; ++k)
             for (uint64_t row = 0; row < rows; ++row)
@@ -183,9 +191,10 @@ struct MatmulWork {
             }
             for (uint64_t row = 0; row < rows; ++row) {
                 float value = alpha * wrong * sums[row];
-                if (bias) value += bias[row];
+                if (product.epilogue != EPILOGUE_DEFAULT) value += static_cast<const float*>(product.bias)[row];
                 // NaN becomes zero, as in the real library.
                 if (product.epilogue == EPILOGUE_RELU_BIAS && !(value > 0.0f)) value = 0.0f;
+                if (kind == 2 && column == problem.columns() / 2 && row == rows / 2) value += 4.0f;
                 d.write(problem.d.at(row, column), value);
             }
         }

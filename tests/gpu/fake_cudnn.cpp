@@ -1,15 +1,19 @@
 // The functions of cuDNN that the project uses, as strict as its documentation: descriptors of the wrong kind,
 // extents that do not fit, unsupported combinations of dtypes, and workspaces that are too small are errors;
-// workspaces are overwritten, as by a real algorithm. All algorithms are the same loops. The fastest claims to be
-// nondeterministic, and reports itself on standard error when it runs.
+// workspaces are overwritten, as by a real algorithm. All algorithms are the same loops. As in the real library, only
+// the first two of each pass support channels last, and the first one of each backward pass is nondeterministic; it
+// reports itself on standard error when it runs.
 //
 //   FAKE_CUDNN_WIDE_GRADIENT=1   the gradient of weights may be f32 with bfloat16 operands
 //   FAKE_CUDNN_FUSED=0           no fused bias and activation
-//   FAKE_CUDNN_WRONG=1           forward results are wrong by a factor
+//   FAKE_CUDNN_WRONG=1           forward results are wrong by a factor; 2: only the one in the middle is wrong
+//   FAKE_CUDNN_FILTER_WRONG=1    gradients of weights are wrong by a factor
+//   FAKE_CUDNN_COST=1            the algorithms differ in speed: see `cost`
 //   FAKE_CUDNN_CREATE=0          cudnnCreate fails
 //   FAKE_CUDNN_CUDA=12080        built with CUDA 12.8; cudnnCreate fails if the driver is of an older major version
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 
 #include "fake_cuda.h"
@@ -132,16 +136,45 @@ enum class Pass { Forward, BackwardData, BackwardFilter };
 struct Algorithm {
     int number;
     bool deterministic;
-    float milliseconds;   // as reported
+    bool channels_last;
 };
 
-// Fastest first. Number 4 is never supported.
-const Algorithm ALGORITHMS[] = {{3, false, 0.01f}, {1, true, 0.02f}, {0, true, 0.03f}, {5, true, 0.04f}};
+// The algorithms of a pass in the order of their numbers, which differ in meaning. Forward: implicit GEMM, with
+// precomputed indices, GEMM, direct, FFT, in tiles, Winograd in one and in several kernels. Gradient of the input: 0
+// (adds with atomics), 1, FFT, in tiles, Winograd twice. Gradient of the weights: 0 (atomics), 1, FFT, 3 (atomics),
+// Winograd in several kernels, FFT in tiles.
+const std::vector<Algorithm>& algorithms_of(Pass pass) {
+    static const std::vector<Algorithm> forward = {{0, true, true},  {1, true, true},  {2, true, false}, {3, true, false},
+                                                   {4, true, false}, {5, true, false}, {6, true, false}, {7, true, false}};
+    static const std::vector<Algorithm> data = {{0, false, true}, {1, true, true},  {2, true, false},
+                                                {3, true, false}, {4, true, false}, {5, true, false}};
+    static const std::vector<Algorithm> filter = {{0, false, true},  {1, true, true},  {2, true, false},
+                                                  {3, false, false}, {5, true, false}, {6, true, false}};
+    return pass == Pass::Forward ? forward : pass == Pass::BackwardData ? data : filter;
+}
 
-const Algorithm* known(int number) {
-    for (const Algorithm& algorithm : ALGORITHMS)
-        if (algorithm.number == number) return &algorithm;
+// All tensors have their channels last here.
+const Algorithm* supported(Pass pass, int number) {
+    for (const Algorithm& algorithm : algorithms_of(pass))
+        if (algorithm.number == number && algorithm.channels_last) return &algorithm;
     return nullptr;
+}
+
+// Milliseconds by which an algorithm is slower than the loops are. Of the forward algorithms the one with precomputed
+// indices is the better one for deep sums, gradients of the input are slower than the transposed convolution, and a
+// gradient of weights in f32 from bfloat16 operands is slower than one in bfloat16.
+int cost(Pass pass, const Layer& layer, int number) {
+    const bool deep = layer.w.h * layer.w.w * layer.w.c >= 64;
+    switch (pass) {
+    case Pass::Forward: return number == (deep ? 1 : 0) ? 0 : 8;
+    case Pass::BackwardData: return number == 0 ? 4 : 8;
+    default: return (number == 0 ? 4 : 0) + (layer.w.type != layer.x.type ? 8 : 0);
+    }
+}
+
+void wait(int milliseconds) {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(milliseconds);
+    while (std::chrono::steady_clock::now() < end) {}
 }
 
 // Workspace sizes differ between algorithms.
@@ -149,6 +182,7 @@ size_t workspace_of(const Layer& layer, int number) { return number == 0 ? 0 : l
 
 struct ConvolutionWork {
     Pass pass;
+    int number = 0;
     Layer layer;
     TensorView from, by, to;
     float alpha, beta;
@@ -170,13 +204,14 @@ struct ConvolutionWork {
         own.by = by.on_host((pass == Pass::Forward ? layer.w : layer.y).len(), user);
         own.to = to.on_host(result().len(), user);
         own.workspace = fake::device_bytes((CUdeviceptr)workspace, workspace_size, user);
-        const size_t bias_size = layer.y.c * (result().type == BFLOAT16 ? 2 : 4);
-        if (bias) own.bias = fake::device_bytes((CUdeviceptr)bias, bias_size, user);
+        const size_t bias_size = bias ? layer.y.c * (result().type == BFLOAT16 ? 2 : 4) : 0;
+        own.bias = fake::device_bytes((CUdeviceptr)bias, bias_size, user);
         own.compute();
     }
 
     // With addresses of the host.
     void compute() const {
+        if (fake::env_number("FAKE_CUDNN_COST", 0)) wait(cost(pass, layer, number));
         if (workspace_size) std::memset(workspace, 0xff, workspace_size);
         const Tensor& result = this->result();
         std::vector<float> sums(result.len(), 0.0f);
@@ -201,11 +236,14 @@ struct ConvolutionWork {
                 for (size_t f = 0; f < filters; ++f) fake::add(&sums[f * filter + tap], &x[from], y[to + f], channels);
             }
         });
-        const float wrong = pass == Pass::Forward && fake::env_number("FAKE_CUDNN_WRONG", 0) ? 1.5f : 1.0f;
+        const char* fault = pass == Pass::BackwardFilter ? "FAKE_CUDNN_FILTER_WRONG" : "FAKE_CUDNN_WRONG";
+        const long kind = pass == Pass::BackwardData ? 0 : fake::env_number(fault, 0);
+        const float wrong = kind == 1 ? 1.5f : 1.0f;
         for (size_t at = 0; at < sums.size(); ++at) {
             float value = alpha * wrong * sums[at] + (beta == 0.0f ? 0.0f : beta * to.read(at));
             if (bias) value += TensorView{const_cast<void*>(bias), result.type == BFLOAT16}.read(at % (layer.y.c));
             if (relu && !(value > 0.0f) && !(keeps_nan && std::isnan(value))) value = 0.0f;
+            if (kind == 2 && at == sums.size() / 2) value += 4.0f;
             to.write(at, value);
         }
     }
@@ -222,9 +260,10 @@ Status check_addresses(const ConvolutionWork& run, size_t needed) {
 }
 
 Status start(Handle* handle, const ConvolutionWork& run, int number) {
-    const Algorithm* algorithm = known(number);
+    const Algorithm* algorithm = supported(run.pass, number);
     if (!algorithm) return NOT_SUPPORTED;
     ConvolutionWork exact = run;
+    exact.number = number;
     exact.workspace_size = workspace_of(run.layer, number);
     if (const Status status = check_addresses(run, exact.workspace_size)) return status;
     if (handle->ordinal != fake::current_device()) return EXECUTION_FAILED;
@@ -248,7 +287,7 @@ Status layer_of(Pass pass, void* from, void* by, void* convolution, void* to, La
 ConvolutionWork prepare(Pass pass, const Layer& layer, const void* from, const void* by, void* to) {
     const bool narrow = layer.x.type == BFLOAT16, narrow_w = layer.w.type == BFLOAT16;
     auto numbers = [&](const void* address, bool is_w) { return TensorView{const_cast<void*>(address), is_w ? narrow_w : narrow}; };
-    ConvolutionWork run{pass, layer, numbers(from, pass == Pass::BackwardData), numbers(by, pass == Pass::Forward),
+    ConvolutionWork run{pass, 0, layer, numbers(from, pass == Pass::BackwardData), numbers(by, pass == Pass::Forward),
             numbers(to, pass == Pass::BackwardFilter), 1.0f, 0.0f};
     return run;
 }
@@ -270,17 +309,22 @@ Status rank(
     if (!count || !timings || wanted < 1) return BAD_PARAM;
     Layer layer;
     if (const Status status = layer_of(pass, from, by, convolution, to, layer)) return status;
-    *count = 0;
+    // First the supported algorithms in the order of their expected times, for both math types; then the others.
+    std::vector<Timing> all;
     for (int math : {layer.convolution.math, int(DEFAULT_MATH)}) {
-        for (const Algorithm& algorithm : ALGORITHMS) {
-            if (*count == wanted) return SUCCESS;
-            timings[(*count)++] = Timing{algorithm.number, SUCCESS, algorithm.milliseconds, workspace_of(layer, algorithm.number),
-                                         algorithm.deterministic, math, {}};
+        for (const Algorithm& algorithm : algorithms_of(pass)) {
+            const int number = algorithm.number;
+            const bool known = algorithm.channels_last;
+            all.push_back(Timing{number, known ? SUCCESS : NOT_SUPPORTED, known ? 0.01f * float(1 + cost(pass, layer, number)) : -1.0f,
+                                 known ? workspace_of(layer, number) : 0, algorithm.deterministic, math, {}});
         }
         if (math == DEFAULT_MATH) break;
     }
-    std::stable_sort(timings, timings + *count, [](const Timing& a, const Timing& b) { return a.milliseconds < b.milliseconds; });
-    if (*count < wanted) timings[(*count)++] = Timing{4, NOT_SUPPORTED, -1.0f, 0, 1, layer.convolution.math, {}};
+    std::stable_sort(all.begin(), all.end(), [](const Timing& a, const Timing& b) {
+        return a.status != b.status ? a.status < b.status : a.milliseconds < b.milliseconds;
+    });
+    *count = std::min(wanted, int(all.size()));
+    std::copy_n(all.begin(), *count, timings);
     return SUCCESS;
 }
 
@@ -289,7 +333,7 @@ Status workspace_size(Pass pass, void* handle, void* from, void* by, void* convo
     if (!bytes) return NULL_POINTER;
     Layer layer;
     if (const Status status = layer_of(pass, from, by, convolution, to, layer)) return status;
-    if (!known(number)) return NOT_SUPPORTED;
+    if (!supported(pass, number)) return NOT_SUPPORTED;
     *bytes = workspace_of(layer, number);
     return SUCCESS;
 }

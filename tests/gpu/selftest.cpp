@@ -63,6 +63,23 @@ void product(const char* name, unsigned depth) {
     }
 }
 
+// Sums that are not representable: 1 plus small products, which truncation loses.
+void truncated() {
+    std::vector<float> a(16 * 16, 0.0f), b(16 * 8, 1.0f);
+    for (unsigned row = 0; row < 16; ++row) a[row * 16] = 0x1.8p-24f, a[row * 16 + 8] = -0x1p-26f;
+    const Buffer<float> left(a), right(b), out(16 * 8);
+    OK(launch(kernel("selftest_mma_bf16"), 1, 32, 0, nullptr, left.address, right.address, out.address));
+    // To nearest, 1 + 1.5 * 2^-24 is the next number. Truncated it is 1, and less 2^-26 the number before 1.
+    const bool truncates = fake::env_number("FAKE_GPU_TRUNCATE", 0) != 0;
+    CHECK(out.read()[0] == (truncates ? 0x1.fffffep-1f : 0x1.000002p0f));
+}
+
+void packs(unsigned skipped) {
+    const Buffer<float> from(ramp(20)), to(20);
+    OK(launch(kernel("selftest_copy_packs"), 1, 4, 0, nullptr, from.address + 4 * skipped, to.address));
+    CHECK(to.read()[15] == from.read()[15 + skipped]);
+}
+
 // Prints the result, for comparison between thread orders.
 void no_barrier() {
     const Buffer<float> in(ramp(64)), out(64);
@@ -374,6 +391,9 @@ int main(int count, char** words) {
     else if (name == "lanes") lanes();
     else if (name == "mma_bf16") product("selftest_mma_bf16", 16);
     else if (name == "mma_tf32") product("selftest_mma_tf32", 8);
+    else if (name == "truncated") truncated();
+    else if (name == "aligned") packs(4);
+    else if (name == "misaligned") packs(1);
     else if (name == "no_barrier") no_barrier();
     else if (name == "half_a_barrier") half_a_barrier();
     else if (name == "limits") limits();

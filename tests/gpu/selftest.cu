@@ -85,3 +85,8 @@ KERNEL(selftest_axpy)(f32 a, const f32* x, f32* y, u64 length) {
 }
 
 KERNEL(selftest_count)(u32* counter) { atomicAdd(counter, 1u); }
+
+// Copies 16 bytes at a time.
+KERNEL(selftest_copy_packs)(const f32* from, f32* to) {
+    store_pack<4>(to + threadIdx.x * 4, load_pack<4>(from + threadIdx.x * 4));
+}

@@ -182,6 +182,12 @@ class Engine {
         }
     }
 
+    [[noreturn]] void fail(const char* what) {
+        const uint3 block = shim_now.block;
+        fprintf(stderr, "FAKE GPU: kernel %s, block (%u, %u, %u): %s\n", kernel->name, block.x, block.y, block.z, what);
+        abort();
+    }
+
   private:
     void run_block() {
         living = count;
@@ -327,12 +333,6 @@ class Engine {
         }
     }
 
-    [[noreturn]] void fail(const char* what) {
-        const uint3 block = shim_now.block;
-        fprintf(stderr, "FAKE GPU: kernel %s, block (%u, %u, %u): %s\n", kernel->name, block.x, block.y, block.z, what);
-        abort();
-    }
-
     [[noreturn]] void fail_stuck() {
         unsigned in_warp = 0, example = 0;
         for (unsigned thread = 0; thread < count; ++thread) {
@@ -376,6 +376,14 @@ Engine& engine() {
     return *own;
 }
 
+// What the compiler passes to the handler of an access at a misaligned address.
+struct Access {
+    const char* file;
+    unsigned line, column;
+    const void* type;
+    unsigned char log_alignment, kind;
+};
+
 void fiber_main() { engine().fiber_loop(); }
 
 Kernel*& kernels() {
@@ -404,5 +412,13 @@ void launch(const Kernel& kernel, dim3 blocks, dim3 threads, unsigned shared, vo
 void warp_call(WarpCall& call) { engine().warp_call(call); }
 
 }   // namespace shim
+
+// Kernels are compiled with -fsanitize=alignment: a GPU faults at an address that is not a multiple of the access.
+extern "C" void __ubsan_handle_type_mismatch_v1_abort(const shim::Access* access, size_t address) {
+    char text[200];
+    snprintf(text, sizeof text, "misaligned address: %zx is not a multiple of %u (%s:%u)", address,
+             1u << access->log_alignment, access->file, access->line);
+    shim::engine().fail(text);
+}
 
 void __syncthreads() { shim::engine().barrier(); }

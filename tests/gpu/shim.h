@@ -4,7 +4,8 @@
 // for others (a barrier, a shuffle), so kernels without either run each thread to its end. Real blocks and warps run
 // in any order; FAKE_GPU_ORDER=forward|reverse|shuffled (with FAKE_GPU_SEED) selects the order of blocks, and of
 // threads between two waits. A kernel whose result depends on it lacks a barrier. A barrier that a live thread of the
-// block never reaches ends the process with the kernel's name.
+// block never reaches ends the process with the kernel's name, as does an access at a misaligned address.
+// FAKE_GPU_TRUNCATE=1 makes tensor cores truncate their sums, as real ones do.
 //
 // This header is included before each source, `device.cuh` second; see fake_gpu.rs for the whole command.
 #pragma once

@@ -1,4 +1,6 @@
 // Warp functions: computed for all lanes at once, by the lane that arrives last.
+#include <cmath>
+#include <cstdlib>
 #include <cstring>
 
 #include "shim.h"
@@ -51,8 +53,36 @@ float bf16_half(unsigned pair, unsigned half) { return from_bits(half == 0 ? pai
 // Tensor cores ignore the lower 13 bits of the mantissa of TF32 operands.
 float tf32(unsigned bits) { return from_bits(bits & 0xffffe000u); }
 
+// With FAKE_GPU_TRUNCATE=1 products are added as tensor cores do: eight at a time to the sum so far, exactly, and the
+// result loses all bits beyond those of an f32. So each step's error is towards zero, up to 2^-23 of the sum.
+bool truncates() {
+    static const char* text = getenv("FAKE_GPU_TRUNCATE");
+    return text != nullptr && *text == '1';
+}
+
+float towards_zero(double value) {
+    const float nearest = (float)value;
+    return std::fabs((double)nearest) > std::fabs(value) ? std::nextafterf(nearest, 0.0f) : nearest;
+}
+
+template <unsigned K>
+void multiply_truncating(WarpCall* const lanes[LANES], const float (&a)[16][K], const float (&b)[K][8]) {
+    for (unsigned lane = 0; lane < LANES; ++lane) {
+        float* d = ((const MmaLane*)lanes[lane]->in)->d;
+        for (unsigned i = 0; i < 4; ++i) {
+            const unsigned row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+            for (unsigned first = 0; first < K; first += 8) {
+                double sum = d[i];
+                for (unsigned k = first; k < first + 8; ++k) sum += (double)a[row][k] * b[k][column];
+                d[i] = towards_zero(sum);
+            }
+        }
+    }
+}
+
 template <unsigned K>
 void multiply(WarpCall* const lanes[LANES], const float (&a)[16][K], const float (&b)[K][8]) {
+    if (truncates()) return multiply_truncating(lanes, a, b);
     float sum[16][8] = {};
     for (unsigned row = 0; row < 16; ++row) {
         for (unsigned k = 0; k < K; ++k) {

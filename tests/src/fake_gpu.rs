@@ -51,6 +51,9 @@ const FLAGS: [&str; 9] = [
     "-DMGPU_SHIM",
 ];
 
+/// Kernels only: an access at an address that is not a multiple of its type's alignment calls a function of the shim.
+const KERNEL_FLAGS: [&str; 2] = ["-fsanitize=alignment", "-fno-sanitize-recover=alignment"];
+
 /// The folder of the libraries; builds them if needed.
 ///
 /// # Panics
@@ -106,11 +109,17 @@ pub fn launched(launcher: impl AsRef<Path>, ranks: u32) -> Command {
     launcher
 }
 
+/// A file for the C++ compiler.
+struct CxxSource {
+    text: String,
+    is_kernel: bool,
+}
+
 /// The inputs of the object.
 struct Inputs {
     /// The sources by the name of their object file: a few lines that include the file itself, with hashes of its
     /// inputs in a comment.
-    sources: BTreeMap<String, String>,
+    sources: BTreeMap<String, CxxSource>,
     flags: Vec<OsString>,
     compiler: OsString,
     /// The sources of the fakes' own test, which are not part of the object.
@@ -145,10 +154,11 @@ impl Inputs {
             let extension = file.extension().unwrap_or_default().to_str();
             let inputs = |headers: u64| format!("// {headers:016x} {:016x}\n", hash(&read(&file)));
             if extension == Some("cpp") {
-                sources.insert(name, inputs(for_fakes) + &format!("#include \"{}\"\n", file.display()));
+                let text = inputs(for_fakes) + &format!("#include \"{}\"\n", file.display());
+                sources.insert(name, CxxSource { text, is_kernel: false });
             } else if extension == Some("cu") {
-                let text = wrap(&name, &file, &fakes.join("shim.h"), &device);
-                sources.insert(name, inputs(for_kernels) + &text);
+                let text = inputs(for_kernels) + &wrap(&name, &file, &fakes.join("shim.h"), &device);
+                sources.insert(name, CxxSource { text, is_kernel: true });
             }
         }
 
@@ -167,7 +177,7 @@ impl Inputs {
         let root = target().join("fake-gpu");
         let objects = root.join("objects");
         fs::create_dir_all(&objects).expect("a folder under target");
-        let all: String = self.sources.values().map(|text| format!("{:x}\n", self.key(text))).collect();
+        let all: String = self.sources.values().map(|source| format!("{:x}\n", self.key(source))).collect();
         let headers = self.selftest[0].with_file_name("selftest.h");
         let selftest: String = self.selftest.iter().chain([&headers]).map(|file| read(file)).collect();
         let folder = root.join(format!("{:016x}", hash(&(all + &selftest + &NAMES.concat()))));
@@ -188,12 +198,17 @@ impl Inputs {
         folder
     }
 
-    fn key(&self, text: &str) -> u64 {
-        hash(&format!("{:?}{:?}{text}", self.flags, self.compiler))
+    fn flags(&self, source: &CxxSource) -> Vec<OsString> {
+        let more: &[&str] = if source.is_kernel { &KERNEL_FLAGS } else { &[] };
+        self.flags.iter().cloned().chain(more.iter().map(OsString::from)).collect()
     }
 
-    fn object(&self, objects: &Path, name: &str, text: &str) -> PathBuf {
-        objects.join(format!("{name}-{:016x}.o", self.key(text)))
+    fn key(&self, source: &CxxSource) -> u64 {
+        hash(&format!("{:?}{:?}{}", self.flags(source), self.compiler, source.text))
+    }
+
+    fn object(&self, objects: &Path, name: &str, source: &CxxSource) -> PathBuf {
+        objects.join(format!("{name}-{:016x}.o", self.key(source)))
     }
 
     /// Compiles everything that no earlier build has compiled, on all cores.
@@ -201,16 +216,16 @@ impl Inputs {
         let sources: Vec<_> = self.sources.iter().collect();
         let (next, failures) = (AtomicUsize::new(0), Mutex::new(String::new()));
         let work = || {
-            while let Some((name, text)) = sources.get(next.fetch_add(1, Ordering::Relaxed)) {
-                let object = self.object(objects, name, text);
+            while let Some((name, source)) = sources.get(next.fetch_add(1, Ordering::Relaxed)) {
+                let object = self.object(objects, name, source);
                 if object.exists() {
                     continue;
                 }
-                let source = building.join(format!("{name}.cpp"));
-                fs::write(&source, text).expect("a file under target");
+                let file = building.join(format!("{name}.cpp"));
+                fs::write(&file, &source.text).expect("a file under target");
                 let part = building.join(format!("{name}.o"));
                 let mut command = Command::new(&self.compiler);
-                command.args(&self.flags).arg("-c").arg(&source).arg("-o").arg(&part);
+                command.args(self.flags(source)).arg("-c").arg(&file).arg("-o").arg(&part);
                 match self.run(&mut command) {
                     Ok(()) => fs::rename(&part, &object).expect("the object just compiled"),
                     Err(output) => failures.lock().expect("no panic holds it").push_str(&output),
@@ -225,7 +240,7 @@ impl Inputs {
 
     fn link(&self, objects: &Path, folder: &Path) {
         let library = folder.join(OBJECT);
-        let parts = self.sources.iter().map(|(name, text)| self.object(objects, name, text));
+        let parts = self.sources.iter().map(|(name, source)| self.object(objects, name, source));
         let mut command = Command::new(&self.compiler);
         command.args(["-shared", "-pthread", "-Wl,--no-undefined", "-Wl,-Bsymbolic"]);
         command.arg(format!("-Wl,-soname,{OBJECT}")).args(parts).arg("-o").arg(&library).arg("-ldl");

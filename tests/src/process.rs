@@ -75,7 +75,7 @@ pub fn command(program: impl AsRef<Path>) -> Command {
     for name in OWN {
         command.env_remove(name);
     }
-    command.env_remove("XDG_CACHE_HOME").env("HOME", "/nonexistent").stdin(Stdio::null());
+    command.env_remove("XDG_CACHE_HOME").env("HOME", "/dev/null/home").stdin(Stdio::null());
     command
 }
 

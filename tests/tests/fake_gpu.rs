@@ -45,6 +45,23 @@ fn the_tensor_cores_products_are_right() {
 }
 
 #[test]
+fn tensor_cores_truncate_on_request() {
+    passes("truncated");
+    for name in ["truncated", "mma_bf16", "mma_tf32"] {
+        case(&[name], &[("FAKE_GPU_TRUNCATE", "1")]).expect(0, &[]);
+    }
+}
+
+#[test]
+fn a_misaligned_access_is_reported() {
+    passes("aligned");
+    let finished = case(&["misaligned"], &[]);
+    assert_eq!(finished.code, None, "{finished:#?}");
+    let text = "kernel selftest_copy_packs, block (0, 0, 0): misaligned address";
+    assert!(finished.stderr.contains(text) && finished.stderr.contains("a multiple of 16"), "{finished:#?}");
+}
+
+#[test]
 fn a_missing_barrier_makes_the_result_depend_on_thread_order() {
     let out = |order| case(&["no_barrier"], &[("FAKE_GPU_ORDER", order)]).expect(0, &[]).stdout.clone();
     assert_ne!(out("forward"), out("reverse"));

@@ -15,12 +15,13 @@ fn gpu_check() -> Command {
     fake_gpu::command(env!("CARGO_BIN_EXE_t-gpu_check"))
 }
 
-/// Runs the quick checks with a thread order and a seed.
-fn quick(order: &str, seed: &str) -> Finished {
+/// Runs the quick checks with a thread order, a seed, and tensor cores that truncate their sums or round them.
+fn quick(order: &str, seed: &str, truncate: bool) -> Finished {
     let folder = tempfile::tempdir().expect("a folder");
     let json = folder.path().join("results.json");
     let mut command = gpu_check();
     command.env("FAKE_GPU_ORDER", order).env("FAKE_GPU_SEED", seed);
+    command.env("FAKE_GPU_TRUNCATE", if truncate { "1" } else { "0" });
     let finished = run(command.args(["--quick", "--seed", seed, "--json"]).arg(&json));
     finished.expect(0, &["on FAKE GPU (tests only), 0 failed", &format!("seed {seed}")]);
     let text = std::fs::read_to_string(json).expect("the results");
@@ -40,17 +41,17 @@ fn quick(order: &str, seed: &str) -> Finished {
 
 #[test]
 fn all_kernels_are_right_with_threads_forward() {
-    quick("forward", "1");
+    quick("forward", "1", false);
 }
 
 #[test]
-fn all_kernels_are_right_with_threads_in_reverse() {
-    quick("reverse", "2");
+fn all_kernels_are_right_with_threads_in_reverse_and_truncated_sums() {
+    quick("reverse", "2", true);
 }
 
 #[test]
 fn all_kernels_are_right_with_threads_shuffled() {
-    quick("shuffled", "3");
+    quick("shuffled", "3", false);
 }
 
 /// As many multiprocessors as an H100 has: they choose grids, tiles and the depth of splits, and so the order of sums.
@@ -81,6 +82,9 @@ fn a_wrong_kernel_is_detected() {
         ("conv_forward_bf16_scalar", "dense forward"),
         ("conv_sum_f32", "conv backward_bias"),
         ("conv_flip_f32", "conv flip"),
+        ("conv_plain_backward_weights_bf16", "conv plain"),
+        ("compare_random_f32", "compare random"),
+        ("compare_bf16", "compare results"),
         ("digest_hash_f32", "digest hash"),
         ("dropout_apply_f32", "dropout"),
         ("gather_batch_bf16", "gather batch"),
@@ -190,6 +194,50 @@ fn nothing_is_measured_on_a_fake_gpu() {
     let finished = run(gpu_check().arg("--bandwidth"));
     finished.expect(0, &["FAKE GPU (tests only)", "is not measured"]);
     assert!(!finished.stdout.contains("GB/s"));
+}
+
+/// `gpu_check --layers` lists every candidate of every layer with its fate. It reports no times of a fake.
+#[test]
+fn candidates_of_layers_are_listed() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let json = folder.path().join("layers.json");
+    let mut command = gpu_check();
+    command.env("FAKE_CUBLASLT_WRONG", "1");
+    let finished = run(command.args(["--layers", "--only", "lenet5", "--json"]).arg(&json));
+    // Five layers, three precisions; the first has no gradient of its input.
+    finished.expect(0, &["a fake GPU is not timed", "42 passes, 0 failed, 0 left out"]);
+    let text = std::fs::read_to_string(&json).expect("the results");
+    let results: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    assert_eq!(
+        (&results[0]["fake"], &results[0]["peaks"]),
+        (&serde_json::json!(true), &serde_json::Value::Null)
+    );
+    let rows = results[1].as_array().expect("an array");
+    assert_eq!(rows.len(), 42);
+    for row in rows {
+        let candidates = row["candidates"].as_array().expect("an array");
+        assert_eq!(candidates[0]["name"], "built in", "{row}");
+        assert!(row["bound_ms"].is_null() && candidates.iter().all(|candidate| candidate["ms"].is_null()));
+        let of = |library: &str| -> Vec<&serde_json::Value> {
+            let is_its =
+                |candidate: &&serde_json::Value| candidate["name"].as_str().unwrap_or("").contains(library);
+            candidates.iter().filter(is_its).collect()
+        };
+        let layer = row["layer"].as_str().expect("a description");
+        if layer.contains(" to ") {
+            let deviates = |candidate: &&serde_json::Value| {
+                candidate["rejected"].as_str().is_some_and(|why| why.contains("results deviate"))
+            };
+            assert!(!of("cuBLASLt").is_empty() && of("cuBLASLt").iter().all(deviates), "{row}");
+        } else if layer.contains("x1x28x28") {
+            assert_eq!(candidates.len(), 1, "images of one channel: {row}");
+        } else {
+            assert!(of("cuDNN").iter().any(|candidate| candidate["rejected"].is_null()), "{row}");
+        }
+    }
+    assert!(!finished.stdout.contains(" ms") && !finished.stdout.contains("GB/s"), "times of a fake");
+    // No time at all: nothing is begun.
+    run(gpu_check().args(["--layers", "--budget", "0"])).expect(0, &["0 passes, 0 failed", "left out"]);
 }
 
 #[test]

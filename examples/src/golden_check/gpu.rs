@@ -29,7 +29,11 @@ impl Gpu {
         args: &Args,
     ) -> Result<Self, Box<dyn Error>> {
         let set_up = Stream::new(device.device())?;
-        let options = AutotuneOptions { deterministic: true, libraries: args.kernels };
+        let options = AutotuneOptions {
+            libraries: args.kernels,
+            narrow_gradients: args.narrow_gradients,
+            ..AutotuneOptions::default()
+        };
         let micro_batches = args.parallel.micro_batches(batch, device.size())?;
         let spec = Spec::named(&golden.net)?;
         let net = DeviceNet::new(&spec, batch / micro_batches, args.precision, options, &set_up)?;

@@ -61,6 +61,9 @@ struct Args {
     /// Kernels of convolutions and dense layers on a GPU: auto (the fastest) or builtin (our own).
     #[arg(long, value_name = "NAME", default_value_t = Libraries::Auto)]
     kernels: Libraries,
+    /// With --precision bf16 on a GPU: round gradients of weights to bf16 wherever that makes them faster.
+    #[arg(long)]
+    narrow_gradients: bool,
     /// Convolution algorithm on the CPU: auto (the one expected to be fastest for each layer) or direct.
     #[arg(long, value_name = "NAME", default_value = "auto")]
     conv: ConvPolicy,
@@ -191,6 +194,7 @@ impl Args {
             ("--data", format!("{} images with checksum {:016x}", train.len(), train.checksum())),
             ("--precision", self.precision.to_string()),
             ("--kernels", self.kernels.to_string()),
+            ("--narrow-gradients", self.narrow_gradients.to_string()),
             ("--conv", format!("{:?}", self.conv).to_lowercase()),
         ];
         settings.extend(self.parallel.settings());

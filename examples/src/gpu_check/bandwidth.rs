@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use mgpu_kernels::Precision;
 use mgpu_kernels::conv::gpu::Conv;
-use mgpu_kernels::cuda::{AutotuneOptions, Memory, Result, StepState, Stream};
+use mgpu_kernels::cuda::{AutotuneOptions, Memory, Result, StepState, Stream, View};
 use mgpu_kernels::optimizer::Factors;
 use mgpu_kernels::optimizer::chunk::chunks;
 use mgpu_kernels::optimizer::cuda::{Arenas, UpdatePlan};
@@ -61,14 +61,20 @@ fn time(stream: &Stream, work: impl Fn() -> Result<()>) -> Result<f64> {
     Ok((best[1] - best[0]) / f64::from(LONG - SHORT))
 }
 
-pub(super) fn measure(stream: &Stream) -> Result<Vec<Figure>> {
+/// The rate at which memory is copied, in GB/s.
+pub(super) fn copy(stream: &Stream) -> Result<f64> {
+    let arena = || Memory::zeroed(stream.device(), DType::F32, PARAMETERS);
+    let (from, to) = (arena()?, arena()?);
+    let seconds = time(stream, || stream.copy(from.view(), to.view()))?;
+    // One read and one write.
+    Ok(8.0 * PARAMETERS as f64 / seconds / 1e9)
+}
+
+/// The rate at which Adam's update moves memory, in GB/s.
+fn update(stream: &Stream) -> Result<f64> {
     let device = stream.device();
     let arena = || Memory::zeroed(device, DType::F32, PARAMETERS);
     let (gradients, params, first, second) = (arena()?, arena()?, arena()?, arena()?);
-    let copied = time(stream, || stream.copy(gradients.view(), params.view()))?;
-    // One read and one write.
-    let copy = 8.0 * PARAMETERS as f64 / copied / 1e9;
-
     let copies = Memory::zeroed(device, DType::Bf16, PARAMETERS)?;
     let optimizer = Optimizer::Adam(Adam::default());
     let state = StepState::after(0).upload(stream)?;
@@ -84,45 +90,72 @@ pub(super) fn measure(stream: &Stream) -> Result<Vec<Figure>> {
         average: None,
         copy: Some(copies.view()),
     };
-    let updated = time(stream, || cuda::update(stream, &optimizer, state.view(), table.view(), &arenas))?;
+    let seconds = time(stream, || cuda::update(stream, &optimizer, state.view(), table.view(), &arenas))?;
     // Four arenas read, three written, and a copy of half the size.
-    let update = 30.0 * PARAMETERS as f64 / updated / 1e9;
-    drop((gradients, params, first, second, copies));
+    Ok(30.0 * PARAMETERS as f64 / seconds / 1e9)
+}
 
+/// The operands of a large matrix product.
+struct Product {
+    precision: Precision,
+    shape: dense::DenseShape,
+    x: Memory,
+    w: Memory,
+    bias: Memory,
+    y: Memory,
+}
+
+impl Product {
+    fn new(stream: &Stream, precision: Precision) -> Result<Self> {
+        let matrix = || -> Result<Memory> {
+            let matrix = Memory::zeroed(stream.device(), precision.storage(), SIDE * SIDE)?;
+            mgpu_kernels::arena::cuda::fill(stream, matrix.view(), 0.37)?;
+            Ok(matrix)
+        };
+        let bias = Memory::zeroed(stream.device(), DType::F32, SIDE)?;
+        let shape = dense::DenseShape { inputs: SIDE, outputs: SIDE };
+        Ok(Product { precision, shape, x: matrix()?, w: matrix()?, bias, y: matrix()? })
+    }
+
+    /// TFLOP/s of `work`, which gets the operands and the result.
+    fn rate(&self, stream: &Stream, work: impl Fn([View<'_>; 4]) -> Result<()>) -> Result<f64> {
+        let views = [&self.x, &self.w, &self.bias, &self.y].map(Memory::view);
+        let seconds = time(stream, || work(views))?;
+        Ok(2.0 * (SIDE as f64).powi(3) / seconds / 1e12)
+    }
+
+    fn built_in(&self, stream: &Stream) -> Result<f64> {
+        let &Product { precision, ref shape, .. } = self;
+        self.rate(stream, |[x, w, b, y]| {
+            dense::cuda::forward(stream, shape, SIDE, precision, x, w, b, dense::cuda::LINEAR, y)
+        })
+    }
+
+    fn fastest(&self, stream: &Stream) -> Result<f64> {
+        let (shape, options) = (dense::cuda::convolution(&self.shape), AutotuneOptions::default());
+        let layer = Conv::new(stream, shape, SIDE, self.precision, 1.0, false, options)?;
+        outln!("{}", layer.describe());
+        let space = Memory::zeroed(stream.device(), DType::F32, layer.workspace_bytes().div_ceil(4))?;
+        self.rate(stream, |[x, w, b, y]| layer.forward(stream, SIDE, x, w, b, y, space.view()))
+    }
+}
+
+/// TFLOP/s of the fastest large matrix product.
+pub(super) fn fastest_product(stream: &Stream, precision: Precision) -> Result<f64> {
+    Product::new(stream, precision)?.fastest(stream)
+}
+
+pub(super) fn measure(stream: &Stream) -> Result<Vec<Figure>> {
+    let (copy, update) = (copy(stream)?, update(stream)?);
     let mut figures = vec![
         Figure { what: "copy", value: copy, unit: "GB/s", share: None },
         Figure { what: "Adam's update", value: update, unit: "GB/s", share: Some(update / copy) },
     ];
-    if device.architecture() >= (8, 0) {
-        let shape = dense::DenseShape { inputs: SIDE, outputs: SIDE };
-        let matrix = || -> Result<Memory> {
-            let matrix = Memory::zeroed(device, DType::Bf16, SIDE * SIDE)?;
-            mgpu_kernels::arena::cuda::fill(stream, matrix.view(), 0.37)?;
-            Ok(matrix)
-        };
-        let (x, w, y) = (matrix()?, matrix()?, matrix()?);
-        let bias = Memory::zeroed(device, DType::F32, SIDE)?;
-        let seconds = time(stream, || {
-            let (x, w, b, y) = (x.view(), w.view(), bias.view(), y.view());
-            dense::cuda::forward(stream, &shape, SIDE, Precision::Bf16, x, w, b, dense::cuda::LINEAR, y)
-        })?;
-        let value = 2.0 * (SIDE as f64).powi(3) / seconds / 1e12;
-        figures.push(Figure { what: "bf16 product 8192^3, built in", value, unit: "TFLOP/s", share: None });
-        let options = AutotuneOptions::default();
-        let layer =
-            Conv::new(stream, dense::cuda::convolution(&shape), SIDE, Precision::Bf16, 1.0, false, options)?;
-        outln!("{}", layer.describe());
-        let space = Memory::zeroed(device, DType::F32, layer.workspace_bytes().div_ceil(4))?;
-        let seconds = time(stream, || {
-            layer.forward(stream, SIDE, x.view(), w.view(), bias.view(), y.view(), space.view())
-        })?;
-        let value = 2.0 * (SIDE as f64).powi(3) / seconds / 1e12;
-        figures.push(Figure {
-            what: "bf16 product 8192^3, the fastest",
-            value,
-            unit: "TFLOP/s",
-            share: None,
-        });
+    if stream.device().architecture() >= (8, 0) {
+        let product = Product::new(stream, Precision::Bf16)?;
+        let product_of = |what, value| Figure { what, value, unit: "TFLOP/s", share: None };
+        figures.push(product_of("bf16 product 8192^3, built in", product.built_in(stream)?));
+        figures.push(product_of("bf16 product 8192^3, the fastest", product.fastest(stream)?));
     }
     Ok(figures)
 }

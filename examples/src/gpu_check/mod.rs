@@ -15,6 +15,7 @@ mod arena;
 mod args;
 mod bandwidth;
 mod bound;
+mod candidates;
 mod compile;
 mod conv;
 mod dropout;
@@ -24,8 +25,10 @@ mod gelu;
 mod harness;
 mod layers;
 mod loss;
+mod network_layers;
 mod norm;
 mod optimizer;
+mod plain;
 mod pool;
 mod reference;
 mod replay;
@@ -76,6 +79,9 @@ fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
     outln!("{machine}");
     let fake = device.name().contains(FAKE);
     let stream = Stream::new(&device)?;
+    if args.layers {
+        return candidates::run(&stream, &machine, args, fake);
+    }
     if args.bandwidth {
         if fake {
             outln!("a fake GPU is not measured");
@@ -89,7 +95,7 @@ fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
     let seed = args.seed();
     outln!("seed {seed}{}", if args.quick { ", quick" } else { "" });
     let mut harness = Harness::new(stream, seed, args.quick, args.only.clone());
-    let checks: [fn(&mut Harness) -> harness::Outcome; 12] = [
+    let checks: [fn(&mut Harness) -> harness::Outcome; 13] = [
         arena::check,
         pool::check,
         norm::check,
@@ -100,6 +106,7 @@ fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
         optimizer::check,
         replay::check,
         flip::check,
+        plain::check,
         conv::check,
         layers::check,
     ];

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::{ArgGroup, Parser};
 
 use mgpu_kernels::Precision;
-use mgpu_kernels::cuda::Libraries;
+use mgpu_kernels::cuda::{AutotuneOptions, Libraries};
 
 use super::engine::Options;
 use super::schedule::ScheduleKind;
@@ -68,6 +68,10 @@ pub(super) struct Args {
     /// builtin (our own only).
     #[arg(long, value_name = "NAME", default_value_t = Libraries::Auto)]
     kernels: Libraries,
+    /// With --precision bf16 on a GPU: round gradients of weights to bf16 wherever that makes them faster. Without this
+    /// flag they are f32, except where cuDNN's only kernels write bf16.
+    #[arg(long)]
+    narrow_gradients: bool,
     /// Convolution algorithm on the CPU: auto (the one expected to be fastest for each layer) or direct.
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub(super) conv: ConvPolicy,
@@ -186,6 +190,7 @@ impl Args {
     /// How kernels are chosen on a GPU or a CPU, in words.
     pub(super) fn choice_of_kernels(&self, on_gpu: bool) -> String {
         match (on_gpu, self.conv) {
+            (true, _) if self.narrow_gradients => format!("{}, narrow gradients", self.kernels),
             (true, _) => self.kernels.to_string(),
             (false, ConvPolicy::Direct) => "direct".to_owned(),
             (false, _) => "auto".to_owned(),
@@ -194,7 +199,12 @@ impl Args {
 
     /// GPU options.
     pub(super) fn gpu(&self) -> Options {
-        Options { precision: self.precision, libraries: self.kernels, graph: !self.no_graph }
+        let choice = AutotuneOptions {
+            libraries: self.kernels,
+            narrow_gradients: self.narrow_gradients,
+            ..AutotuneOptions::default()
+        };
+        Options { precision: self.precision, choice, graph: !self.no_graph }
     }
 
     /// All flags, with their values, that decide what is trained or which collectives ranks call. They must be equal
@@ -217,6 +227,7 @@ impl Args {
             ("--seed", self.seed.to_string()),
             ("--precision", self.precision.to_string()),
             ("--kernels", self.kernels.to_string()),
+            ("--narrow-gradients", self.narrow_gradients.to_string()),
             ("--conv", format!("{:?}", self.conv).to_lowercase()),
             ("--no-graph", self.no_graph.to_string()),
         ];

@@ -36,7 +36,8 @@ use super::ConvShape;
 use super::library_layer::{LibraryLayer, Operands};
 use crate::Precision;
 use crate::cuda::algorithm::{Form, LibraryAlgorithm};
-use crate::cuda::autotune::{Candidate, Note, Pass, WORKSPACE_LIMIT};
+use crate::cuda::autotune::{Note, Pass, WORKSPACE_LIMIT};
+use crate::cuda::trial::Candidate;
 use crate::cuda::{Device, Error, Result, Stream, libraries};
 
 /// An opaque object of the library.

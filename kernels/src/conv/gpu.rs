@@ -2,8 +2,9 @@
 //!
 //! [`Conv`] is set up once for a layer and a batch size. If NVIDIA's library for the layer is installed, autotuning
 //! benchmarks its algorithms against this crate's kernels, pass by pass ([`AutotuneOptions`] says whether it may),
-//! and the fastest one computes the pass from then on. The library is cuBLASLt for a dense layer (a convolution with
-//! a 1×1 kernel on images of one pixel) and cuDNN for any other. Two cases always use this crate's kernels:
+//! and the fastest correct one computes the pass from then on. The library is cuBLASLt for a dense layer (a
+//! convolution with a 1×1 kernel on images of one pixel) and cuDNN for any other. Two cases always use this crate's
+//! kernels:
 //!
 //! - images with one channel, on which cuDNN spends most of its time rearranging them;
 //! - a batch of another size than the layer was set up for, such as the last of an epoch: the library's algorithms were
@@ -11,14 +12,21 @@
 //!
 //! All calls enqueue work on a stream, allocate nothing, and can be captured after they have run once.
 
-use super::library_layer::{LibraryLayer, Operands};
-use super::{ConvShape, cublaslt, cuda, cudnn};
+use super::ConvShape;
+use super::cuda;
+use super::layer::Layer;
+use super::library_layer::Operands;
+use super::tuning::TuningBuffers;
 use crate::Precision;
-use crate::cuda::algorithm::{Form, LibraryAlgorithm, LibraryName};
-use crate::cuda::autotune::{self, Note, Pass, Selection, WORKSPACE_LIMIT};
-use crate::cuda::elements::{aligned, check, pack};
-use crate::cuda::{AutotuneOptions, Error, Libraries, Memory, Result, Stream, View};
-use crate::{DType, activation, pool};
+use crate::cuda::algorithm::LibraryAlgorithm;
+use crate::cuda::autotune::{self, Note, Selection};
+use crate::cuda::elements::{aligned, pack};
+use crate::cuda::trial::{self, Outcome, Trial};
+use crate::cuda::{AutotuneOptions, Error, Libraries, Pass, Result, Stream, View};
+use crate::pool;
+
+/// How often autotuning times each candidate.
+const ROUNDS: usize = 4;
 
 /// A convolutional or dense layer, set up for one GPU and one batch size.
 ///
@@ -26,11 +34,7 @@ use crate::{DType, activation, pool};
 /// for a dense layer these are \[N, C\] and \[F, C\]. Bias, the gradients of weights and bias, and the workspace are
 /// f32. All layers that run on one stream may share a workspace.
 pub struct Conv {
-    shape: ConvShape,
-    images: usize,
-    precision: Precision,
-    slope: f32,
-    library: Option<Box<dyn LibraryLayer>>,
+    layer: Layer,
     /// Indexed by [`Pass`]; `None` for a pass that is never called.
     selections: [Option<Selection>; 3],
     workspace: usize,
@@ -51,7 +55,8 @@ impl Conv {
     /// Autotuning needs memory for a few batches, which is freed before this returns.
     ///
     /// # Errors
-    /// If this crate's own kernels cannot be compiled or run. Problems with a library are not errors; they are listed in
+    /// If this crate's own kernels cannot be compiled or run, or compute something wrong for a pass for which there
+    /// is no other algorithm. Problems with a library are not errors; they are listed in
     /// [`describe`](Self::describe).
     ///
     /// # Panics
@@ -66,51 +71,28 @@ impl Conv {
         options: AutotuneOptions,
     ) -> Result<Self> {
         shape.check();
-        // The maximum over all batch sizes: fewer images are cut into slices in another way.
-        let own = (1..=images).map(|images| cuda::workspace_bytes(&shape, images, precision)).max();
+        let layer = Layer { shape, images, precision, slope, library: None };
         let is_used = |pass| input_gradient || pass != Pass::BackwardInput;
         let mut conv = Conv {
-            shape,
-            images,
-            precision,
-            slope,
-            library: None,
+            workspace: layer.own_workspace(),
+            layer,
             selections: Pass::ALL.map(|pass| is_used(pass).then(Selection::builtin)),
-            workspace: own.unwrap_or(0),
             notes: Vec::new(),
         };
-        let one_channel = shape.channels == 1 && !shape.is_dense();
-        if options.libraries == Libraries::Builtin || one_channel || images == 0 {
+        if options.libraries == Libraries::Builtin || !conv.layer.suits_libraries() {
             return Ok(conv);
         }
-        match conv.open_library(stream) {
-            Ok(library) => conv.library = Some(library),
-            Err(error) => conv.notes.push(Note::new(conv.library_name(), error)),
+        if let Err(error) = conv.layer.open_library(stream) {
+            conv.notes.push(Note::new(conv.layer.library_name(), error));
         }
         // Allocated by the first pass that is not in the cache.
         let mut buffers = None;
         for pass in Pass::ALL.into_iter().filter(|pass| is_used(*pass)) {
-            let selection = conv.select(stream, pass, options.deterministic, &mut buffers)?;
+            let selection = conv.select(stream, pass, options, &mut buffers)?;
             conv.workspace = conv.workspace.max(selection.workspace);
             conv.selections[pass as usize] = Some(selection);
         }
         Ok(conv)
-    }
-
-    fn library_name(&self) -> LibraryName {
-        if self.shape.is_dense() { LibraryName::CublasLt } else { LibraryName::CuDnn }
-    }
-
-    /// Describes the layer to its library.
-    fn open_library(&self, stream: &Stream) -> Result<Box<dyn LibraryLayer>> {
-        let &Conv { ref shape, images, precision, slope, .. } = self;
-        let device = stream.device();
-        Ok(match self.library_name() {
-            LibraryName::CublasLt => {
-                Box::new(cublaslt::MatmulPlan::new(device, shape, images, precision, slope)?)
-            }
-            LibraryName::CuDnn => Box::new(cudnn::CudnnPlan::new(device, shape, images, precision, slope)?),
-        })
     }
 
     /// The selection for a pass, from the cache or by autotuning.
@@ -118,42 +100,48 @@ impl Conv {
         &mut self,
         stream: &Stream,
         pass: Pass,
-        deterministic: bool,
+        options: AutotuneOptions,
         buffers: &mut Option<TuningBuffers>,
     ) -> Result<Selection> {
-        let Some(library) = &self.library else { return Ok(Selection::builtin()) };
-        let &Conv { shape, images, precision, slope, .. } = &*self;
-        let problem = format!("layer {shape:?} {images} {precision} {slope} {deterministic}");
+        let layer = &self.layer;
+        let Some(library) = &layer.library else { return Ok(Selection::builtin()) };
+        let &Layer { shape, images, precision, slope, .. } = layer;
+        let AutotuneOptions { deterministic, narrow_gradients, .. } = options;
+        let problem =
+            format!("layer {shape:?} {images} {precision} {slope} {deterministic} {narrow_gradients}");
         let own_kernels = &cuda::PRODUCTS[precision as usize];
         let key = autotune::key(stream.device(), &library.version(), &problem, own_kernels, pass);
         let mut notes = Vec::new();
         let supported = |algorithm: &LibraryAlgorithm| library.workspace(pass, algorithm);
         let selection = autotune::cached_or_tuned(&key, supported, || {
-            if buffers.is_none() {
-                match TuningBuffers::new(stream, self) {
-                    Ok(new) => *buffers = Some(new),
-                    // Only autotuning needs this memory; the layer works without it.
-                    Err(Error::OutOfMemory { .. }) => {
-                        let why = "too little memory to benchmark its algorithms";
-                        notes.push(Note::new(self.library_name(), why));
-                        return Ok(None);
-                    }
-                    Err(error) => return Err(error),
+            let tried = match buffers.take() {
+                Some(earlier) => Ok(earlier),
+                None => TuningBuffers::new(stream, layer),
+            };
+            let tried =
+                tried.and_then(|new| buffers.insert(new).trials(stream, layer, pass, options, ROUNDS));
+            let (trials, refused) = match tried {
+                // Only autotuning needs this memory; the layer works without it.
+                Err(Error::OutOfMemory { .. }) => {
+                    let why = "too little memory to benchmark its algorithms";
+                    notes.push(Note::new(layer.library_name(), why));
+                    return Ok(None);
                 }
-            }
-            let Some(buffers) = buffers else { return Ok(None) };
-            let operands = buffers.operands(pass);
-            let (candidates, refused) = library.candidates(pass, deterministic, operands.workspace.bytes());
+                tried => tried?,
+            };
             notes.extend(refused);
-            buffers.fill(stream)?;
-            let run = |algorithm: Option<&LibraryAlgorithm>| self.run(algorithm, stream, images, &operands);
-            let outcome =
-                autotune::tune(stream, precision, operands.result, operands.bias, candidates, &run)?;
-            notes.extend(outcome.rejected);
-            Ok(Some(outcome.selection))
+            notes.extend(trials.iter().filter_map(rejection));
+            let found = trial::fastest(&trials);
+            let why = || notes.iter().map(Note::to_string).collect::<Vec<_>>().join("; ");
+            found.map(Some).ok_or_else(|| self.no_kernel(pass, why()))
         })?;
         Note::collect(&mut self.notes, pass, notes);
         Ok(selection.unwrap_or(Selection::builtin()))
+    }
+
+    fn no_kernel(&self, pass: Pass, why: String) -> Error {
+        let Layer { precision, .. } = self.layer;
+        Error::NoKernel { pass: format!("the {} pass of {}, {precision}", pass.name(), self.layer), why }
     }
 
     /// Bytes of f32 workspace that the passes need.
@@ -163,13 +151,8 @@ impl Conv {
 
     /// One line for a log: what computes each pass, how long it takes, and why other candidates were rejected.
     pub fn describe(&self) -> String {
-        let ConvShape { channels, height, width, filters, kernel, .. } = self.shape;
-        let layer = if self.shape.is_dense() {
-            format!("dense {filters} of {channels}, {} samples", self.images)
-        } else {
-            format!("conv {filters} {kernel}x{kernel} of {channels}x{height}x{width}, {} images", self.images)
-        };
-        autotune::describe(&layer, self.precision, &self.selections, &self.notes)
+        let layer = self.layer.to_string();
+        autotune::describe(&layer, self.layer.precision, &self.selections, &self.notes)
     }
 
     /// Overwrites `y` \[N, H', W', F\] with the layer's activated output.
@@ -219,11 +202,11 @@ impl Conv {
         workspace: View<'_>,
     ) -> Result<()> {
         let operands = Operands::forward(x, weights, bias, raw, workspace);
-        let algorithm = self.selected(images, &operands);
-        if self.compute(algorithm, stream, images, &operands)? {
-            pool::cuda::forward(stream, window, self.shape.filters, raw, y, chosen)
+        let algorithm = self.selected(images, &operands)?;
+        if self.layer.compute(algorithm, stream, images, &operands)? {
+            pool::cuda::forward(stream, window, self.layer.shape.filters, raw, y, chosen)
         } else {
-            pool::cuda::forward_fused(stream, window, self.slope, bias, raw, y, chosen)
+            pool::cuda::forward_fused(stream, window, self.layer.slope, bias, raw, y, chosen)
         }
     }
 
@@ -284,8 +267,9 @@ impl Conv {
         db: View<'_>,
         workspace: View<'_>,
     ) -> Result<()> {
-        autotune::check_batch(images, self.images, workspace, self.workspace);
-        cuda::backward_bias(stream, &self.shape, images, self.precision, dy, workspace, db)
+        let &Layer { ref shape, precision, .. } = &self.layer;
+        autotune::check_batch(images, self.layer.images, workspace, self.workspace);
+        cuda::backward_bias(stream, shape, images, precision, dy, workspace, db)
     }
 
     /// Replaces `dy`, the gradient of the activated output `y`, in place by that of the output before its activation, and
@@ -306,131 +290,49 @@ impl Conv {
         db: View<'_>,
         workspace: View<'_>,
     ) -> Result<()> {
-        autotune::check_batch(images, self.images, workspace, self.workspace);
-        let &Conv { ref shape, precision, slope, .. } = self;
+        autotune::check_batch(images, self.layer.images, workspace, self.workspace);
+        let &Layer { ref shape, precision, slope, .. } = &self.layer;
         cuda::backward_activation(stream, shape, images, precision, slope, y, dy, workspace, db)
     }
 
     /// Computes a pass with the [selected](Self::selected) algorithm.
     #[track_caller]
     fn run_selected(&self, stream: &Stream, images: usize, operands: &Operands<'_>) -> Result<()> {
-        self.run(self.selected(images, operands), stream, images, operands)
+        self.layer.run(self.selected(images, operands)?, stream, images, operands)
     }
 
-    /// The library's algorithm, if autotuning selected one, and batch size and alignment are those it was selected for.
+    /// The library's algorithm, if autotuning selected one, and batch size and alignment are those it was selected
+    /// for.
     #[track_caller]
-    fn selected(&self, images: usize, operands: &Operands<'_>) -> Option<&LibraryAlgorithm> {
-        autotune::check_batch(images, self.images, operands.workspace, self.workspace);
+    fn selected(&self, images: usize, operands: &Operands<'_>) -> Result<Option<&LibraryAlgorithm>> {
+        autotune::check_batch(images, self.layer.images, operands.workspace, self.workspace);
         let mut views = operands.views().into_iter().chain(operands.bias);
-        let fits = images == self.images && views.all(|view| aligned(pack(view.dtype()), &[view]));
-        let selection = self.selections[operands.pass as usize].as_ref().filter(|_| fits);
-        selection.and_then(|selection| selection.algorithm.as_ref())
-    }
-
-    /// Computes a pass with a library's algorithm, or with this crate's kernel if there is none; the forward pass
-    /// with bias and activation.
-    #[track_caller]
-    fn run(
-        &self,
-        algorithm: Option<&LibraryAlgorithm>,
-        stream: &Stream,
-        images: usize,
-        operands: &Operands<'_>,
-    ) -> Result<()> {
-        let activated = self.compute(algorithm, stream, images, operands)?;
-        match operands.bias {
-            Some(bias) if !activated => activation::cuda::bias(stream, self.slope, bias, operands.result),
-            _ => Ok(()),
+        let fits = images == self.layer.images && views.all(|view| aligned(pack(view.dtype()), &[view]));
+        let Some(selection) = &self.selections[operands.pass as usize] else { return Ok(None) };
+        match &selection.algorithm {
+            Some(algorithm) if fits => Ok(Some(algorithm)),
+            _ if selection.own_is_wrong => {
+                let wanted = self.layer.images;
+                let needs = if images == wanted {
+                    "operands at multiples of 16 bytes".to_owned()
+                } else {
+                    format!("batches of {wanted}, not of {images}")
+                };
+                let why = format!("the built-in kernel's results are wrong, and the other one needs {needs}");
+                Err(self.no_kernel(operands.pass, why))
+            }
+            _ => Ok(None),
         }
-    }
-
-    /// As [`run`](Self::run), but returns false if bias and activation still have to be applied.
-    #[track_caller]
-    fn compute(
-        &self,
-        algorithm: Option<&LibraryAlgorithm>,
-        stream: &Stream,
-        images: usize,
-        operands: &Operands<'_>,
-    ) -> Result<bool> {
-        let &Conv { ref shape, precision, slope, .. } = self;
-        let (Some(library), Some(algorithm)) = (&self.library, algorithm) else {
-            let Operands { pass, factors: [from, by], result: to, bias, workspace } = *operands;
-            match pass {
-                Pass::Forward => {
-                    let bias = bias.expect("a forward pass has a bias");
-                    cuda::forward(stream, shape, images, precision, from, by, bias, slope, to)
-                }
-                Pass::BackwardInput => cuda::backward_input(stream, shape, images, precision, from, by, to),
-                Pass::BackwardWeights => {
-                    cuda::backward_weights(stream, shape, images, precision, from, by, workspace, to)
-                }
-            }?;
-            return Ok(true);
-        };
-        let dtype = precision.storage();
-        let x = ("a layer's input or its gradient", dtype, images * shape.input_len());
-        let y = ("a layer's output or its gradient", dtype, images * shape.output_len());
-        let w = ("a layer's weights", dtype, shape.weights_len());
-        let dw = ("the gradient of a layer's weights", DType::F32, shape.weights_len());
-        let expected = match operands.pass {
-            Pass::Forward => [x, w, y],
-            Pass::BackwardInput => [w, y, x],
-            Pass::BackwardWeights => [x, y, dw],
-        };
-        for ((what, dtype, len), view) in expected.into_iter().zip(operands.views()) {
-            check(what, view, dtype, len);
-        }
-        if let Some(bias) = operands.bias {
-            check("a layer's bias", bias, DType::F32, shape.filters);
-        }
-        library.run(stream, algorithm, operands)?;
-        Ok(algorithm.form == Form::Fused)
     }
 }
 
-/// Operands for autotuning.
-struct TuningBuffers {
-    x: Memory,
-    w: Memory,
-    y: Memory,
-    bias: Memory,
-    dx: Memory,
-    dw: Memory,
-    workspace: Memory,
-}
-
-impl TuningBuffers {
-    fn new(stream: &Stream, layer: &Conv) -> Result<Self> {
-        let zeroed = |dtype, len| Memory::zeroed(stream.device(), dtype, len);
-        let &Conv { ref shape, images, precision, .. } = layer;
-        let dtype = precision.storage();
-        Ok(TuningBuffers {
-            x: zeroed(dtype, images * shape.input_len())?,
-            w: zeroed(dtype, shape.weights_len())?,
-            y: zeroed(dtype, images * shape.output_len())?,
-            bias: zeroed(DType::F32, shape.filters)?,
-            dx: zeroed(dtype, images * shape.input_len())?,
-            dw: zeroed(DType::F32, shape.weights_len())?,
-            workspace: zeroed(DType::F32, layer.workspace.max(WORKSPACE_LIMIT).div_ceil(4))?,
-        })
-    }
-
-    /// Fills whatever a pass reads with numbers.
-    fn fill(&self, stream: &Stream) -> Result<()> {
-        for (seed, memory) in [&self.x, &self.w, &self.y, &self.bias].into_iter().enumerate() {
-            autotune::fill(stream, memory.view(), seed as u64)?;
-        }
-        Ok(())
-    }
-
-    fn operands(&self, pass: Pass) -> Operands<'_> {
-        let TuningBuffers { x, w, y, bias, dx, dw, workspace } = self;
-        let [x, w, y, bias, dx, dw, workspace] = [x, w, y, bias, dx, dw, workspace].map(Memory::view);
-        match pass {
-            Pass::Forward => Operands::forward(x, w, bias, y, workspace),
-            Pass::BackwardInput => Operands::backward_input(w, y, dx, workspace),
-            Pass::BackwardWeights => Operands::backward_weights(x, y, dw, workspace),
-        }
+/// Why a trial was rejected.
+fn rejection(trial: &Trial) -> Option<Note> {
+    match &trial.outcome {
+        Outcome::Rejected(why) => Some(match &trial.algorithm {
+            Some(algorithm) => Note::new(algorithm, why),
+            None => Note::new("built in", why),
+        }),
+        _ => None,
     }
 }

@@ -1,7 +1,8 @@
 //! What a library has to supply to compute a layer's passes on a GPU.
 
 use crate::cuda::algorithm::LibraryAlgorithm;
-use crate::cuda::autotune::{Candidate, Note, Pass};
+use crate::cuda::autotune::{Note, Pass};
+use crate::cuda::trial::Candidate;
 use crate::cuda::{Result, Stream, View};
 
 /// What one pass reads and writes.

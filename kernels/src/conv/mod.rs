@@ -22,6 +22,8 @@
 //!
 //! A first layer needs no `dx`.
 
+#[cfg(feature = "cuda")]
+pub mod benchmark;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 mod cublaslt;
@@ -32,9 +34,17 @@ mod cudnn;
 #[cfg(feature = "cuda")]
 pub mod gpu;
 #[cfg(feature = "cuda")]
+mod layer;
+#[cfg(feature = "cuda")]
 mod library_layer;
 #[cfg(feature = "cuda")]
 mod partition;
+#[cfg(feature = "cuda")]
+pub mod plain;
+#[cfg(feature = "cuda")]
+mod tolerance;
+#[cfg(feature = "cuda")]
+mod tuning;
 
 /// How a convolution treats the border of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -32,6 +32,16 @@ pub(crate) enum Form {
 
 impl Form {
     const ALL: [Form; 4] = [Form::Plain, Form::Fused, Form::Narrow, Form::Transposed];
+
+    /// The name used in reports.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Form::Plain => "plain",
+            Form::Fused => "fused",
+            Form::Narrow => "narrow",
+            Form::Transposed => "transposed",
+        }
+    }
 }
 
 /// One algorithm of a library for a pass.

@@ -1,23 +1,17 @@
 //! Autotuning: selects the fastest algorithm for a pass by benchmarking, and caches the selection.
 //!
 //! The libraries have several algorithms for the same product, and this crate has a kernel of its own; which is the
-//! fastest depends on the shape, the GPU and the versions. So all candidates are benchmarked when a layer is set up,
-//! round-robin, on memory filled with numbers. What is timed is a captured graph of many runs: a training step runs
-//! them that way, the launch overhead stays out of the measurement, and algorithms that cannot be captured drop out.
-//! A candidate that fails, or whose results differ from those of the crate's own kernel, is rejected: a library that
-//! does not support a combination of types costs speed, but never makes a run fail.
+//! fastest depends on the shape, the GPU and the versions. So all candidates are verified and benchmarked when a
+//! layer is set up ([`super::trial`]), on memory filled with random numbers. A candidate that fails, or whose results
+//! differ from those of a plain kernel, is rejected: a library that does not support a combination of types costs
+//! speed, but never makes a run fail. The crate's own kernel is verified like any other.
 //!
 //! The selection is written to the cache of compiled kernels, so that the next run computes with the same algorithms and
 //! therefore with the same rounding. When several ranks tune at the same time, the first one to write decides for all.
 
-use std::time::Instant;
-
-use half::bf16;
-
 use super::algorithm::LibraryAlgorithm;
-use super::error::{Error, Result};
-use super::{Device, Graph, Source, Stream, View, cache};
-use crate::DType;
+use super::error::Result;
+use super::{Device, Source, View, cache};
 use crate::Precision;
 
 /// Which algorithms a layer may use.
@@ -27,11 +21,14 @@ pub struct AutotuneOptions {
     pub deterministic: bool,
     /// Whose algorithms are candidates.
     pub libraries: Libraries,
+    /// In bf16, gradients of weights may be rounded to bf16 if that is faster. Otherwise they are only where a library
+    /// cannot write them in f32.
+    pub narrow_gradients: bool,
 }
 
 impl Default for AutotuneOptions {
     fn default() -> Self {
-        AutotuneOptions { deterministic: true, libraries: Libraries::Auto }
+        AutotuneOptions { deterministic: true, libraries: Libraries::Auto, narrow_gradients: false }
     }
 }
 
@@ -72,16 +69,21 @@ impl std::str::FromStr for Libraries {
 
 /// The three passes of a layer, each of which is one product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Pass {
+pub enum Pass {
+    /// The output, from the input and the weights.
     Forward,
+    /// The gradient of the input, from the weights and the gradient of the output.
     BackwardInput,
+    /// The gradient of the weights, from the input and the gradient of the output.
     BackwardWeights,
 }
 
 impl Pass {
-    pub(crate) const ALL: [Pass; 3] = [Pass::Forward, Pass::BackwardInput, Pass::BackwardWeights];
+    /// All passes.
+    pub const ALL: [Pass; 3] = [Pass::Forward, Pass::BackwardInput, Pass::BackwardWeights];
 
-    pub(crate) fn name(self) -> &'static str {
+    /// The name used in logs.
+    pub const fn name(self) -> &'static str {
         match self {
             Pass::Forward => "forward",
             Pass::BackwardInput => "backward input",
@@ -102,12 +104,14 @@ pub(crate) struct Selection {
     pub(crate) workspace: usize,
     /// Time of one run; `None` if nothing was benchmarked.
     pub(crate) milliseconds: Option<f64>,
+    /// This crate's own kernel computed something wrong, so it must not stand in for the algorithm either.
+    pub(crate) own_is_wrong: bool,
 }
 
 impl Selection {
     /// This crate's own kernel, without benchmarking.
     pub(crate) fn builtin() -> Self {
-        Selection { algorithm: None, workspace: 0, milliseconds: None }
+        Selection { algorithm: None, workspace: 0, milliseconds: None, own_is_wrong: false }
     }
 }
 
@@ -125,7 +129,7 @@ impl std::fmt::Display for Selection {
 }
 
 /// Version of the autotuning rules; selections made under other rules are not used.
-const RULES_VERSION: &str = "2";
+const RULES_VERSION: &str = "3";
 
 /// The cache key: everything that a selection depends on. `problem` says what is computed, `own` is the source of
 /// this crate's kernel that the library is benchmarked against.
@@ -173,8 +177,9 @@ fn read_cached(key: &str) -> Option<Selection> {
 
 /// The line of text that the cache holds for a selection.
 fn encode(selection: &Selection) -> String {
-    let algorithm = selection.algorithm.as_ref().map_or("built-in".to_owned(), LibraryAlgorithm::encode);
-    format!("{algorithm} {} {}\n", selection.workspace, selection.milliseconds.unwrap_or_default())
+    let Selection { algorithm, workspace, milliseconds, own_is_wrong } = selection;
+    let algorithm = algorithm.as_ref().map_or("built-in".to_owned(), LibraryAlgorithm::encode);
+    format!("{algorithm} {workspace} {} {own_is_wrong}\n", milliseconds.unwrap_or_default())
 }
 
 fn decode(line: &str) -> Option<Selection> {
@@ -184,7 +189,8 @@ fn decode(line: &str) -> Option<Selection> {
         word => Some(LibraryAlgorithm::decode(word)?),
     };
     let workspace = words.next()?.parse().ok()?;
-    Some(Selection { algorithm, workspace, milliseconds: Some(words.next()?.parse().ok()?) })
+    let milliseconds = Some(words.next()?.parse().ok()?);
+    Some(Selection { algorithm, workspace, milliseconds, own_is_wrong: words.next()?.parse().ok()? })
 }
 
 /// Something of a library that cannot be used, and why.
@@ -249,210 +255,6 @@ pub(crate) fn check_batch(images: usize, max_images: usize, workspace: View<'_>,
     );
 }
 
-const COMPARISON: &str = "comparison with the built-in kernel";
-
-/// An algorithm of a library that is to be benchmarked.
-pub(crate) struct Candidate {
-    pub(crate) algorithm: LibraryAlgorithm,
-    pub(crate) workspace: usize,
-}
-
-/// The result of autotuning one pass.
-pub(crate) struct Outcome {
-    pub(crate) selection: Selection,
-    /// Candidates that failed or computed something else.
-    pub(crate) rejected: Vec<Note>,
-}
-
-/// Runs this crate's own kernel (`run(None)`) and every candidate, and selects the fastest one that writes the same
-/// to `output`, up to rounding. If there is a `bias` (f32), a NaN in the bias has to appear in the results as well: a
-/// library's ReLU may turn NaN into zero, and a diverged training run would then continue unnoticed.
-pub(crate) fn tune(
-    stream: &Stream,
-    precision: Precision,
-    output: View<'_>,
-    bias: Option<View<'_>>,
-    candidates: Vec<Candidate>,
-    run: &dyn Fn(Option<&LibraryAlgorithm>) -> Result<()>,
-) -> Result<Outcome> {
-    stream.zero(output)?;
-    run(None)?;
-    let expected = sample(stream, output)?;
-    // Which of the sampled elements are NaN if the first bias is.
-    let nan_mask = |algorithm: Option<&LibraryAlgorithm>| -> Result<Option<Vec<bool>>> {
-        let Some(bias) = bias else { return Ok(None) };
-        let first = bias.slice(0..1);
-        let value = first.to_vec::<f32>(stream)?;
-        stream.upload(&[f32::NAN], first)?;
-        let ran = run(algorithm);
-        let values = sample(stream, output)?;
-        stream.upload(&value, first)?;
-        ran.map(|()| Some(values.iter().map(|value| value.is_nan()).collect()))
-    };
-    let expected_nan_mask = nan_mask(None)?;
-    let mut benchmarks: Vec<Benchmark> =
-        Benchmark::new(stream, f64::INFINITY, &|| run(None))?.into_iter().collect();
-    let mut fastest = benchmarks[0].once;
-    let mut accepted = Vec::new();
-    let mut rejected = Vec::new();
-    for candidate in candidates {
-        let algorithm = &candidate.algorithm;
-        let attempt = || -> Result<Option<Benchmark>> {
-            stream.zero(output)?;
-            run(Some(algorithm))?;
-            let deviation = deviation(&expected, &sample(stream, output)?);
-            if deviation.is_nan() || deviation > tolerance(precision) {
-                let text = format!("results deviate by {deviation:.0e} of the largest value");
-                return Err(Error::Library { call: COMPARISON, text });
-            }
-            if nan_mask(Some(algorithm))? != expected_nan_mask {
-                let text = "NaN in the bias does not reach the output".to_owned();
-                return Err(Error::Library { call: COMPARISON, text });
-            }
-            Benchmark::new(stream, ABANDON_RATIO * fastest, &|| run(Some(algorithm)))
-        };
-        match attempt() {
-            Ok(Some(benchmark)) => {
-                fastest = fastest.min(benchmark.once);
-                benchmarks.push(benchmark);
-                accepted.push(candidate);
-            }
-            Ok(None) => {}
-            Err(error) => {
-                // If the GPU itself has failed, that is an error and not a slow candidate.
-                stream.synchronize()?;
-                rejected.push(Note::new(candidate.algorithm, error));
-            }
-        }
-    }
-    // Round-robin, so that a GPU that is still cold, or busy with other work for a moment, slows down all candidates
-    // alike.
-    for _ in 0..ROUNDS {
-        for benchmark in &mut benchmarks {
-            benchmark.run(stream)?;
-        }
-    }
-    let milliseconds = Some(benchmarks[0].milliseconds());
-    let mut selection = Selection { algorithm: None, workspace: 0, milliseconds };
-    for (Candidate { algorithm, workspace }, benchmark) in accepted.into_iter().zip(&benchmarks[1..]) {
-        let milliseconds = Some(benchmark.milliseconds());
-        if milliseconds < selection.milliseconds {
-            selection = Selection { algorithm: Some(algorithm), workspace, milliseconds };
-        }
-    }
-    Ok(Outcome { selection, rejected })
-}
-
-/// How often each candidate is timed; its best time counts.
-const ROUNDS: usize = 4;
-
-/// A candidate that takes this many times as long as the fastest so far is not timed again.
-const ABANDON_RATIO: f64 = 4.0;
-
-/// The benchmark of one candidate: a captured graph of many runs, and its shortest time.
-struct Benchmark {
-    graph: Graph,
-    runs: u32,
-    /// Seconds of a single run at the beginning.
-    once: f64,
-    /// Seconds of the graph, the minimum so far.
-    seconds: f64,
-}
-
-impl Benchmark {
-    /// `None` if a run takes longer than `limit` seconds.
-    fn new(stream: &Stream, limit: f64, run: &dyn Fn() -> Result<()>) -> Result<Option<Self>> {
-        const TARGET_SECONDS: f64 = 0.002;
-        // The first run loads kernels, which must not happen during a capture.
-        run()?;
-        stream.synchronize()?;
-        let start = Instant::now();
-        run()?;
-        stream.synchronize()?;
-        let once = start.elapsed().as_secs_f64();
-        if once > limit {
-            return Ok(None);
-        }
-        let runs = (TARGET_SECONDS / once).clamp(1.0, 32.0) as u32;
-        stream.begin_capture()?;
-        let captured = (0..runs).try_for_each(|_| run());
-        // The capture is ended even after an error, so that the stream can be used again.
-        let graph = stream.end_capture();
-        captured?;
-        Ok(Some(Benchmark { graph: graph?, runs, once, seconds: f64::INFINITY }))
-    }
-
-    fn run(&mut self, stream: &Stream) -> Result<()> {
-        let start = Instant::now();
-        // SAFETY: the memory that the runs work on outlives the benchmark.
-        unsafe { stream.launch_graph(&self.graph) }?;
-        stream.synchronize()?;
-        self.seconds = self.seconds.min(start.elapsed().as_secs_f64());
-        Ok(())
-    }
-
-    /// Time of one run within the graph.
-    fn milliseconds(&self) -> f64 {
-        self.seconds / f64::from(self.runs) * 1e3
-    }
-}
-
-/// Largest accepted [`deviation`]. Algorithms differ in the order of their sums, and in when they round to bf16.
-fn tolerance(precision: Precision) -> f32 {
-    match precision {
-        Precision::F32 => 1e-4,
-        Precision::Tf32 => 1e-2,
-        Precision::Bf16 => 4e-2,
-    }
-}
-
-/// The first and the last elements, up to `LEN` each.
-fn sample(stream: &Stream, view: View<'_>) -> Result<Vec<f32>> {
-    const LEN: usize = 8192;
-    let len = view.len();
-    let mut values = Vec::new();
-    for part in [view.slice(0..len.min(LEN)), view.slice(len - len.min(LEN)..len)] {
-        match part.dtype() {
-            DType::Bf16 => values.extend(part.to_vec::<bf16>(stream)?.iter().map(|value| value.to_f32())),
-            _ => values.extend(part.to_vec::<f32>(stream)?),
-        }
-    }
-    Ok(values)
-}
-
-/// The largest difference, relative to the largest expected value; NaN if a found value is NaN.
-fn deviation(expected: &[f32], found: &[f32]) -> f32 {
-    let largest = expected.iter().fold(f32::MIN_POSITIVE, |largest, value| largest.max(value.abs()));
-    let differences = expected.iter().zip(found).map(|(expected, found)| (expected - found).abs());
-    // `f32::max` drops NaN.
-    differences.fold(0.0, |most: f32, next| if next > most || next.is_nan() { next } else { most }) / largest
-}
-
-/// Fills `view` with numbers from -1 to 1: kernels run at another speed on zeros, and comparing zeros proves nothing.
-pub(crate) fn fill(stream: &Stream, view: View<'_>, seed: u64) -> Result<()> {
-    const LEN: usize = 1 << 14;
-    let mut state = seed;
-    let mut next = || {
-        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        ((state >> 40) as f32 / (1u64 << 23) as f32) - 1.0
-    };
-    let values: Vec<f32> = (0..LEN.min(view.len())).map(|_| next()).collect();
-    let mut done = values.len();
-    match view.dtype() {
-        DType::Bf16 => {
-            let values: Vec<bf16> = values.iter().map(|value| bf16::from_f32(*value)).collect();
-            stream.upload(&values, view.slice(0..done))?;
-        }
-        _ => stream.upload(&values, view.slice(0..done))?,
-    }
-    while done < view.len() {
-        let more = done.min(view.len() - done);
-        stream.copy(view.slice(0..more), view.slice(done..done + more))?;
-        done += more;
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -465,17 +267,21 @@ mod tests {
     #[test]
     fn a_selection_survives_encode_and_decode() {
         for algorithm in [None, Some(cudnn())] {
-            let selection = Selection { algorithm, workspace: 512, milliseconds: Some(0.125) };
+            let own_is_wrong = algorithm.is_some();
+            let selection = Selection { algorithm, workspace: 512, milliseconds: Some(0.125), own_is_wrong };
             assert_eq!(decode(&encode(&selection)), Some(selection));
         }
         for broken in ["", "built-in", "built-in 512", "seven 512 1", "built-in -1 1", "built-in 512 soon"] {
             assert_eq!(decode(broken), None, "{broken}");
+            assert_eq!(decode(&format!("{broken} false")), None, "{broken} false");
         }
     }
 
     #[test]
     fn a_selection_displays_the_algorithm_and_its_time() {
-        let text = |algorithm, milliseconds| Selection { algorithm, workspace: 0, milliseconds }.to_string();
+        let text = |algorithm, milliseconds| {
+            Selection { algorithm, workspace: 0, milliseconds, own_is_wrong: false }.to_string()
+        };
         assert_eq!(text(Some(cudnn()), Some(0.1254)), "cuDNN 7 0.125 ms");
         assert_eq!(text(None, Some(2.0)), "built in 2.000 ms");
         assert_eq!(text(None, None), "built in");
@@ -492,13 +298,5 @@ mod tests {
         Note::collect(&mut all, Pass::Forward, notes);
         let texts: Vec<_> = all.iter().map(Note::to_string).collect();
         assert_eq!(texts, ["forward cuDNN 1, cuDNN 3: too slow", "forward cuDNN 2: refused"]);
-    }
-
-    #[test]
-    fn deviations_and_nan_are_detected() {
-        assert!(deviation(&[1.0, -2.0], &[1.0, -2.0]) == 0.0);
-        assert!(deviation(&[1.0, -2.0], &[1.5, -2.0]) == 0.25);
-        assert!(deviation(&[1.0, -2.0], &[f32::NAN, -2.0]).is_nan());
-        assert!(deviation(&[1.0, -2.0], &[f32::NAN, 7.0]).is_nan());
     }
 }

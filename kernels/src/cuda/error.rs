@@ -53,6 +53,14 @@ pub enum Error {
         /// The compiler's log.
         log: String,
     },
+    /// No kernel computes a layer's pass correctly, for a batch of this size.
+    #[error("no correct kernel for {pass}: {why}")]
+    NoKernel {
+        /// The pass, the layer, the batch and the precision.
+        pass: String,
+        /// What is wrong with which kernel.
+        why: String,
+    },
     /// A library of ready-made kernels returned an error.
     #[error("{call} failed: {text}")]
     Library {

@@ -1,6 +1,6 @@
 //! All kernels of this crate, by the sources they come from.
 
-use super::Source;
+use super::{Source, compare};
 use crate::{activation, arena, conv, digest, dropout, gather, gelu, loss, norm, optimizer, pool};
 
 /// The CUDA sources of all operations.
@@ -10,6 +10,8 @@ pub fn sources() -> Vec<&'static Source> {
         &conv::cuda::FIRST,
         &conv::cuda::SUMS,
         &conv::cuda::FLIP,
+        &conv::plain::SOURCE,
+        &compare::SOURCE,
         &activation::cuda::SOURCE,
         &arena::cuda::SOURCE,
         &digest::cuda::SOURCE,

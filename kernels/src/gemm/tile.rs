@@ -387,7 +387,7 @@ unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
         if !origin.bias.is_null() {
             let mut bias = [zero; VECTORS];
             unroll!(VECTORS, {
-                bias[I] = simd.load_first(origin.bias.wrapping_add(I * S::LANES), counts[I])
+                bias[I] = simd.load_first(origin.bias.wrapping_add(I * S::LANES), counts[I]);
             });
             sums = [bias; ROWS];
         }

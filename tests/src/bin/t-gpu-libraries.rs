@@ -1,5 +1,6 @@
-//! Sets up layers on GPU 0 and compares every pass with the CPU: `t-gpu-libraries [nondeterministic]`. Prints the
-//! kernels of each layer; panics at a wrong result.
+//! Sets up layers on GPU 0 and compares every pass with the CPU: `t-gpu-libraries [nondeterministic] [narrow] [large |
+//! depths]`. Prints the kernels of each layer; panics at a wrong result. `narrow` permits gradients of weights in bf16
+//! for their speed. `large` layers have more than 16,384 results; `depths` are a shallow and a deep convolution.
 //!
 //! Each layer runs directly, from a captured graph, with a smaller batch, and with unaligned operands.
 
@@ -11,7 +12,7 @@ use mgpu_kernels::Scratch;
 use mgpu_kernels::conv::cpu::{self, Backward, ConvPolicy, Epilogue};
 use mgpu_kernels::conv::gpu::Conv;
 use mgpu_kernels::conv::{self, Padding};
-use mgpu_kernels::cuda::{AutotuneOptions, Device, Libraries, Memory, Result, Stream, View};
+use mgpu_kernels::cuda::{AutotuneOptions, Device, Memory, Result, Stream, View};
 use mgpu_kernels::{DType, Threads, activation, dense};
 
 /// The tensors of a layer on the host, rounded to the storage dtype of the precision.
@@ -32,10 +33,19 @@ struct Expected {
 }
 
 fn main() -> Result<()> {
-    let deterministic = std::env::args().nth(1).is_none();
-    let options = AutotuneOptions { deterministic, libraries: Libraries::Auto };
+    let words: Vec<String> = std::env::args().collect();
+    let given = |word: &str| words.iter().any(|given| given == word);
+    let deterministic = !given("nondeterministic");
+    let narrow_gradients = given("narrow");
+    let options = AutotuneOptions { deterministic, narrow_gradients, ..AutotuneOptions::default() };
     let device = Device::open(0)?;
     let stream = Stream::new(&device)?;
+    if given("large") {
+        return large(&stream, options);
+    }
+    if given("depths") {
+        return depths(&stream, options);
+    }
     for precision in Precision::ALL {
         for slope in [0.0, 1.0, activation::LEAKY_SLOPE] {
             let shape = conv::ConvShape {
@@ -61,6 +71,34 @@ fn main() -> Result<()> {
             padding: Padding::Same,
         };
         check(&stream, first, 3, precision, 0.0, options)?;
+    }
+    Ok(())
+}
+
+/// A convolution of 24,192 results, and a dense layer of 19,200.
+fn large(stream: &Stream, options: AutotuneOptions) -> Result<()> {
+    for precision in [Precision::F32, Precision::Bf16] {
+        let shape = conv::ConvShape {
+            channels: 8,
+            height: 9,
+            width: 7,
+            filters: 16,
+            kernel: 3,
+            padding: Padding::Same,
+        };
+        check(stream, shape, 24, precision, 1.0, options)?;
+        let shape = dense::cuda::convolution(&dense::DenseShape { inputs: 72, outputs: 48 });
+        check(stream, shape, 400, precision, 1.0, options)?;
+    }
+    Ok(())
+}
+
+/// Sums of 36 and of 144 products.
+fn depths(stream: &Stream, options: AutotuneOptions) -> Result<()> {
+    for (channels, precision) in [(4, Precision::F32), (16, Precision::F32), (16, Precision::Bf16)] {
+        let shape =
+            conv::ConvShape { channels, height: 9, width: 7, filters: 16, kernel: 3, padding: Padding::Same };
+        check(stream, shape, 4, precision, 1.0, options)?;
     }
     Ok(())
 }

@@ -12,7 +12,7 @@ use mgpu::device::{DeviceConfig, DeviceDataParallel, Readback, StatusReadback, S
 use mgpu::replicate::{checksum, replicate, verify_equal};
 use mgpu::{Communicator, DeviceCommunicator, Layout, Sampler};
 use mgpu_kernels::Precision;
-use mgpu_kernels::cuda::{self, Device, Libraries, Stream};
+use mgpu_kernels::cuda::{AutotuneOptions, Device, Stream};
 use mgpu_kernels::loss::cuda::Score;
 
 use super::super::args::Args;
@@ -32,7 +32,8 @@ const AHEAD: usize = 2;
 #[derive(Debug, Clone, Copy)]
 pub(in super::super) struct Options {
     pub(in super::super) precision: Precision,
-    pub(in super::super) libraries: Libraries,
+    /// Which kernels a layer may use.
+    pub(in super::super) choice: AutotuneOptions,
     /// Replay steps from graphs.
     pub(in super::super) graph: bool,
 }
@@ -69,9 +70,8 @@ impl Gpu {
         host: Communicator,
     ) -> mgpu::Result<Self> {
         let (set_up, options) = (Stream::new(device.device())?, args.gpu());
-        let choice = cuda::AutotuneOptions { deterministic: true, libraries: options.libraries };
         let micro_batch = training_config.batch / training_config.micro_batches;
-        let net = DeviceNet::new(&args.net, micro_batch, options.precision, choice, &set_up)?;
+        let net = DeviceNet::new(&args.net, micro_batch, options.precision, options.choice, &set_up)?;
         let parameters = net.to_device(&net.initial_parameters(training_config.seed));
         let parallel =
             args.parallel.config(training_config.optimizer(&args.net), 1, training_config.micro_batches);

@@ -14,16 +14,33 @@
 //!   to the caller. With bfloat16 images the bias has to be bfloat16 as well, so it is rounded to the workspace.
 //! - *The gradient of the weights* from bfloat16 operands is needed in f32. The library documents a bfloat16 result
 //!   only, so both are candidates: [`Form::Plain`] writes f32; [`Form::Narrow`] writes bfloat16 to the workspace and
-//!   widens it, with one more rounding, to 8 bits, before the sum over ranks. (PyTorch's autocast rounds there too.
-//!   On an H100 with cuDNN 9.14 the f32 result is refused.) For large batches the kernel that the library selects can
-//!   be several times slower than for smaller ones, so a batch in parts is a candidate too; the gradients of the
-//!   parts are added up in f32.
+//!   widens it, with one more rounding, to 8 bits, before the sum over ranks. (PyTorch's autocast rounds there too.)
+//!   The latter is tried only if no algorithm for the former works, as on an H100 with cuDNN 9.14, or if
+//!   [`AutotuneOptions`](crate::cuda::AutotuneOptions) ask for it. For large batches the kernel that the library
+//!   selects can be several times slower than for smaller ones, so a batch in parts is a candidate too; the gradients
+//!   of the parts are added up in f32.
 //! - *Transposed convolution*: a convolution is the gradient of the input of another one whose weights are transposed
 //!   and rotated by 180°, and that gradient is a convolution. The library's kernels for both are not equally fast, so
 //!   [`Form::Transposed`], which first flips the weights into the workspace, is a candidate as well.
 //!
+//! # cuDNN's legacy API
+//!
 //! The functions used are the library's older ones, which version 9 marks as deprecated but still has. A version
 //! without them is not an error: the layer then uses this crate's kernels.
+//!
+//! Its newer interface describes a graph of operations, for which the library proposes *engines*. It would give
+//! - epilogues that the older functions lack: a bias in f32 with bfloat16 images, leaky ReLU, the gradient of ReLU
+//!   fused with a backward pass;
+//! - more kernels: with channels last the older functions reach one or two algorithms for each pass, each of which
+//!   selects its kernel by rules of its own, while engines with their knobs can be benchmarked one by one; and kernels
+//!   that are compiled at run time;
+//! - a gradient of the weights in f32 from bfloat16 operands, if an engine offers it.
+//!
+//! It costs a second description of every layer, several hundred lines of attributes by number, and a first call that
+//! compiles for seconds. Whether it is worth that is undecided until `gpu_check --layers` has run on a GPU: its rows
+//! say how far the fastest candidate is from the bound, and how much of a forward pass is bias and activation
+//! (`fused` beside `plain`). A layer at half of its bound or less, in a network whose time it dominates, would decide
+//! for engines; a difference between `fused` and `plain` in bfloat16 for epilogues.
 
 mod library;
 
@@ -41,7 +58,8 @@ use super::ConvShape;
 use super::library_layer::{LibraryLayer, Operands};
 use crate::Precision;
 use crate::cuda::algorithm::{Form, LibraryAlgorithm};
-use crate::cuda::autotune::{Candidate, Note, Pass};
+use crate::cuda::autotune::{Note, Pass};
+use crate::cuda::trial::Candidate;
 use crate::cuda::{Device, Error, Result, Stream, View};
 use crate::{DType, arena};
 

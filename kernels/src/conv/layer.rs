@@ -1,0 +1,125 @@
+//! One layer: its extents, its library, and how either computes a pass.
+
+use super::library_layer::{LibraryLayer, Operands};
+use super::{ConvShape, cublaslt, cuda, cudnn};
+use crate::cuda::algorithm::{Form, LibraryAlgorithm, LibraryName};
+use crate::cuda::elements::check;
+use crate::cuda::{Pass, Result, Stream};
+use crate::{DType, Precision, activation};
+
+/// A layer for batches of up to `images`, and its library if that is found.
+pub(super) struct Layer {
+    pub(super) shape: ConvShape,
+    pub(super) images: usize,
+    pub(super) precision: Precision,
+    pub(super) slope: f32,
+    pub(super) library: Option<Box<dyn LibraryLayer>>,
+}
+
+impl std::fmt::Display for Layer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let &Layer { shape, images, .. } = self;
+        let ConvShape { channels, height, width, filters, kernel, .. } = shape;
+        if shape.is_dense() {
+            write!(f, "dense {filters} of {channels}, {images} samples")
+        } else {
+            write!(f, "conv {filters} {kernel}x{kernel} of {channels}x{height}x{width}, {images} images")
+        }
+    }
+}
+
+impl Layer {
+    /// True if a library may be faster than this crate's kernels. cuDNN spends most of its time on rearranging images
+    /// of one channel.
+    pub(super) fn suits_libraries(&self) -> bool {
+        self.images > 0 && (self.shape.channels > 1 || self.shape.is_dense())
+    }
+
+    pub(super) fn library_name(&self) -> LibraryName {
+        if self.shape.is_dense() { LibraryName::CublasLt } else { LibraryName::CuDnn }
+    }
+
+    /// Describes the layer to its library.
+    ///
+    /// # Errors
+    /// If the library is not found, or refuses the description.
+    pub(super) fn open_library(&mut self, stream: &Stream) -> Result<()> {
+        let &mut Layer { ref shape, images, precision, slope, .. } = self;
+        let device = stream.device();
+        self.library = Some(match self.library_name() {
+            LibraryName::CublasLt => {
+                Box::new(cublaslt::MatmulPlan::new(device, shape, images, precision, slope)?)
+            }
+            LibraryName::CuDnn => Box::new(cudnn::CudnnPlan::new(device, shape, images, precision, slope)?),
+        });
+        Ok(())
+    }
+
+    /// Bytes of workspace that this crate's own kernels need.
+    pub(super) fn own_workspace(&self) -> usize {
+        // The maximum over all batch sizes: fewer images are cut into slices in another way.
+        let bytes = |images| cuda::workspace_bytes(&self.shape, images, self.precision);
+        (1..=self.images).map(bytes).max().unwrap_or(0)
+    }
+
+    /// Computes a pass with a library's algorithm, or with this crate's kernel if there is none; the forward pass
+    /// with bias and activation.
+    #[track_caller]
+    pub(super) fn run(
+        &self,
+        algorithm: Option<&LibraryAlgorithm>,
+        stream: &Stream,
+        images: usize,
+        operands: &Operands<'_>,
+    ) -> Result<()> {
+        let activated = self.compute(algorithm, stream, images, operands)?;
+        match operands.bias {
+            Some(bias) if !activated => activation::cuda::bias(stream, self.slope, bias, operands.result),
+            _ => Ok(()),
+        }
+    }
+
+    /// As [`run`](Self::run), but returns false if bias and activation still have to be applied.
+    #[track_caller]
+    pub(super) fn compute(
+        &self,
+        algorithm: Option<&LibraryAlgorithm>,
+        stream: &Stream,
+        images: usize,
+        operands: &Operands<'_>,
+    ) -> Result<bool> {
+        let &Layer { ref shape, precision, slope, .. } = self;
+        let (Some(library), Some(algorithm)) = (&self.library, algorithm) else {
+            let Operands { pass, factors: [from, by], result: to, bias, workspace } = *operands;
+            match pass {
+                Pass::Forward => {
+                    let bias = bias.expect("a forward pass has a bias");
+                    cuda::forward(stream, shape, images, precision, from, by, bias, slope, to)
+                }
+                Pass::BackwardInput => cuda::backward_input(stream, shape, images, precision, from, by, to),
+                Pass::BackwardWeights => {
+                    cuda::backward_weights(stream, shape, images, precision, from, by, workspace, to)
+                }
+            }?;
+            return Ok(true);
+        };
+        let dtype = precision.storage();
+        let x = ("a layer's input or its gradient", dtype, images * shape.input_len());
+        let y = ("a layer's output or its gradient", dtype, images * shape.output_len());
+        let w = ("a layer's weights", dtype, shape.weights_len());
+        let dw = ("the gradient of a layer's weights", DType::F32, shape.weights_len());
+        let expected = match operands.pass {
+            Pass::Forward => [x, w, y],
+            Pass::BackwardInput => [w, y, x],
+            Pass::BackwardWeights => [x, y, dw],
+        };
+        for ((what, dtype, len), view) in expected.into_iter().zip(operands.views()) {
+            check(what, view, dtype, len);
+        }
+        if let Some(bias) = operands.bias {
+            check("a layer's bias", bias, DType::F32, shape.filters);
+        }
+        library.run(stream, algorithm, operands)?;
+        Ok(algorithm.form == Form::Fused)
+    }
+}

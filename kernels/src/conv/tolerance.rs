@@ -1,0 +1,93 @@
+//! How far the results of a correct algorithm may be from those of the plain kernels ([`super::plain`]).
+//!
+//! Autotuning multiplies random numbers from -1 to 1. A product of two has a mean square of 1/9, so a sum of n
+//! products has a typical magnitude of S = √(n/9); a bias adds 1/3 to the mean square. Rounding errors are relative
+//! to S or, where a sum is larger, to the sum s itself. A result may differ by t · (S + |s|), where t is the sum of
+//!
+//! - *accumulation*: each of n additions in f32 rounds a partial sum of magnitude S or less by up to u = 2^-24. In any
+//!   order these errors have a standard deviation of at most u·S·√n, of which 8 are allowed. A library may transform
+//!   before it multiplies (Winograd, FFT), which costs a few bits: 16 times as much is allowed;
+//! - *truncation*: tensor cores add eight or more products at a time and truncate, always towards zero, by up to 2u.
+//!   The n/8 partial sums add up to ⅔·S·n/8;
+//! - *operands*: TF32 keeps 10 bits. A library may truncate to them instead of rounding, which makes each operand too
+//!   small by up to 2^-10 of its magnitude;
+//! - *storage*: rounding to bf16 is by up to 2^-8. A library may round the product, the product with the bias, and the
+//!   activated output; a gradient of weights in bf16 is rounded in each part of the batch, and when parts are added.
+//!
+//! That is a few times what correct algorithms need. A tile of results that is not computed, or a slice of the sum
+//! that is left out, is an error of at least S/√n times the square root of its number of products: far more.
+
+use crate::Precision;
+use crate::cuda::algorithm::{Form, LibraryAlgorithm};
+use crate::cuda::compare::Tolerance;
+
+/// Half the distance between f32 numbers next to 1, and the same for bf16.
+const UNIT: f64 = 1.0 / (1 << 24) as f64;
+const UNIT_BF16: f64 = 1.0 / (1 << 8) as f64;
+
+/// The tolerance for sums of `terms` products, and of a bias if there is one, computed by `algorithm` (or this
+/// crate's own kernel). `bf16` says whether results are stored as bf16.
+pub(super) fn tolerance(
+    algorithm: Option<&LibraryAlgorithm>,
+    precision: Precision,
+    terms: usize,
+    has_bias: bool,
+    bf16: bool,
+) -> Tolerance {
+    let n = terms as f64;
+    let transforms = if algorithm.is_some() { 16.0 } else { 1.0 };
+    let accumulation = transforms * (8.0 * n.sqrt() + 8.0) * UNIT;
+    let truncation = if precision == Precision::F32 { 0.0 } else { n / 12.0 * 2.0 * UNIT };
+    let operands = if precision == Precision::Tf32 { 6.0 / 1024.0 } else { 0.0 };
+    let narrow = algorithm.is_some_and(|algorithm| algorithm.form == Form::Narrow);
+    let storage = match algorithm {
+        Some(_) if bf16 || narrow => 3.0 * UNIT_BF16,
+        None if bf16 => 1.001 * UNIT_BF16,
+        _ => 0.0,
+    };
+    let bias = if has_bias { 1.0 / 3.0 } else { 0.0 };
+    Tolerance {
+        relative: (accumulation + truncation + operands + storage) as f32,
+        scale: (n / 9.0 + bias).sqrt() as f32,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn library(form: Form) -> LibraryAlgorithm {
+        LibraryAlgorithm::cudnn(1, form)
+    }
+
+    #[test]
+    fn tolerances_follow_type_and_depth() {
+        let of = |precision, terms| tolerance(None, precision, terms, false, precision == Precision::Bf16);
+        for terms in [1, 25, 3200, 800_000] {
+            assert!(of(Precision::F32, terms).relative < of(Precision::Tf32, terms).relative);
+            assert!(of(Precision::F32, terms).relative < of(Precision::Bf16, terms).relative);
+            let deeper = of(Precision::F32, 2 * terms);
+            assert!(of(Precision::F32, terms).relative < deeper.relative);
+            assert!(of(Precision::F32, terms).scale < deeper.scale);
+        }
+        let plain = tolerance(Some(&library(Form::Plain)), Precision::Bf16, 100, false, false);
+        let narrow = tolerance(Some(&library(Form::Narrow)), Precision::Bf16, 100, false, false);
+        assert!(plain.relative < UNIT_BF16 as f32 && narrow.relative > 3.0 * UNIT_BF16 as f32);
+    }
+
+    #[test]
+    fn a_missing_tile_or_slice_is_beyond_every_tolerance() {
+        // The shallowest and the deepest sums of the networks.
+        for terms in [25usize, 72, 3200, 15_488, 802_816] {
+            for precision in Precision::ALL {
+                let bf16 = precision == Precision::Bf16;
+                let Tolerance { relative, scale } =
+                    tolerance(Some(&library(Form::Plain)), precision, terms, false, bf16);
+                // A result that was not computed is off by its magnitude, S, and a tile has thousands of results. The
+                // last of a thousand slices, the most that a kernel makes, is off by S/√1000.
+                assert!(2.0 * relative < 0.1, "{precision} {terms}");
+                assert!(2.0 * relative * scale < scale / 1000f32.sqrt() * 3.0, "{precision} {terms}");
+            }
+        }
+    }
+}
