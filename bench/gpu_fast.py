@@ -24,11 +24,9 @@ def bandwidth(s):
 
 def layers(s, batch):
     """Every layer of every network, pass and precision, with the time of every candidate."""
-    if not s.supports("gpu_check", "--layers"):
-        return s.skip(f"layers at {batch} images", "this gpu_check has no --layers")
     path, limit = os.path.join(s.scratch, f"layers-{batch}.json"), min(150, s.left())
     # It ends in time by itself, and rewrites its file after every pass.
-    budget = ["--budget", f"{max(limit - 15, 1):.0f}"] if s.supports("gpu_check", "--budget") else []
+    budget = ["--budget", f"{max(limit - 15, 1):.0f}"]
     only = ["--only", "lenet5"] if s.fake else []
     run = s.run(f"layers at {batch} images", [s.program("gpu_check"), "--layers", "--batch", str(batch), *budget, *only,
                                               "--json", path], limit=limit)

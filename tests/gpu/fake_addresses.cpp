@@ -19,15 +19,28 @@ namespace {
 constexpr size_t SPAN = (size_t)1 << 40;
 constexpr size_t PAGE = 4096;
 constexpr size_t GAP = 16 * PAGE;   // never accessible, between allocations
-// As much alignment as cuMemAlloc documents and tests rely on, and no more.
-constexpr size_t ALIGNMENT = 512;
-// Only wanted: far from where programs, libraries and heaps are placed.
+constexpr size_t ALIGNMENT = 512;   // as the driver's, and no more
+constexpr int RESERVED = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+// Where the ranges are, if that is free: far from programs, libraries and heaps. Two numbers of 32 bits side by side
+// are only taken for an address if the second is 0x2d4d, or a little more in a process that allocates gigabytes.
 constexpr uintptr_t PLACE = 0x2d4d'0000'0000;
 
-constexpr int RESERVED = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-
-uintptr_t first_address();
+std::atomic<size_t> handed_out{0};   // bytes from the start of the ranges
 struct sigaction earlier;
+
+uintptr_t reserve() {
+    void* first = mmap((void*)PLACE, 2 * SPAN, PROT_NONE, RESERVED, -1, 0);
+    if (first == MAP_FAILED) {
+        perror("FAKE GPU: no address range for device memory");
+        abort();
+    }
+    return (uintptr_t)first;
+}
+
+uintptr_t first_address() {
+    static const uintptr_t first = reserve();
+    return first;
+}
 
 // Says which memory was accessed from the wrong side, and leaves the rest to the earlier handler: it gets the same
 // signal again.
@@ -45,26 +58,19 @@ void report_fault(int signal, siginfo_t* info, void*) {
     if (info->si_code <= 0) raise(signal);
 }
 
-uintptr_t reserve() {
-    void* first = mmap((void*)PLACE, 2 * SPAN, PROT_NONE, RESERVED, -1, 0);
-    if (first == MAP_FAILED) {
-        perror("FAKE GPU: no address range for device memory");
-        abort();
-    }
-    return (uintptr_t)first;
-}
-
-uintptr_t first_address() {
-    static const uintptr_t first = reserve();
-    return first;
-}
-
 // The pages of an allocation that starts `ALIGNMENT` after the first of them.
 size_t pages_of(size_t bytes) { return (ALIGNMENT + bytes + PAGE - 1) / PAGE * PAGE; }
 
 }   // namespace
 
-bool is_device_address(uint64_t address) { return address - first_address() < SPAN; }
+bool is_device_address(uint64_t address) { return address - first_address() < handed_out; }
+
+bool is_host_address(uint64_t address) {
+    if (address >> 32 == 0 || address >> 47 != 0 || address - first_address() < 2 * SPAN) return false;
+    unsigned char resident;
+    return mincore((void*)(address / PAGE * PAGE), 1, &resident) == 0;
+}
+
 unsigned char* bytes_at(CUdeviceptr address) { return (unsigned char*)(address + SPAN); }
 
 CUdeviceptr open_pages(size_t bytes) {
@@ -76,8 +82,7 @@ CUdeviceptr open_pages(size_t bytes) {
         action.sa_flags = SA_SIGINFO | SA_ONSTACK;
         sigaction(SIGSEGV, &action, &earlier);
     });
-    static std::atomic<size_t> used{0};
-    const size_t at = used.fetch_add(pages_of(bytes) + GAP);
+    const size_t at = handed_out.fetch_add(pages_of(bytes) + GAP);
     if (at + pages_of(bytes) > SPAN) {
         fprintf(stderr, "FAKE GPU: this process has used up its device addresses\n");
         abort();

@@ -194,8 +194,11 @@ class ExecutableGraph {
     std::mutex running;   // launches of one graph are serialised
 };
 
-// Whether a number lies in the range of device addresses.
+// Whether a number lies in the range of the device addresses so far.
 bool is_device_address(uint64_t address);
+
+// Whether the host has memory at an address. It is unlikely of a number that is none.
+bool is_host_address(uint64_t address);
 
 // Where the bytes of a device address are, allocated or not.
 unsigned char* bytes_at(CUdeviceptr address);

@@ -8,7 +8,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <sys/mman.h>
 
 namespace fake {
 namespace {
@@ -69,13 +68,7 @@ const std::pair<const CUdeviceptr, Allocation>* allocation_at(CUdeviceptr addres
 }
 
 constexpr const char* FREED = "device memory that is freed, or was never allocated";
-
-// Whether something is mapped there. No test passes numbers that are addresses by accident.
-bool is_mapped(uint64_t address) {
-    if (address >> 32 == 0 || address >> 47 != 0) return false;
-    unsigned char resident;
-    return mincore((void*)(address & ~(uint64_t)4095), 1, &resident) == 0;
-}
+constexpr const char* NOT_PINNED = "neither device memory nor pinned memory of the host";
 
 // A copy or fill that the caller waits for, after everything that the default stream waits for.
 CUresult now(Work work) { return enqueue(nullptr, std::move(work)); }
@@ -91,7 +84,7 @@ void* device_bytes(CUdeviceptr address, size_t bytes, const char* user) {
     if (bytes == 0) return nullptr;
     if (!is_device_address(address)) {
         if (is_pinned((const void*)address)) return (void*)address;
-        reject(user, address, "a host address, but neither device memory nor pinned");
+        reject(user, address, NOT_PINNED);
     }
     std::lock_guard lock(driver_state().mutex);
     const auto* found = allocation_at(address);
@@ -107,9 +100,7 @@ void* device_bytes(CUdeviceptr address, size_t bytes, const char* user) {
 
 uint64_t kernel_argument(uint64_t word, const char* kernel) {
     if (!is_device_address(word)) {
-        if (is_mapped(word) && !is_pinned((const void*)word)) {
-            reject(kernel, word, "a host address, but neither device memory nor pinned");
-        }
+        if (is_host_address(word) && !is_pinned((const void*)word)) reject(kernel, word, NOT_PINNED);
         return word;
     }
     std::lock_guard lock(driver_state().mutex);

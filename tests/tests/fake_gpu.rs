@@ -102,7 +102,7 @@ fn the_host_cannot_access_device_memory() {
 #[test]
 fn the_device_accesses_only_pinned_memory_of_the_host() {
     passes("pinned");
-    ends_with("copy_to_host_address", "is a host address, but neither device memory nor pinned");
+    ends_with("copy_to_host_address", "is neither device memory nor pinned memory of the host");
     ends_with("kernel_gets_host_address", "selftest_count: 0x");
 }
 
