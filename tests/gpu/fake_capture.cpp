@@ -16,6 +16,7 @@ bool is_default(CUstream stream) { return (uintptr_t)stream <= 2; }
 namespace {
 
 thread_local char this_thread;   // its address identifies the thread
+thread_local bool in_host_function = false;
 
 bool exists(CUstream stream) { return driver_state().streams.count(stream) != 0; }
 bool exists(CUevent event) { return driver_state().events.count(event) != 0; }
@@ -62,6 +63,38 @@ void merge(Dependencies& into, const Dependencies& from) {
     for (unsigned node : from) {
         if (std::find(into.begin(), into.end(), node) == into.end()) into.push_back(node);
     }
+}
+
+// Adds an external event node to the capture of a stream.
+CUresult add_event_node(CUstream stream, CUevent records, CUevent awaits) {
+    Capture& capture = *stream->capture;
+    if (capture.invalid) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+    capture.nodes.push_back({nullptr, stream->tail, stream, records, awaits});
+    stream->tail = {(unsigned)capture.nodes.size() - 1};
+    return CUDA_SUCCESS;
+}
+
+// Marks an event as recorded by the last work of a stream.
+void place(EventRecord& record, const QueuePtr& queue, uint64_t position) {
+    record.queue = queue;
+    record.position = position;
+}
+
+// Records the events of a graph's external event nodes for a launch, as far as they exist.
+CUresult launch_events(const ExecutableGraph& program, ExternalEvents& events) {
+    events.resize(program.nodes->size());
+    for (size_t i = 0; i < events.size(); ++i) {
+        const Node& node = (*program.nodes)[i];
+        const CUevent event = node.records == nullptr ? node.awaits : node.records;
+        if (event == nullptr) continue;
+        if (!exists(event)) return CUDA_ERROR_INVALID_VALUE;
+        if (node.records != nullptr) {
+            event->moment = std::make_shared<EventRecord>();
+            event->capture = nullptr;
+        }
+        events[i] = event->moment;
+    }
+    return CUDA_SUCCESS;
 }
 
 CUresult wait_in_capture(CUstream stream, CUevent event) {
@@ -142,6 +175,7 @@ CUresult enqueue_locked(CUstream stream, Work work) {
 }
 
 CUresult enqueue(CUstream stream, Work work) {
+    if (in_host_function) return CUDA_ERROR_NOT_PERMITTED;
     if (is_default(stream)) {
         const int ordinal = current_device();
         if (ordinal < 0) return CUDA_ERROR_INVALID_CONTEXT;
@@ -213,6 +247,7 @@ API CUresult cuStreamQuery(CUstream stream) {
     std::lock_guard lock(driver_state().mutex);
     if (const CUresult result = check_uncaptured(stream)) return result;
     if (forbidden_locked()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    note_drain(*stream->queue);
     return is_drained(*stream->queue) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
@@ -225,14 +260,18 @@ API CUresult cuStreamSynchronize(CUstream stream) {
         if (forbidden_locked()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
         queue = stream->queue;
     }
+    note_drain(*queue);
     drain(*queue);
     return CUDA_SUCCESS;
 }
 
-API CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
+API CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
     std::unique_lock lock(driver_state().mutex);
+    if (flags > CU_EVENT_WAIT_EXTERNAL) return CUDA_ERROR_INVALID_VALUE;
     if (!exists(event) || (!is_default(stream) && !exists(stream))) return CUDA_ERROR_INVALID_HANDLE;
-    if (!is_default(stream) && stream->capture != nullptr) return wait_in_capture(stream, event);
+    if (!is_default(stream) && stream->capture != nullptr) {
+        return flags == 0 ? wait_in_capture(stream, event) : add_event_node(stream, nullptr, event);
+    }
     if (event->capture != nullptr) {
         if (event->capture->ended) return CUDA_ERROR_CAPTURED_EVENT;
         if (is_default(stream)) return invalidate(*event->capture, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
@@ -254,7 +293,11 @@ API CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
 }
 
 API CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void* data) {
-    return enqueue(stream, [function, data] { function(data); });
+    return enqueue(stream, [function, data] {
+        in_host_function = true;
+        function(data);
+        in_host_function = false;
+    });
 }
 
 API CUresult cuStreamBeginCapture_v2(CUstream stream, CUstreamCaptureMode mode) {
@@ -353,7 +396,7 @@ API CUresult cuEventRecord(CUevent event, CUstream stream) {
             event->nodes = stream->tail;
             if (stream->capture != nullptr) return CUDA_SUCCESS;
             auto moment = event->moment = std::make_shared<EventRecord>();
-            submit(stream->queue, [moment] { moment->pass(); });
+            place(*moment, stream->queue, submit(stream->queue, [moment] { moment->pass(); }));
             return CUDA_SUCCESS;
         }
     }
@@ -365,11 +408,25 @@ API CUresult cuEventRecord(CUevent event, CUstream stream) {
     return CUDA_SUCCESS;
 }
 
+// In a capture an external record is a node, and every launch of the graph records the event.
+API CUresult cuEventRecordWithFlags(CUevent event, CUstream stream, unsigned flags) {
+    if (flags > CU_EVENT_RECORD_EXTERNAL) return CUDA_ERROR_INVALID_VALUE;
+    if (flags == CU_EVENT_RECORD_EXTERNAL && !is_default(stream)) {
+        std::lock_guard lock(driver_state().mutex);
+        if (!exists(event) || !exists(stream) || stream->ordinal != event->ordinal) return CUDA_ERROR_INVALID_HANDLE;
+        if (stream->capture != nullptr) return add_event_node(stream, event, nullptr);
+    }
+    return cuEventRecord(event, stream);
+}
+
 API CUresult cuEventQuery(CUevent event) {
     std::lock_guard lock(driver_state().mutex);
     if (!exists(event)) return CUDA_ERROR_INVALID_HANDLE;
     if (event->capture != nullptr) return invalidate(*event->capture, CUDA_ERROR_CAPTURED_EVENT);
     if (forbidden_locked()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    if (event->moment != nullptr && event->moment->queue != nullptr) {
+        note_drain(*event->moment->queue, event->moment->position);
+    }
     return event->moment == nullptr || event->moment->passed() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
@@ -382,6 +439,7 @@ API CUresult cuEventSynchronize(CUevent event) {
         if (forbidden_locked()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
         moment = event->moment;
     }
+    if (moment != nullptr && moment->queue != nullptr) note_drain(*moment->queue, moment->position);
     if (moment != nullptr) moment->wait();
     return CUDA_SUCCESS;
 }
@@ -420,13 +478,22 @@ API CUresult cuGraphUpload(CUgraphExec program, CUstream) {
 }
 
 API CUresult cuGraphLaunch(CUgraphExec program, CUstream stream) {
-    std::shared_ptr<ExecutableGraph> running;
-    {
-        std::lock_guard lock(driver_state().mutex);
-        if (driver_state().programs.count(program) == 0) return CUDA_ERROR_INVALID_VALUE;
-        running = program->program;
+    std::unique_lock lock(driver_state().mutex);
+    if (driver_state().programs.count(program) == 0) return CUDA_ERROR_INVALID_VALUE;
+    const std::shared_ptr<ExecutableGraph> running = program->program;
+    ExternalEvents events;
+    if (const CUresult result = launch_events(*running, events)) return result;
+    const bool at_once = !is_default(stream) && exists(stream) && stream->capture == nullptr;
+    count(Count::Graphs);
+    if (!at_once) {
+        lock.unlock();
+        return enqueue(stream, [running, events] { running->run(events); });
     }
-    return enqueue(stream, [running] { running->run(); });
+    const uint64_t position = submit(stream->queue, [running, events] { running->run(events); });
+    for (size_t i = 0; i < events.size(); ++i) {
+        if ((*running->nodes)[i].records != nullptr) place(*events[i], stream->queue, position);
+    }
+    return CUDA_SUCCESS;
 }
 
 API CUresult cuGraphExecDestroy(CUgraphExec program) {

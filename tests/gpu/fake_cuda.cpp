@@ -2,7 +2,8 @@
 //
 // FAKE_GPU_COUNT devices (2) of FAKE_GPU_MEMORY_MIB (4096) each. CUDA_VISIBLE_DEVICES selects among them as among
 // real ones. FAKE_CUDA_VERSION (13000) is the version of CUDA that the driver supports. Every device has
-// FAKE_GPU_MULTIPROCESSORS (4) multiprocessors: 132 chooses grids and depths of splits as on a large GPU.
+// FAKE_GPU_MULTIPROCESSORS (4) multiprocessors: 132 chooses grids and depths of splits as on a large GPU. Kernels are
+// loaded when they are launched first, which a capture forbids, unless FAKE_CUDA_LAZY_LOADING is 0.
 #include "fake_cuda.h"
 #include "shim.h"
 
@@ -225,6 +226,7 @@ struct CUfunc_st {
     int ordinal;
     CUmodule module;
     unsigned shared = SHARED_BY_DEFAULT;   // maximum dynamic shared memory of a launch
+    bool loaded = false;                   // it was launched before
 };
 
 struct CUmod_st {
@@ -342,6 +344,11 @@ struct Arguments {
     }
 };
 
+bool lazy_loading() {
+    static const bool lazy = env_number("FAKE_CUDA_LAZY_LOADING", 1) != 0;
+    return lazy;
+}
+
 CUresult check_launch(const CUfunc_st& function, dim3 blocks, dim3 threads, unsigned shared) {
     const uint64_t count = (uint64_t)threads.x * threads.y * threads.z;
     if (count == 0 || count > 1024 || threads.z > 64) return CUDA_ERROR_INVALID_VALUE;
@@ -367,6 +374,15 @@ API CUresult cuLaunchKernel(CUfunction function, unsigned blocks_x, unsigned blo
         std::lock_guard lock(driver_state().mutex);
         const bool known = driver_state().streams.count(stream) != 0;
         if (!known || stream->ordinal != function->ordinal) return CUDA_ERROR_INVALID_HANDLE;
+        if (stream->capture == nullptr) {
+            function->loaded = true;
+            count(Count::Kernels);
+        } else if (!function->loaded && lazy_loading()) {
+            fprintf(stderr, "FAKE GPU: the first launch of a kernel loads it, which a capture forbids: %s\n",
+                    function->kernel->name);
+            stream->capture->invalid = true;
+            return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+        }
     }
     const Arguments arguments(*function->kernel, given);
     return enqueue(stream, [blocks, threads, shared, arguments] {
@@ -396,6 +412,7 @@ const char* name_of(CUresult result) {
         NAMED(CUDA_ERROR_NOT_FOUND);
         NAMED(CUDA_ERROR_NOT_READY);
         NAMED(CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES);
+        NAMED(CUDA_ERROR_NOT_PERMITTED);
         NAMED(CUDA_ERROR_NOT_SUPPORTED);
         NAMED(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
         NAMED(CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);

@@ -36,6 +36,7 @@ enum CUresult : unsigned {
     CUDA_ERROR_NOT_READY = 600,
     CUDA_ERROR_ILLEGAL_ADDRESS = 700,
     CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES = 701,
+    CUDA_ERROR_NOT_PERMITTED = 800,
     CUDA_ERROR_NOT_SUPPORTED = 801,
     CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900,
     CUDA_ERROR_STREAM_CAPTURE_INVALIDATED = 901,
@@ -67,6 +68,7 @@ enum CUdriverProcAddressQueryResult : unsigned {
     CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND = 1,
 };
 enum { CU_STREAM_NON_BLOCKING = 1, CU_EVENT_DISABLE_TIMING = 2 };
+enum { CU_EVENT_RECORD_EXTERNAL = 1, CU_EVENT_WAIT_EXTERNAL = 1 };
 
 typedef int CUdevice;
 typedef unsigned long long CUdeviceptr;
@@ -91,6 +93,9 @@ namespace fake {
 // A work item of a stream: a kernel, a copy, a collective.
 using Work = std::function<void()>;
 
+struct Queue;
+using QueuePtr = std::shared_ptr<Queue>;
+
 // The state of a recorded event. Waiting for one that is never completed blocks forever, as on a GPU.
 class EventRecord {
   public:
@@ -98,6 +103,8 @@ class EventRecord {
     void wait();
     bool passed() const { return done.load(std::memory_order_acquire); }
     std::chrono::steady_clock::time_point when;
+    QueuePtr queue;           // the stream that it was recorded on, and the number of its works until then
+    uint64_t position = 0;
 
   private:
     std::atomic<bool> done{false};
@@ -115,7 +122,11 @@ struct Node {
     Work work;
     Dependencies after;
     const void* lane;   // the stream it was captured from; lanes run concurrently
+    CUevent records = nullptr, awaits = nullptr;   // of external event nodes
 };
+
+// The records of the external event nodes of one launch, by node.
+using ExternalEvents = std::vector<std::shared_ptr<EventRecord>>;
 
 struct Capture {
     CUstream origin;
@@ -166,18 +177,20 @@ void delay();
 // Whether the driver is new enough for a library that was built with a version of CUDA, 12080 for 12.8.
 bool driver_supports(size_t built_with);
 
+// Counts a call, see fake_counters.cpp.
+enum class Count { Kernels, Graphs, Uploads, Drains };
+void count(Count what);
+
 // The value of an integer environment variable.
 long env_number(const char* variable, long otherwise);
 
 // ---- Internal to the driver ----
 
-struct Queue;
-using QueuePtr = std::shared_ptr<Queue>;
-
 QueuePtr new_queue();
-void submit(const QueuePtr& queue, Work work);
+uint64_t submit(const QueuePtr& queue, Work work);   // returns the number of works so far
 bool is_drained(Queue& queue);
 void drain(Queue& queue);   // waits for the current work items
+void note_drain(Queue& queue, uint64_t position = UINT64_MAX);   // counts a wait, if it is for all works
 void close(Queue& queue);   // its thread ends after the current work items
 
 // An instantiated graph: the nodes of each lane run in order on a separate thread.
@@ -185,10 +198,11 @@ class ExecutableGraph {
   public:
     explicit ExecutableGraph(std::shared_ptr<const std::vector<Node>> nodes);
     ~ExecutableGraph();
-    void run();
+    void run(const ExternalEvents& events);
+
+    const std::shared_ptr<const std::vector<Node>> nodes;
 
   private:
-    std::shared_ptr<const std::vector<Node>> nodes;
     std::vector<std::vector<unsigned>> lanes;
     std::vector<QueuePtr> helpers;
     std::mutex running;   // launches of one graph are serialised

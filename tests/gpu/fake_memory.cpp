@@ -224,6 +224,7 @@ Work copy_on_device(CUdeviceptr to, CUdeviceptr from, size_t bytes) {
 }   // namespace
 
 API CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void* from, size_t bytes) {
+    count(Count::Uploads);
     return now(copy_to_device(to, from, bytes));
 }
 API CUresult cuMemcpyDtoH_v2(void* to, CUdeviceptr from, size_t bytes) { return now(copy_to_host(to, from, bytes)); }
@@ -234,6 +235,7 @@ API CUresult cuMemcpy(CUdeviceptr to, CUdeviceptr from, size_t bytes) { return c
 
 // Pageable memory is staged before the call returns; pinned memory is read when the copy runs.
 API CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
+    count(Count::Uploads);
     Work copy = copy_to_device(to, from, bytes);
     if (is_pinned(from)) return enqueue(stream, copy_pinned(from, copy));
     if (is_capturing(stream)) return enqueue(stream, copy);

@@ -19,6 +19,9 @@
 //
 // FAKE_NCCL_TRACE=FILE: calls append their names to the file; those on a stream that is being captured end in
 // " captured".
+//
+// FAKE_NCCL_FIRST_MS (0): the first call of each kind of operation takes so long, as the real library then connects
+// the ranks.
 #include "fake_nccl.h"
 
 #include <climits>
@@ -83,6 +86,7 @@ struct Comm {
     std::shared_ptr<fake::EventRecord> last;     // the last operation issued outside of captures
     std::atomic<long> issued{0}, executed{0};
     std::atomic<int> captured{0};           // operations in graphs
+    std::set<Kind> connected;               // kinds of operations called before
     bool finalized = false;
 
     // Ends "in progress"; an error that occurred meanwhile is kept.
@@ -222,6 +226,9 @@ ncclResult_t enqueue(const CommPtr& comm, CUstream stream, std::vector<Op> ops) 
     const long before = comm->issued++;
     if (is_faulty("hang_call", comm->rank, before)) hang();
     if (is_faulty("call_error", comm->rank, before)) return fail(ncclInternalError, "call_error was asked for");
+    if (comm->connected.insert(ops[0].kind).second) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(fake::env_number("FAKE_NCCL_FIRST_MS", 0)));
+    }
     CUstreamCaptureStatus captured = CU_STREAM_CAPTURE_STATUS_NONE;
     cuStreamIsCapturing(stream, &captured);
     const bool at_once = captured == CU_STREAM_CAPTURE_STATUS_NONE;

@@ -43,6 +43,7 @@ struct Queue {
     uint64_t submitted = 0, completed = 0;
     bool closed = false;
     bool started = false;
+    uint64_t drains_noted = 0;   // `submitted` at the last counted drain
 };
 
 namespace {
@@ -72,13 +73,21 @@ void serve(QueuePtr queue) {
 QueuePtr new_queue() { return std::make_shared<Queue>(); }
 
 // The thread starts with the first work, because many streams are created and never used. It keeps the queue alive.
-void submit(const QueuePtr& queue, Work work) {
+uint64_t submit(const QueuePtr& queue, Work work) {
     std::lock_guard lock(queue->mutex);
     queue->works.push_back(std::move(work));
     ++queue->submitted;
     if (!queue->started) std::thread(serve, queue).detach();
     queue->started = true;
     queue->changed.notify_one();
+    return queue->submitted;
+}
+
+void note_drain(Queue& queue, uint64_t position) {
+    std::lock_guard lock(queue.mutex);
+    if (position < queue.submitted || queue.drains_noted == queue.submitted) return;
+    queue.drains_noted = queue.submitted;
+    count(Count::Drains);
 }
 
 void close(Queue& queue) {
@@ -113,14 +122,17 @@ ExecutableGraph::~ExecutableGraph() {
 }
 
 // Branches of the graph overlap like streams, so an edge missing in the capture is also missing here.
-void ExecutableGraph::run() {
+void ExecutableGraph::run(const ExternalEvents& events) {
     std::lock_guard lock(running);
     std::vector<EventRecord> done(nodes->size());
     auto run_lane = [&](size_t lane) {
         for (unsigned i : lanes[lane]) {
             for (unsigned before : (*nodes)[i].after) done[before].wait();
             delay();
-            (*nodes)[i].work();
+            const Node& node = (*nodes)[i];
+            if (node.records != nullptr) events[i]->pass();
+            if (node.awaits != nullptr && events[i] != nullptr) events[i]->wait();
+            if (node.work != nullptr) node.work();
             done[i].pass();
         }
     };

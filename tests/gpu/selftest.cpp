@@ -142,6 +142,88 @@ void memory() {
     CHECK(milliseconds >= 0);
 }
 
+// Keeps a stream busy until it is opened.
+struct Gate {
+    std::atomic<bool> is_open{false};
+    explicit Gate(CUstream stream) {
+        OK(cuLaunchHostFunc(stream, [](void* gate) { ((Gate*)gate)->is_open.wait(false); }, this));
+    }
+    void open() {
+        is_open = true;
+        is_open.notify_one();
+    }
+};
+
+void times() {
+    const CUevent start = new_event(0), end = new_event(0), untimed = new_event(), never = new_event(0);
+    const CUstream stream = new_stream();
+    float milliseconds = -1;
+    OK(cuEventRecord(start, stream));
+    OK(cuEventRecord(untimed, stream));
+    Gate gate(stream);
+    OK(cuEventRecord(end, stream));
+    EXPECT(CUDA_ERROR_NOT_READY, cuEventElapsedTime(&milliseconds, start, end));
+    EXPECT(CUDA_ERROR_INVALID_HANDLE, cuEventElapsedTime(&milliseconds, start, never));
+    EXPECT(CUDA_ERROR_INVALID_HANDLE, cuEventElapsedTime(&milliseconds, untimed, end));
+    gate.open();
+    OK(cuEventSynchronize(end));
+    OK(cuEventElapsedTime(&milliseconds, start, end));
+    CHECK(milliseconds >= 0);
+}
+
+// Nodes that record and await events, and host functions, in a graph.
+void external_nodes() {
+    const CUstream stream = new_stream(), other = new_stream();
+    const CUevent start = new_event(0), end = new_event(0), given = new_event();
+    CUgraph graph;
+    CUgraphExec program;
+    std::atomic<unsigned> calls{0};
+    OK(cuStreamBeginCapture_v2(stream, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL));
+    OK(cuEventRecordWithFlags(start, stream, CU_EVENT_RECORD_EXTERNAL));
+    OK(cuStreamWaitEvent(stream, given, CU_EVENT_WAIT_EXTERNAL));
+    OK(cuLaunchHostFunc(stream, [](void* calls) {
+        // Calls of CUDA are not allowed here.
+        EXPECT(CUDA_ERROR_NOT_PERMITTED, cuMemsetD8Async(1, 0, 1, nullptr));
+        ++*(std::atomic<unsigned>*)calls;
+    }, &calls));
+    OK(cuEventRecordWithFlags(end, stream, CU_EVENT_RECORD_EXTERNAL));
+    OK(cuStreamEndCapture(stream, &graph));
+    OK(cuGraphInstantiateWithFlags(&program, graph, 0));
+    float milliseconds = -1;
+    EXPECT(CUDA_ERROR_INVALID_HANDLE, cuEventElapsedTime(&milliseconds, start, end));
+    for (unsigned round = 1; round <= 3; ++round) {
+        Gate gate(other);
+        OK(cuEventRecord(given, other));
+        OK(cuGraphLaunch(program, stream));
+        EXPECT(CUDA_ERROR_NOT_READY, cuEventQuery(end));
+        CHECK(calls == round - 1);
+        gate.open();
+        OK(cuEventSynchronize(end));
+        CHECK(calls == round);
+        OK(cuEventElapsedTime(&milliseconds, start, end));
+        CHECK(milliseconds >= 0);
+    }
+    OK(cuEventDestroy_v2(end));
+    EXPECT(CUDA_ERROR_INVALID_VALUE, cuGraphLaunch(program, stream));
+}
+
+// The first launch of a kernel loads it, which a capture forbids.
+void lazy_loading() {
+    const Buffer<unsigned> counter(std::vector<unsigned>{0});
+    const CUfunction count = kernel("selftest_count");
+    const CUstream stream = new_stream();
+    CUgraph graph;
+    for (const bool loaded : {false, true}) {
+        OK(cuStreamBeginCapture_v2(stream, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL));
+        EXPECT(loaded ? CUDA_SUCCESS : CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
+               launch(count, 1, 1, 0, stream, counter.address));
+        EXPECT(loaded ? CUDA_SUCCESS : CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, cuStreamEndCapture(stream, &graph));
+        OK(launch(count, 1, 1, 0, stream, counter.address));
+        OK(cuStreamSynchronize(stream));
+    }
+    CHECK(counter.read()[0] == 2);
+}
+
 void past_the_end() {
     const Buffer<float> small(10), zeros(std::vector<float>(11, 1.0f));
     OK(launch(kernel("selftest_axpy"), 1, 32, 0, nullptr, 1.0f, zeros.address, small.address, (uint64_t)11));
@@ -260,10 +342,14 @@ void missing_event_wait() { CHECK(!copies_the_sum(false)); }
 // y += x on one branch and counter += 1 on another, joined; replayed three times.
 void replay() {
     const Buffer<float> x(ramp(LENGTH)), y(std::vector<float>(LENGTH, 0));
-    const Buffer<unsigned> counter(std::vector<unsigned>{0});
+    Buffer<unsigned> counter(std::vector<unsigned>{0});
     CUfunction axpy = kernel("selftest_axpy"), count = kernel("selftest_count");
     CUstream stream = new_stream(), branch = new_stream();
     CUevent fork = new_event(), join = new_event();
+    OK(launch(axpy, 1, 1, 0, stream, 0.0f, x.address, y.address, (uint64_t)0));
+    OK(launch(count, 1, 1, 0, stream, counter.address));
+    OK(cuStreamSynchronize(stream));
+    counter.write({0});
     OK(cuStreamBeginCapture_v2(stream, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL));
     OK(cuEventRecord(fork, stream));
     OK(cuStreamWaitEvent(branch, fork, 0));
@@ -365,8 +451,11 @@ void capture_errors() {
         OK(cuMemFree_v2(earlier));
     }
     // A branch that is never joined.
-    const Buffer<unsigned> counter(std::vector<unsigned>{0});
+    Buffer<unsigned> counter(std::vector<unsigned>{0});
     CUfunction count = kernel("selftest_count");
+    OK(launch(count, 1, 1, 0, stream, counter.address));
+    OK(cuStreamSynchronize(stream));
+    counter.write({0});
     OK(cuStreamBeginCapture_v2(stream, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL));
     OK(cuEventRecord(event, stream));
     OK(cuStreamWaitEvent(other, event, 0));
@@ -398,6 +487,9 @@ int main(int count, char** words) {
     else if (name == "half_a_barrier") half_a_barrier();
     else if (name == "limits") limits();
     else if (name == "memory") memory();
+    else if (name == "times") times();
+    else if (name == "external_nodes") external_nodes();
+    else if (name == "lazy_loading") lazy_loading();
     else if (name == "past_the_end") past_the_end();
     else if (name == "fill_past_the_end") fill_past_the_end();
     else if (name == "host_reads_device") host_reads_device();

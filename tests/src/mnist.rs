@@ -11,7 +11,15 @@ pub const TRAIN: u32 = 64;
 /// # Panics
 /// If they cannot be written.
 pub fn write_tiny(folder: &Path) {
-    for (prefix, count) in [("train", TRAIN), ("t10k", 16)] {
+    write(folder, TRAIN);
+}
+
+/// As [`write_tiny`], with another number of training images.
+///
+/// # Panics
+/// If they cannot be written.
+pub fn write(folder: &Path, train: u32) {
+    for (prefix, count) in [("train", train), ("t10k", 16)] {
         let mut images = [0x803u32, count, 28, 28].map(u32::to_be_bytes).concat();
         images.resize(16 + count as usize * 784, 7);
         fs::write(folder.join(format!("{prefix}-images-idx3-ubyte")), images).expect("a file of images");

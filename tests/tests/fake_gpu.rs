@@ -134,6 +134,23 @@ fn a_captured_graph_is_replayed_with_its_branches() {
 }
 
 #[test]
+fn events_have_times_only_when_cuda_has_them() {
+    passes("times");
+}
+
+#[test]
+fn graphs_record_and_await_events_and_call_the_host() {
+    passes("external_nodes");
+}
+
+#[test]
+fn a_capture_refuses_kernels_that_are_not_loaded() {
+    let finished = case(&["lazy_loading"], &[]);
+    finished.expect(0, &["the first launch of a kernel loads it, which a capture forbids: selftest_count"]);
+    case(&["lazy_loading"], &[("FAKE_CUDA_LAZY_LOADING", "0")]).expect(1, &[]);
+}
+
+#[test]
 fn a_capture_refuses_what_cuda_refuses() {
     passes("capture_errors");
 }

@@ -48,6 +48,13 @@ fn parameter_groups_and_uneven_ranks_train_as_on_the_cpu() {
     }
 }
 
+#[test]
+fn a_trace_has_the_times_of_a_launched_or_captured_step() {
+    for ranks in [1, 2] {
+        step(ranks, "trace");
+    }
+}
+
 /// Generated digits, small batches, only our own kernels.
 fn train(ranks: u32, arguments: &[&str]) -> Finished {
     let mut program = on_gpus(ranks, TRAIN);

@@ -4,10 +4,11 @@
 //! would. Their speed says nothing about a GPU.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use mgpu_tests::fake_gpu;
+use mgpu_tests::mnist::{write, write_tiny};
 use mgpu_tests::process::{Finished, command, run};
 use serde_json::Value;
 
@@ -58,6 +59,57 @@ fn a_graph_gives_the_bits_of_single_launches() {
 }
 
 #[test]
+fn epochs_of_any_length_give_the_bits_of_single_launches() {
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path(), 13);
+    let data = folder.path().to_str().unwrap();
+    let train = |ranks: u32, more: &[&str]| {
+        let arguments =
+            ["--data", data, "--kernels", "builtin", "--json", "--schedule", "constant", "--skip-test"];
+        run(on_gpus(ranks, TRAIN).args(arguments).args(more))
+    };
+    // Epochs of 13, 6 and 1 steps, in which some images are left out.
+    for (ranks, batch) in [(1, "1"), (1, "2"), (2, "5")] {
+        let whole = ["--batch", batch, "--steps", "23"];
+        let graphs = train(ranks, &whole).weights();
+        let single = train(ranks, &[&whole[..], &["--no-graph"]].concat()).weights();
+        assert_eq!(graphs, single, "{ranks} ranks, batch {batch}");
+        let kept = folder.path().join(format!("{ranks}-{batch}"));
+        let kept = ["--batch", batch, "--checkpoint-every", "7", "--checkpoint-dir", kept.to_str().unwrap()];
+        train(ranks, &[&kept[..], &["--steps", "11"]].concat()).expect(0, &[]);
+        let resumed = train(ranks, &[&kept[..], &["--steps", "23", "--resume"]].concat());
+        assert_eq!(graphs, resumed.expect(0, &["after step 11"]).weights(), "{ranks} ranks, batch {batch}");
+    }
+}
+
+/// What all ranks asked of the driver (see `tests/gpu/fake_counters.cpp`) in a training of so many epochs.
+fn driver_calls(ranks: u32, batch: &str, epochs: u64, data: &Path) -> [u64; 4] {
+    let counters = data.join(format!("counters-{ranks}-{epochs}"));
+    let mut program = on_gpus(ranks, TRAIN);
+    program.env("FAKE_GPU_COUNTERS", &counters).arg("--data").arg(data);
+    program.args(["--kernels", "builtin", "--skip-test", "--batch", batch, "--epochs", &epochs.to_string()]);
+    run(&mut program).expect(0, &[]);
+    let lines = fs::read_to_string(counters).unwrap();
+    let ranks: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let sum = |what| ranks.iter().map(|rank| rank[what].as_u64().unwrap()).sum();
+    ["kernels", "graphs", "uploads", "drains"].map(sum)
+}
+
+#[test]
+fn the_stream_does_not_run_empty_between_epochs() {
+    let folder = tempfile::tempdir().unwrap();
+    write_tiny(folder.path());
+    // Epochs of 12 and of 16 steps; a few images are left over.
+    for (ranks, batch) in [(1, "5"), (2, "2")] {
+        let [three, five] = [3, 5].map(|epochs| driver_calls(ranks, batch, epochs, folder.path()));
+        let more: Vec<u64> = five.iter().zip(three).map(|(five, three)| five - three).collect();
+        // For each further epoch and rank two graphs, the order of its samples, and no wait for the whole stream.
+        let epochs = 2 * u64::from(ranks);
+        assert_eq!(more, [0, 2 * epochs, epochs, 0], "{ranks} ranks: {three:?}, {five:?}");
+    }
+}
+
+#[test]
 fn late_stream_work_does_not_change_the_result() {
     let arguments = ["--steps", "5", "--skip-test"];
     let prompt = train(2, &arguments).weights();
@@ -67,7 +119,7 @@ fn late_stream_work_does_not_change_the_result() {
 }
 
 /// Training and test loss of the only epoch in a metrics file.
-fn losses(metrics: &std::path::Path) -> [f64; 2] {
+fn losses(metrics: &Path) -> [f64; 2] {
     let text = fs::read_to_string(metrics).unwrap();
     let epoch: Value = serde_json::from_str(text.lines().next().expect("an epoch")).unwrap();
     [&epoch["train_loss"], &epoch["test_loss"]].map(|loss| loss.as_f64().expect("a loss"))
@@ -103,6 +155,43 @@ fn gpu_and_cpu_training_agree() {
         let gpu = train(program, "gpu");
         assert!((cpu - gpu).abs() < tolerance * cpu, "{net}: {cpu} on the CPU, {gpu} on the GPU");
     }
+}
+
+#[test]
+fn every_epoch_has_the_samples_of_the_cpus() {
+    let folder = tempfile::tempdir().unwrap();
+    write_tiny(folder.path());
+    let losses = |mut program: Command| -> Vec<f64> {
+        let metrics = folder.path().join("metrics");
+        program.arg("--data").arg(folder.path()).args([
+            "--batch",
+            "5",
+            "--epochs",
+            "4",
+            "--skip-test",
+            "--metrics",
+        ]);
+        run(program.arg(&metrics)).expect(0, &[]);
+        let text = fs::read_to_string(&metrics).unwrap();
+        fs::remove_file(&metrics).unwrap();
+        let epochs = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+        epochs.map(|epoch| epoch["train_loss"].as_f64().unwrap()).collect()
+    };
+    let cpu = losses(command(TRAIN));
+    let mut gpu = on_gpus(1, TRAIN);
+    gpu.args(["--kernels", "builtin"]);
+    let gpu = losses(gpu);
+    assert_eq!(cpu.len(), 4);
+    assert!(cpu.iter().zip(&gpu).all(|(cpu, gpu)| (cpu - gpu).abs() < 1e-3 * cpu), "{cpu:?} and {gpu:?}");
+}
+
+#[test]
+fn the_first_calls_of_nccl_may_be_slow() {
+    // With the default timeouts. The fake refuses kernels that a capture would load.
+    let mut slow = on_gpus(2, TRAIN);
+    slow.env("FAKE_NCCL_FIRST_MS", "300").args(SMALL).args(["--steps", "5", "--skip-test"]);
+    let slow = run(&mut slow).weights();
+    assert_eq!(slow, train(2, &["--steps", "5", "--skip-test"]).weights());
 }
 
 #[test]

@@ -294,12 +294,125 @@ fn bad_files_and_steps_are_named() {
     assert!(!finished.stdout.contains("epoch"), "{finished:#?}");
 }
 
+/// The training program on fake GPUs, with a small batch and the project's own kernels.
+fn on_gpus(ranks: u32) -> Command {
+    let mut launcher = fake_gpu::launched(TRAIN.launcher, ranks);
+    launcher.args([
+        "--no-prefix",
+        TRAIN.path,
+        "--kernels",
+        "builtin",
+        "--batch",
+        "2",
+        "--skip-test",
+        "--json",
+    ]);
+    launcher
+}
+
 #[test]
-fn a_timeline_of_gpus_is_refused() {
-    let mut launcher = fake_gpu::command(TRAIN.launcher);
-    launcher.env("FAKE_GPU_COUNT", "2").args(["-n", "2", "--backend", "nccl", "--no-prefix", TRAIN.path]);
-    train(launcher, Path::new("t.json"), &["--steps", "1"]).expect(1, &["nsys profile", "--backend cpu"]);
-    assert!(!Path::new("t.json").exists());
+fn stages_and_collectives_of_gpus_have_their_own_tracks() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("timeline.json");
+    // Step 3 launches each kernel, later ones are graphs.
+    let recorded: Vec<u64> = (3..=6).collect();
+    let steps = ["--steps", "16", "--timeline-steps", "3-6", "--bucket", "0.05", "--shard-optimizer"];
+    for (ranks, sharded, collectives) in
+        [(1, "off", &[][..]), (2, "off", &["all_reduce"]), (2, "on", &["reduce_scatter", "all_gather"])]
+    {
+        train(on_gpus(ranks), &path, &[&steps[..], &[sharded]].concat()).expect(0, &[]);
+        let tracks = tracks(&path);
+        assert_eq!(tracks.len(), if ranks == 1 { 1 } else { 4 });
+        let (own, reductions) = tracks.split_at(ranks as usize);
+        for track in own {
+            let parents = parents(track);
+            let steps: Vec<&Span> = of(track, "step").collect();
+            let numbers: Vec<_> = steps.iter().map(|step| step.arguments["step"].as_u64().unwrap()).collect();
+            assert_eq!(numbers, recorded);
+            for pass in ["gather", "forward", "backward", "optimizer", "loss"] {
+                assert_eq!(of(track, pass).count(), steps.len(), "{pass} on {ranks}");
+            }
+            for (span, parent) in track.iter().zip(parents) {
+                let outer = parent.map(|parent| track[parent].name.as_str());
+                match span.name.as_str() {
+                    "step" => assert_eq!(outer, None),
+                    "gather" | "forward" | "backward" | "optimizer" => assert_eq!(outer, Some("step")),
+                    name if name.starts_with("backward ") => assert_eq!(outer, Some("backward")),
+                    name if name.starts_with("forward ") => assert_eq!(outer, Some("forward")),
+                    _ => {}
+                }
+            }
+            let waits = of(track, "wait for reductions").count();
+            assert_eq!(waits > 0, ranks > 1, "{waits} waits on {ranks}");
+        }
+        for (own, reductions) in own.iter().zip(reductions) {
+            // Spans on this stream follow each other.
+            assert!(reductions.is_sorted_by(|one, next| one.end <= next.begin), "{reductions:#?}");
+            let buckets: Vec<_> =
+                reductions.iter().filter_map(|span| span.arguments["bucket"].as_u64()).collect();
+            let of_a_step = buckets.len() / recorded.len();
+            assert!(of_a_step > 1, "{buckets:?}");
+            assert_eq!(buckets, (0..of_a_step as u64).collect::<Vec<_>>().repeat(recorded.len()));
+            for name in collectives {
+                assert!(of(reductions, name).count() > 0, "no {name}");
+            }
+            for span in reductions {
+                assert!(span.arguments["bytes"].as_u64() > Some(0), "{span:?}");
+                let of_step = of(own, "step").find(|step| step.begin <= span.begin && span.end <= step.end);
+                let step = of_step.unwrap_or_else(|| panic!("{span:?} is in no step"));
+                // None starts before the backward pass has computed its gradients.
+                let backward = of(own, "backward").find(|backward| backward.begin >= step.begin).unwrap();
+                assert!(backward.begin < span.begin, "{span:?} and {backward:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn tracing_on_gpus_does_not_change_the_weights() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("timeline.json");
+    let steps = ["--synthetic", "--steps", "16", "--accumulate", "2"];
+    let plain = run(on_gpus(2).args(steps)).weights();
+    let profiled = run(on_gpus(2).args(steps).arg("--profile")).weights();
+    let recorded = train(on_gpus(2), &path, &[&steps[1..], &["--timeline-steps", "5-9"]].concat());
+    assert_eq!((&profiled, recorded.weights()), (&plain, plain.clone()));
+}
+
+#[test]
+fn a_profile_of_gpus_has_the_rows_of_a_profile_of_cpus() {
+    let train = |mut program: Command, more: &[&str]| {
+        program.args(["--synthetic", "--steps", "7", "--profile"]).args(more);
+        run(&mut program)
+    };
+    let cpu = train(TRAIN.alone(), &["--batch", "2", "--skip-test", "--json"]).json();
+    let names = |summary: &Value| {
+        let layers = summary["profile"].as_array().unwrap().iter();
+        let layers: Vec<_> = layers.map(|layer| layer["layer"].as_str().unwrap().to_owned()).collect();
+        (layers, summary["profile_ms"].as_object().unwrap().keys().cloned().collect::<Vec<_>>())
+    };
+    for (ranks, more, how) in [
+        (1, &[][..], "times of events in a CUDA graph"),
+        // The norm of sharded gradients is summed over ranks within the update.
+        (
+            2,
+            &["--shard-optimizer", "on", "--clip-norm", "1"],
+            "mean of 4 steps on rank 0; times of events in a CUDA graph",
+        ),
+        (1, &["--no-graph"], "times of events between launches"),
+    ] {
+        let finished = train(on_gpus(ranks), more);
+        let gpu = finished.expect(0, &[how]).json();
+        assert_eq!(names(&gpu), names(&cpu));
+        assert_rows_add_up(&gpu);
+        for layer in gpu["profile"].as_array().unwrap() {
+            assert!(layer["forward_ms"].as_f64() > Some(0.0), "{layer:#}");
+        }
+        let communication = gpu["profile_ms"]["communication"].as_f64();
+        assert_eq!(communication > Some(0.0), ranks > 1, "{gpu:#}");
+        // The host cannot count it.
+        assert!(gpu["communication"].is_null() && gpu["peak_gflops"].is_null(), "{gpu:#}");
+    }
 }
 
 #[test]

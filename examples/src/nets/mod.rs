@@ -50,5 +50,5 @@ pub use mgpu_kernels::conv::cpu::ConvPolicy;
 pub use mgpu_kernels::loss::Report as LossReport;
 pub use mgpu_kernels::pool::Rounding;
 pub use net::{Mode, Net};
-pub use profile::{Profile, StageTimes};
+pub use profile::{DeviceTimes, Profile, StageTimes};
 pub use spec::Spec;

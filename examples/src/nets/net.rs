@@ -102,17 +102,8 @@ impl<E: Storage> Net<E> {
     /// The times of the stages since [`Net::start_profile`], and of the rest of the passes.
     pub fn profile(&self) -> Option<(&Profile, Vec<StageTimes>)> {
         let profile = self.profile.as_ref()?;
-        let first = self.plan.first_with_parameters();
-        let times = |(index, (stage, cpu_layer)): (usize, (&Stage, &CpuLayer))| {
-            let [forward, backward] = profile.stage(index);
-            // A multiplication and an addition for each product; the gradients of weights and of the input take the
-            // same number each.
-            let passes = if index > first { 3.0 } else { 2.0 };
-            let operations = passes * 2.0 * stage.op.multiply_adds() as f64 * profile.images();
-            StageTimes { name: stage.name(), kernel: cpu_layer.kernel(), forward, backward, operations }
-        };
-        let stages = self.plan.stages.iter().zip(&self.cpu_layers);
-        Some((profile, stages.enumerate().map(times).collect()))
+        let kernels = self.cpu_layers.iter().map(CpuLayer::kernel);
+        Some((profile, self.plan.stage_times(profile, kernels)))
     }
 
     /// One line for each convolution: its algorithm.

@@ -12,6 +12,7 @@
 //! dense layer must account for that: its weights expect \[C, H, W\].
 
 use super::layers::{Image, InPlace, LayerContext, Operation};
+use super::profile::{Profile, StageTimes};
 use super::spec::Spec;
 use super::tensors::Tensors;
 
@@ -55,6 +56,24 @@ pub(super) struct Plan {
 }
 
 impl Plan {
+    /// The times of the stages in a profile. `kernels` describes the kernels of each stage.
+    pub(super) fn stage_times(
+        &self,
+        profile: &Profile,
+        kernels: impl Iterator<Item = String>,
+    ) -> Vec<StageTimes> {
+        let first = self.first_with_parameters();
+        let times = |(index, (stage, kernel)): (usize, (&Stage, String))| {
+            let [forward, backward] = profile.stage(index);
+            // A multiplication and an addition for each product; the gradients of weights and of the input take the
+            // same number each.
+            let passes = if index > first { 3.0 } else { 2.0 };
+            let operations = passes * 2.0 * stage.op.multiply_adds() as f64 * profile.images();
+            StageTimes { name: stage.name(), kernel, forward, backward, operations }
+        };
+        self.stages.iter().zip(kernels).enumerate().map(times).collect()
+    }
+
     /// # Panics
     /// If a dense layer follows an image without a `Flatten` between them, a kernel does not fit its image, there is
     /// no dense layer, or the last layer outputs an image.

@@ -1,11 +1,13 @@
 //! Profiles a step: the time of each stage of a network, optionally recorded on a timeline.
 //!
-//! A pass is divided into laps. Each lap lasts from the end of the previous one until now, and belongs to a stage, to
+//! On the CPU a pass is divided into laps. Each lap lasts from the end of the previous one until now, and belongs to a stage, to
 //! communication (which is measured elsewhere) or to the rest. So all time is counted exactly once, and a lap costs
-//! one clock read.
+//! one clock read. On a GPU the spans of a [`StepTrace`](mgpu::device::StepTrace) are added up; collectives within a
+//! stage are left out of it there too.
 
 use std::time::Duration;
 
+use mgpu::device::DeviceSpan;
 use mgpu::timeline::{Name, Span, Timeline, now};
 
 /// Times of a network's stages, summed over steps.
@@ -26,11 +28,17 @@ pub struct Profile {
 #[derive(Debug, Clone)]
 pub(super) struct TimelineSpans {
     timeline: Timeline,
-    forward: Vec<Name>,
-    backward: Vec<Name>,
+    pub(super) forward: Vec<Name>,
+    pub(super) backward: Vec<Name>,
 }
 
 impl TimelineSpans {
+    /// The name of the gather of a batch.
+    pub(super) const GATHER: Name = Name::new("gather");
+    pub(super) const FORWARD: Name = Name::new("forward");
+    pub(super) const BACKWARD: Name = Name::new("backward");
+    pub(super) const LOSS: Name = Name::new("loss");
+
     /// `stages` are the names of the stages.
     pub(super) fn new(timeline: &Timeline, stages: &[String]) -> Self {
         let names =
@@ -54,6 +62,19 @@ pub(super) enum Lap {
     Input,
     /// Collectives are measured and recorded by their timeline.
     Communication,
+}
+
+/// Times of a step on a GPU outside of the stages and the loss, summed over steps.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct DeviceTimes {
+    /// Gathering batches.
+    pub gather: Duration,
+    /// The time in which the GPU computed nothing of the step, because it waited for collectives or was in one.
+    pub communication: Duration,
+    /// The update, without communication.
+    pub optimizer: Duration,
+    /// Total.
+    pub steps: Duration,
 }
 
 /// Average times of one stage.
@@ -83,6 +104,42 @@ impl Profile {
             steps: 0,
             images: 0,
         }
+    }
+
+    /// Adds the spans of a step on a GPU. `names` are those of the stages' spans.
+    pub(super) fn add_step(
+        &mut self,
+        spans: &[DeviceSpan],
+        names: &TimelineSpans,
+        images: usize,
+        times: &mut DeviceTimes,
+    ) {
+        let on_compute_stream = || spans.iter().filter(|span| !span.exchange);
+        let is_communication = |name| [Name::WAIT_REDUCTIONS, Name::ALL_REDUCE].contains(&name);
+        let length = |span: &DeviceSpan| span.time.end.saturating_sub(span.time.start);
+        for span in on_compute_stream() {
+            let within = on_compute_stream()
+                .filter(|inner| is_communication(inner.name))
+                .filter(|inner| span.time.start <= inner.time.start && inner.time.end <= span.time.end);
+            let own = length(span).saturating_sub(within.map(length).sum());
+            let stage = |of: &[Name]| of.iter().position(|name| *name == span.name);
+            match span.name {
+                Name::STEP => times.steps += length(span),
+                Name::OPTIMIZER => times.optimizer += own,
+                TimelineSpans::GATHER => times.gather += own,
+                TimelineSpans::LOSS => self.other += own,
+                name if is_communication(name) => times.communication += length(span),
+                _ => {
+                    if let Some(index) = stage(&names.forward) {
+                        self.forward[index] += own;
+                    } else if let Some(index) = stage(&names.backward) {
+                        self.backward[index] += own;
+                    }
+                }
+            }
+        }
+        self.steps += 1;
+        self.images += images;
     }
 
     /// Number of profiled steps.
@@ -127,7 +184,7 @@ pub(super) fn lap(profile: &mut Option<Profile>, lap: Lap) {
     let (sum, name) = match lap {
         Lap::Forward(index) => (&mut profile.forward[index], spans.map(|spans| spans.forward[index])),
         Lap::Backward(index) => (&mut profile.backward[index], spans.map(|spans| spans.backward[index])),
-        Lap::Loss => (&mut profile.other, Some(Name::new("loss"))),
+        Lap::Loss => (&mut profile.other, Some(TimelineSpans::LOSS)),
         Lap::Input => (&mut profile.other, Some(Name::new("input"))),
         Lap::Communication => return,
     };

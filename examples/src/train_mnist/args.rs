@@ -78,8 +78,9 @@ pub(super) struct Args {
     /// Print which kernel computes each layer before training; on a GPU also its time.
     #[arg(long)]
     pub(super) show_kernels: bool,
-    /// Print a profile after training on the CPU: the time of each layer and of everything else in a step, and the
-    /// share of peak FLOP/s.
+    /// Print a profile after training: the time of each layer and of everything else in a step. On the CPU it is the
+    /// mean of all steps after the warm-up, with the share of peak FLOP/s; on a GPU of up to 100 steps, which are
+    /// launched one at a time.
     #[arg(long)]
     pub(super) profile: bool,
     /// Launch each kernel separately on a GPU instead of replaying CUDA graphs. For debugging.
@@ -125,8 +126,9 @@ pub(super) struct Args {
     /// Write loss and accuracy to a TensorBoard event file in this folder.
     #[arg(long, value_name = "DIR")]
     pub(super) tensorboard: Option<PathBuf>,
-    /// Write a timeline of all ranks at the end, as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing. CPU
-    /// only; the first 65536 spans of each rank.
+    /// Write a timeline of all ranks at the end, as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing: the
+    /// first 65536 spans of each rank. On GPUs the recorded steps are launched one at a time, so choose them with
+    /// --timeline-steps.
     #[arg(long, value_name = "FILE.json")]
     pub(super) timeline: Option<PathBuf>,
     /// Record the timeline only from step FIRST to step LAST, counted from 1.
@@ -243,6 +245,15 @@ impl Args {
             ("--skip-test", self.skip_test.to_string()),
         ]);
         settings
+    }
+
+    /// The flags that decide which steps are launched with a trace on GPUs. They must be equal on all ranks.
+    pub(super) fn traced_settings(&self) -> Vec<(&'static str, String)> {
+        let steps = self.timeline.is_some().then(|| format!("{:?}", self.timeline_steps()));
+        vec![
+            ("--profile", self.profile.to_string()),
+            ("--timeline-steps", steps.unwrap_or_else(|| "none".to_owned())),
+        ]
     }
 
     /// Threads of a rank whose share of the cores is `share`.

@@ -102,6 +102,9 @@ impl<'a> Session<'a> {
         };
         let threads = args.threads(world.thread_share());
         verify_settings(&mut comm, &args.settings(threads))?;
+        if device.is_some() {
+            verify_settings(&mut comm, &args.traced_settings())?;
+        }
         if let Some(path) = args.logits.as_deref().filter(|_| is_first) {
             logits::check(path)?;
         }
@@ -121,7 +124,7 @@ impl<'a> Session<'a> {
         Trainer::new(args, (world.rank(), world.size()), &self.data, timeline, |training_config| {
             Ok(match (device, args.precision) {
                 (Some(device), _) => {
-                    Box::new(Gpu::new(training_config, args, device, comm)?) as Box<dyn Engine>
+                    Box::new(Gpu::new(training_config, args, device, comm, timeline)?) as Box<dyn Engine>
                 }
                 (None, Precision::Bf16) => {
                     Box::new(Cpu::<bf16>::new(training_config, args, comm, timeline, *threads)?)
@@ -233,7 +236,7 @@ impl<'a> Session<'a> {
             }
             if args.json {
                 let mut summary = Summary::new(args, trainer, tested, memory, self.threads, checksum);
-                if ranks > 1 && trainer.steps() > begun {
+                if ranks > 1 && trainer.steps() > begun && trainer.engine().gpu().is_none() {
                     summary.set_communication(communication);
                 }
                 summary.profile = profile;
@@ -263,11 +266,6 @@ fn timeline(args: &Args, world: &World) -> Result<Timeline, Box<dyn Error>> {
             Backend::Nccl => Timeline::off(),
         });
     };
-    if world.backend() == Backend::Nccl {
-        return Err(
-            "--timeline records the CPU only: on GPUs use `nsys profile`, or train with mgpurun --backend cpu".into()
-        );
-    }
     if world.rank() == 0 {
         Timeline::check(path)?;
     }

@@ -5,6 +5,8 @@
 //! own, so the rows add up to the step. FLOP/s count the multiplications and additions of the layer's definition
 //! (three products of weights and activations), whatever its kernel does. An algorithm that needs fewer
 //! multiplications can therefore exceed the processor's peak.
+//!
+//! On a GPU all times are those of the stream that computes, so communication is only the part that nothing hides.
 
 use std::fmt;
 use std::time::Duration;
@@ -14,6 +16,9 @@ use serde::Serialize;
 
 use crate::nets::{Profile, StageTimes};
 
+/// The widest description of a kernel in the table.
+const KERNEL_COLUMN: usize = 24;
+
 /// Average times of a step.
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct StepProfile {
@@ -21,10 +26,24 @@ pub(super) struct StepProfile {
     layers: Vec<LayerProfile>,
     #[serde(rename = "profile_ms")]
     rest: OtherTimes,
-    /// Peak FLOP/s of this rank's threads.
-    peak_gflops: f64,
+    /// Peak FLOP/s of this rank's threads; none on GPUs.
+    peak_gflops: Option<f64>,
     #[serde(skip)]
     steps: u32,
+    /// How the times were measured, in words.
+    #[serde(skip)]
+    measured: String,
+}
+
+/// How the times of a step were measured.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Measured<'a> {
+    /// By the clock of the host, with these threads.
+    OnHost(&'a Threads),
+    /// By events in the graph of a step.
+    InGraphs,
+    /// By events between separate launches.
+    BetweenLaunches,
 }
 
 /// One layer, with the layers fused into it.
@@ -60,11 +79,24 @@ pub(super) struct Sums {
 }
 
 impl StepProfile {
-    /// Measures the processor's peak.
-    pub(super) fn new(threads: &Threads, (net, stages): (&Profile, Vec<StageTimes>), sums: Sums) -> Self {
+    /// On the CPU, measures the processor's peak.
+    pub(super) fn new(
+        measured: Measured<'_>,
+        (net, stages): (&Profile, Vec<StageTimes>),
+        sums: Sums,
+    ) -> Self {
         let round = |value: f64| (value * 1e4).round() / 1e4;
         let mean = |sum: Duration| sum.as_secs_f64() * 1e3 / f64::from(net.steps().max(1));
-        let peak_gflops = peak::measure(threads);
+        let (peak_gflops, measured) = match measured {
+            Measured::OnHost(threads) => {
+                let peak = peak::measure(threads);
+                (Some(peak), format!("peak of its threads: {peak:.0} GFLOP/s"))
+            }
+            Measured::InGraphs => (None, "times of events in a CUDA graph".to_owned()),
+            Measured::BetweenLaunches => {
+                (None, "times of events between launches, which are included".to_owned())
+            }
+        };
         let layers: Vec<_> = stages
             .into_iter()
             .map(|StageTimes { name, kernel, forward, backward, operations }| {
@@ -75,7 +107,7 @@ impl StepProfile {
                     forward_ms: round(forward * 1e3),
                     backward_ms: round(backward * 1e3),
                     gflops: gflops.map(round),
-                    peak_share: gflops.map(|gflops| round(gflops / peak_gflops)),
+                    peak_share: gflops.zip(peak_gflops).map(|(gflops, peak)| round(gflops / peak)),
                 }
             })
             .collect();
@@ -87,17 +119,21 @@ impl StepProfile {
         let [gather, loss, communication, optimizer, other, step] =
             [gather, loss, communication, optimizer, other, step].map(round);
         let rest = OtherTimes { gather, loss, communication, optimizer, other, step };
-        StepProfile { layers, rest, peak_gflops: round(peak_gflops), steps: net.steps() }
+        StepProfile { layers, rest, peak_gflops: peak_gflops.map(round), steps: net.steps(), measured }
     }
 }
 
 impl fmt::Display for StepProfile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let StepProfile { layers, rest, peak_gflops, steps } = self;
+        let StepProfile { layers, rest, steps, measured, .. } = self;
         let names = layers.iter().map(|layer| layer.layer.len());
         let name = names.chain(["communication".len()]).max().unwrap_or(0);
-        let kernel = layers.iter().map(|layer| layer.kernel.len()).chain(["kernel".len()]).max().unwrap_or(0);
-        writeln!(f, "mean of {steps} steps on rank 0; peak of its threads: {peak_gflops:.0} GFLOP/s")?;
+        // The kernels of all passes of a layer on a GPU do not fit into a column: --show-kernels lists them.
+        let short =
+            |kernel: &str| if kernel.len() <= KERNEL_COLUMN { kernel.to_owned() } else { "".to_owned() };
+        let kernels = layers.iter().map(|layer| short(&layer.kernel).len());
+        let kernel = kernels.chain(["kernel".len()]).max().unwrap_or(0);
+        writeln!(f, "mean of {steps} steps on rank 0; {measured}")?;
         writeln!(
             f,
             "{:<name$}  {:<kernel$}  {:>10}  {:>11}  {:>7}  {:>5}",
@@ -105,9 +141,13 @@ impl fmt::Display for StepProfile {
         )?;
         for layer in layers {
             let LayerProfile { layer, kernel: by, forward_ms, backward_ms, gflops, peak_share } = layer;
+            let by = short(by);
             write!(f, "{layer:<name$}  {by:<kernel$}  {forward_ms:>10.3}  {backward_ms:>11.3}")?;
-            if let (Some(gflops), Some(share)) = (gflops, peak_share) {
-                write!(f, "  {gflops:>7.1}  {:>4.0}%", share * 100.0)?;
+            if let Some(gflops) = gflops {
+                write!(f, "  {gflops:>7.1}")?;
+            }
+            if let Some(share) = peak_share {
+                write!(f, "  {:>4.0}%", share * 100.0)?;
             }
             writeln!(f)?;
         }

@@ -12,12 +12,11 @@ use mgpu_kernels::cuda::Device;
 
 use super::args::{Args, Length};
 use super::checkpoints::{Checkpoints, ResumeFrom};
-use super::engine::{Engine, TrainingConfig};
+use super::engine::{Engine, Stretch, TrainingConfig, over_ranks};
 use super::report::{EpochReport, TestResult};
 use super::run::Run;
 use super::stopwatch::{Stopwatch, TimeSpent};
 use crate::data::{Dataset, Mnist};
-use crate::nets::LossReport;
 
 /// Steps that throughput leaves out: first accesses to memory, caches, clock frequencies.
 pub(super) const WARM_UP: u64 = 3;
@@ -98,6 +97,10 @@ pub(super) struct Trainer {
     checkpoints: Option<Checkpoints>,
     /// Steps of the whole training.
     length: u64,
+    /// Epochs follow each other without an evaluation or a checkpoint.
+    runs_on: bool,
+    /// The ranks have compared how far they will train.
+    agreed: bool,
     totals: Totals,
 }
 
@@ -126,6 +129,7 @@ impl Trainer {
             lr: run.lr,
             schedule: args.schedule.over(length, args.warm_up),
             steps_per_epoch: sampler.steps_per_epoch() as u64,
+            steps: length,
         };
         let (engine, data) = (engine(&training_config)?, data.origin.to_string());
         Ok(Trainer {
@@ -136,6 +140,8 @@ impl Trainer {
             data,
             checkpoints: None,
             length,
+            runs_on: args.skip_test && args.checkpoint_dir.is_none(),
+            agreed: false,
             totals: Totals::default(),
         })
     }
@@ -205,13 +211,22 @@ impl Trainer {
         let per_epoch = self.steps_per_epoch();
         let epoch = self.steps() / per_epoch;
         let last = self.length.min((epoch + 1) * per_epoch);
-        // Ranks with different numbers of steps would wait for each other in vain.
-        verify_same(self.engine.comm(), &format!("steps by the end of epoch {}", epoch + 1), last as i64)?;
+        // Ranks with different numbers of steps would wait for each other in vain. If they agree on the first epoch
+        // and on the whole training, they agree on all epochs.
+        if !std::mem::replace(&mut self.agreed, true) {
+            verify_same(
+                self.engine.comm(),
+                &format!("steps by the end of epoch {}", epoch + 1),
+                last as i64,
+            )?;
+            verify_same(self.engine.comm(), "steps of the whole training", self.length as i64)?;
+        }
         let global_batch = self.run.global_batch();
-        let (begin, length, alone) = (self.steps(), self.length, self.run.ranks == 1);
+        let (begin, length) = (self.steps(), self.length);
         let watch = Stopwatch::start(&self.timeline);
-        // A single rank does not communicate.
-        let share = |spent: TimeSpent| (!alone).then(|| spent.communication()[0]);
+        // A single rank does not communicate, and on GPUs the host cannot count it.
+        let communicates = self.run.ranks > 1 && self.engine.gpu().is_none();
+        let share = |spent: TimeSpent| communicates.then(|| spent.communication()[0]);
         let mut measured_from = (begin >= WARM_UP).then(|| (watch.spent(), begin));
         let mut note = |step: u64, loss: f64| {
             let spent = watch.spent();
@@ -231,11 +246,11 @@ impl Trainer {
                 communication,
             });
         };
-        let mut score = LossReport::default();
         while self.engine.steps() < last {
             let next = self.checkpoints.as_ref().and_then(|saved| saved.next(self.engine.steps()));
             let until = next.map_or(last, |next| next.min(last));
-            score += self.engine.train(data, &mut self.sampler, until, &mut note)?;
+            let stretch = Stretch { until, stop: if self.runs_on { length } else { until } };
+            self.engine.train(data, &mut self.sampler, stretch, &mut note)?;
             if until < last {
                 before_save();
                 // Checkpoints are timed separately.
@@ -250,7 +265,7 @@ impl Trainer {
             self.totals.measured_images += (last - step) * global_batch;
         }
         let (train_s, communication) = (spent.seconds, share(spent));
-        let score = over_ranks(score, self.engine.comm())?;
+        let score = self.engine.take_score()?;
         let communication = communication.map(|share| mean(share, self.engine.comm())).transpose()?;
         Ok(EpochReport {
             epoch: epoch + 1,
@@ -300,13 +315,6 @@ impl Trainer {
     pub(super) fn checkpoint_cost(&self) -> Option<(u32, f64)> {
         self.checkpoints.as_ref().map(Checkpoints::cost)
     }
-}
-
-/// Sums a report over all ranks. Counts stay exact: they are far below 2^53.
-fn over_ranks(report: LossReport, comm: &mut Communicator) -> mgpu::Result<LossReport> {
-    let mut sums = [report.loss_sum, report.correct as f64, report.samples as f64];
-    comm.all_reduce_slice(&mut sums, ReduceOp::Sum)?;
-    Ok(LossReport { loss_sum: sums[0], correct: sums[1] as u64, samples: sums[2] as u64 })
 }
 
 /// The mean over all ranks.

@@ -10,6 +10,8 @@ pub(super) enum Allocation {
     Device { address: u64, bytes: u64 },
     /// Pinned memory of the host.
     Host(usize),
+    /// An event.
+    Event(usize),
 }
 
 /// The captures on one GPU.

@@ -302,6 +302,10 @@ impl Device {
                 // graph that used it for its launches.
                 let _ = unsafe { driver::free_host(address as *mut _) };
             }
+            Allocation::Event(event) => {
+                // SAFETY: created by `TimedEvent`, whose owner is dropped; no graph can record it any more.
+                let _ = unsafe { driver::destroy_event(event as *mut _) };
+            }
         }
     }
 

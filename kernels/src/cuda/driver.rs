@@ -81,6 +81,8 @@ libraries::functions! {
         destroy_event = cuEventDestroy_v2(sys::CUevent) -> Status;
         query_event = cuEventQuery(sys::CUevent) -> Status;
         record_event = cuEventRecord(sys::CUevent, sys::CUstream) -> Status;
+        record_event_with_flags = cuEventRecordWithFlags(sys::CUevent, sys::CUstream, c_uint) -> Status;
+        elapsed_time = cuEventElapsedTime(*mut f32, sys::CUevent, sys::CUevent) -> Status;
         synchronize_event = cuEventSynchronize(sys::CUevent) -> Status;
         load_module = cuModuleLoadData(*mut sys::CUmodule, *const c_void) -> Status;
         function = cuModuleGetFunction(*mut sys::CUfunction, sys::CUmodule, *const c_char) -> Status;
@@ -355,10 +357,18 @@ pub(super) unsafe fn wait_event(stream: sys::CUstream, event: sys::CUevent) -> O
 
 /// A new event without a time.
 pub(super) fn create_event() -> Outcome<sys::CUevent> {
+    create_event_with(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
+}
+
+/// A new event with a time.
+pub(super) fn create_timed_event() -> Outcome<sys::CUevent> {
+    create_event_with(sys::CUevent_flags::CU_EVENT_DEFAULT)
+}
+
+fn create_event_with(flags: sys::CUevent_flags) -> Outcome<sys::CUevent> {
     let mut event = null_mut();
-    let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
     // SAFETY: a writable handle.
-    check(unsafe { (functions().create_event)(&mut event, flags) })?;
+    check(unsafe { (functions().create_event)(&mut event, flags as c_uint) })?;
     Ok(event)
 }
 
@@ -387,6 +397,28 @@ pub(super) unsafe fn query_event(event: sys::CUevent) -> Outcome<()> {
 pub(super) unsafe fn record_event(event: sys::CUevent, stream: sys::CUstream) -> Outcome<()> {
     // SAFETY: as the caller guarantees.
     check(unsafe { (functions().record_event)(event, stream) })
+}
+
+/// As [`record_event`]; in a capture, a node that records the event at each launch of the graph. The event is not part
+/// of the capture then.
+///
+/// # Safety
+/// Both exist, and the event exists at each launch of the graph.
+pub(super) unsafe fn record_event_for_host(event: sys::CUevent, stream: sys::CUstream) -> Outcome<()> {
+    let flags = sys::CUevent_record_flags::CU_EVENT_RECORD_EXTERNAL as c_uint;
+    // SAFETY: as the caller guarantees.
+    check(unsafe { (functions().record_event_with_flags)(event, stream, flags) })
+}
+
+/// Milliseconds between two events.
+///
+/// # Safety
+/// Both exist.
+pub(super) unsafe fn elapsed_time(from: sys::CUevent, to: sys::CUevent) -> Outcome<f32> {
+    let mut milliseconds = 0.0;
+    // SAFETY: a writable number; the rest as the caller guarantees.
+    check(unsafe { (functions().elapsed_time)(&mut milliseconds, from, to) })?;
+    Ok(milliseconds)
 }
 
 /// Returns once the stream that recorded the event last has reached it.

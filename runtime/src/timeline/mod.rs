@@ -9,8 +9,8 @@
 //! synchronisation.
 //!
 //! Spans come from several sources: collectives, from a communicator that was passed to [`Timeline::observe`]; steps
-//! and updates, from [`DataParallel`](crate::DataParallel), which reports to its communicator's observer; and the
-//! program's own:
+//! and updates, from [`DataParallel`](crate::DataParallel), which reports to its communicator's observer; stages of a
+//! step on a GPU, from a [`StepTrace`](crate::device::StepTrace); and the program's own:
 //!
 //! ```
 //! # fn main() -> mgpu::Result<()> {
@@ -224,8 +224,8 @@ impl Timeline {
         self.record_on(span, false);
     }
 
-    /// As [`record`](Self::record), on the track of the background thread if `background`.
-    fn record_on(&self, span: Span, background: bool) {
+    /// As [`record`](Self::record), on the track of reductions beside the rank's own work if `background`.
+    pub(crate) fn record_on(&self, span: Span, background: bool) {
         let Some(state) = &self.state else { return };
         if !state.recording.load(Relaxed) {
             return;

@@ -6,7 +6,10 @@
 
 mod order;
 
-use mgpu::device::DeviceDataParallel;
+use std::ops::Range;
+
+use mgpu::device::{DeviceDataParallel, DeviceSpan, TracePoint};
+use mgpu::timeline::{Name, Timeline};
 use mgpu::{DType, Layout, Result};
 use mgpu_kernels::cuda::{AutotuneOptions, Memory, Stream, View};
 use mgpu_kernels::{Precision, gather, loss};
@@ -15,7 +18,8 @@ use order::ElementOrder;
 use super::layers::{
     DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep, OnGpu, SetUp, SharedWorkspace,
 };
-use super::plan::Plan;
+use super::plan::{Plan, Stage};
+use super::profile::{DeviceTimes, Profile, StageTimes, TimelineSpans};
 use super::spec::Spec;
 use super::{LossReport, initial};
 
@@ -52,6 +56,14 @@ impl DeviceData {
         Ok(stream.upload(order, self.order.slice(0..order.len()))?)
     }
 
+    /// Entries of the order, of type i32.
+    ///
+    /// # Panics
+    /// If they exceed the capacity.
+    pub fn order(&self, places: Range<usize>) -> View<'_> {
+        self.order.slice(places)
+    }
+
     fn samples(&self) -> gather::cuda::Samples<'_> {
         let order = Some(self.order.view());
         gather::cuda::Samples { images: self.images.view(), labels: self.labels.view(), order }
@@ -73,6 +85,8 @@ pub struct DeviceNet {
     labels: Memory,
     scratch: Memory,
     score: Memory,
+    /// Names of the spans of stages, and their times, if steps may be traced.
+    traced: Option<(TimelineSpans, Profile)>,
 }
 
 impl DeviceNet {
@@ -116,7 +130,34 @@ impl DeviceNet {
             shared,
             plan,
             max_batch,
+            traced: None,
         })
+    }
+
+    /// Names the spans of the stages in traces, for `timeline`, and profiles the traced steps.
+    pub fn record_on(&mut self, timeline: &Timeline) {
+        let stages: Vec<String> = self.plan.stages.iter().map(Stage::name).collect();
+        self.traced = Some((TimelineSpans::new(timeline, &stages), Profile::new(stages.len(), None)));
+    }
+
+    /// Adds the spans of a traced step of `micro_batches` micro-batches to the profile, and to `times` what is not part
+    /// of the network.
+    pub fn profile_step(&mut self, spans: &[DeviceSpan], micro_batches: usize, times: &mut DeviceTimes) {
+        let images = self.max_batch * micro_batches;
+        if let Some((names, profile)) = &mut self.traced {
+            profile.add_step(spans, names, images, times);
+        }
+    }
+
+    /// The times of the stages in the profiled steps, and of the rest of the passes.
+    pub fn profile(&self) -> Option<(&Profile, Vec<StageTimes>)> {
+        let (_, profile) = self.traced.as_ref()?;
+        let kernels = self.gpu_layers.iter().map(|gpu_layer| {
+            // The shape is in the name of the stage.
+            let text = gpu_layer.describe().unwrap_or_default();
+            text.split_once(": ").map_or(String::new(), |(_, kernels)| kernels.to_owned())
+        });
+        Some((profile, self.plan.stage_times(profile, kernels)))
     }
 
     /// Names and shapes of the parameters as on the CPU, offsets as on the GPU.
@@ -243,11 +284,13 @@ impl DeviceNet {
         for index in 0..micro_batches {
             if index == 0 { model.begin_step() } else { model.next_micro_batch() }?;
             let part = (index, micro_batches);
+            let at = model.begin_span()?;
             gather::cuda::batch(model.stream(), &data.samples(), model.state(), x, labels, part)?;
+            let at = model.end_span(at, TimelineSpans::GATHER)?;
             let first = (index * n) as u64;
             let dropout = dropout.map(|key| DeviceDropout { first_sample: key.first_sample + first, ..key });
-            self.forward(model, n, DevicePass::Train(dropout))?;
-            self.backward(model, dropout)?;
+            let at = self.forward(model, n, DevicePass::Train(dropout), at)?;
+            self.backward(model, dropout, at)?;
         }
         model.finish_step()
     }
@@ -270,7 +313,7 @@ impl DeviceNet {
         let labels = self.labels.slice(0..images);
         let x = self.output(0, images);
         gather::cuda::range(model.stream(), &data.samples(), first as u64, x, labels)?;
-        self.forward(model, images, DevicePass::Eval)?;
+        let _ = self.forward(model, images, DevicePass::Eval, model.begin_span()?)?;
         let logits = self.output(self.slots.len() - 1, images);
         let (scratch, score) = (self.scratch.view(), self.score.view());
         Ok(loss::cuda::score(model.stream(), logits, self.labels.slice(0..images), scratch, score)?)
@@ -281,16 +324,42 @@ impl DeviceNet {
         self.slots[slot].slice(0..self.plan.slots[slot] * images)
     }
 
-    fn forward(&self, model: &DeviceDataParallel, images: usize, pass: DevicePass) -> Result<()> {
-        let step = DeviceStep { images, shared: &self.shared };
-        for (stage, gpu_layer) in self.plan.stages.iter().zip(&self.gpu_layers) {
-            let (x, y) = (self.output(stage.input, images), self.output(stage.output, images));
-            gpu_layer.forward(step, model, x, y, pass)?;
-        }
-        Ok(())
+    /// Ends the span of a pass of a stage.
+    fn end_stage(
+        &self,
+        model: &DeviceDataParallel,
+        from: TracePoint,
+        name: impl Fn(&TimelineSpans) -> Name,
+    ) -> Result<TracePoint> {
+        self.traced.as_ref().map_or(Ok(from), |(names, _)| model.end_span(from, name(names)))
     }
 
-    fn backward(&self, model: &mut DeviceDataParallel, dropout: Option<DeviceDropout>) -> Result<()> {
+    /// Enqueues the forward pass. A trace of it begins at `begin`; returns its end.
+    fn forward(
+        &self,
+        model: &DeviceDataParallel,
+        images: usize,
+        pass: DevicePass,
+        begin: TracePoint,
+    ) -> Result<TracePoint> {
+        let step = DeviceStep { images, shared: &self.shared };
+        let mut at = begin;
+        for (index, (stage, gpu_layer)) in self.plan.stages.iter().zip(&self.gpu_layers).enumerate() {
+            let (x, y) = (self.output(stage.input, images), self.output(stage.output, images));
+            gpu_layer.forward(step, model, x, y, pass)?;
+            at = self.end_stage(model, at, |names| names.forward[index])?;
+        }
+        model.add_span(begin, at, TimelineSpans::FORWARD);
+        Ok(at)
+    }
+
+    /// Enqueues the backward pass. A trace of it begins at `begin`.
+    fn backward(
+        &self,
+        model: &mut DeviceDataParallel,
+        dropout: Option<DeviceDropout>,
+        begin: TracePoint,
+    ) -> Result<()> {
         let images = self.max_batch;
         let step = DeviceStep { images, shared: &self.shared };
         let [mut current, mut other] = [&self.gradients[0], &self.gradients[1]];
@@ -298,6 +367,7 @@ impl DeviceNet {
         let (scratch, score) = (self.scratch.view(), self.score.view());
         let gradient = current.slice(0..logits.len());
         loss::cuda::gradient(model.stream(), logits, self.labels.view(), gradient, scratch, score)?;
+        let mut at = model.end_span(begin, TimelineSpans::LOSS)?;
         let first = self.plan.first_with_parameters();
         let stages = self.plan.stages.iter().zip(&self.gpu_layers).enumerate();
         for (index, (stage, gpu_layer)) in stages.skip(first).rev() {
@@ -305,10 +375,12 @@ impl DeviceNet {
             let dx = (index > first).then(|| other.slice(0..x.len()));
             let dy = current.slice(0..y.len());
             gpu_layer.backward(step, model, DeviceStageTensors { x, y, dy, dx }, dropout)?;
+            at = self.end_stage(model, at, |names| names.backward[index])?;
             if !stage.backward_in_place() {
                 std::mem::swap(&mut current, &mut other);
             }
         }
+        model.add_span(begin, at, TimelineSpans::BACKWARD);
         Ok(())
     }
 }

@@ -10,9 +10,9 @@ use mgpu_kernels::Storage;
 use mgpu_kernels::cuda::Device;
 
 use super::super::args::Args;
-use super::super::profile::{StepProfile, Sums};
+use super::super::profile::{Measured, StepProfile, Sums};
 use super::super::trainer::WARM_UP;
-use super::{Engine, StepObserver, TrainingConfig, check_finite, read};
+use super::{Engine, StepObserver, Stretch, TrainingConfig, check_finite, over_ranks, read};
 use crate::data::{Dataset, IMAGE_LEN};
 use crate::nets::{DropoutKey, LossReport, Mode, Net};
 
@@ -26,6 +26,8 @@ pub(in super::super) struct Cpu<E> {
     threads: usize,
     images: Vec<f32>,
     labels: Vec<u8>,
+    /// This rank's losses in this epoch.
+    score: LossReport,
     /// Whether to profile the steps after the warm-up, and the times measured so far.
     profile: bool,
     measured: Option<MeasuredTimes>,
@@ -73,6 +75,7 @@ impl<E: Storage> Cpu<E> {
             threads,
             images: vec![0.0; micro_batch * IMAGE_LEN],
             labels: vec![0; micro_batch],
+            score: LossReport::default(),
             profile: args.profile,
             measured: None,
         })
@@ -96,12 +99,13 @@ impl<E: Storage> Engine for Cpu<E> {
         &mut self,
         data: &Dataset,
         sampler: &mut Sampler,
-        until: u64,
+        Stretch { until, .. }: Stretch,
         observer: &mut StepObserver<'_>,
-    ) -> mgpu::Result<LossReport> {
-        let Cpu { model, net, timeline, training_config, images, labels, profile, measured, .. } = self;
+    ) -> mgpu::Result<()> {
+        let Cpu { model, net, timeline, training_config, images, labels, score, profile, measured, .. } =
+            self;
         let TrainingConfig { seed, first_sample, steps_per_epoch, .. } = *training_config;
-        let mut score = LossReport::default();
+        let mut stretch = LossReport::default();
         while model.steps() < until {
             let step = model.steps();
             if *profile && measured.is_none() && step >= WARM_UP {
@@ -133,10 +137,15 @@ impl<E: Storage> Engine for Cpu<E> {
                 measured.communication +=
                     timeline.communication().unwrap_or_default() - communicated.unwrap_or_default();
             }
-            score += report;
+            stretch += report;
             observer(step + 1, report.loss());
         }
-        Ok(score)
+        *score += stretch;
+        Ok(())
+    }
+
+    fn take_score(&mut self) -> mgpu::Result<LossReport> {
+        over_ranks(std::mem::take(&mut self.score), self.model.comm())
     }
 
     fn evaluate(&mut self, data: &Dataset, shard: &[u32]) -> mgpu::Result<(LossReport, Option<LossReport>)> {
@@ -211,6 +220,6 @@ impl<E: Storage> Engine for Cpu<E> {
             optimizer: self.model.update_time() - *updated,
             steps: *steps,
         };
-        Some(StepProfile::new(self.net.threads(), (net, stages), rest))
+        Some(StepProfile::new(Measured::OnHost(self.net.threads()), (net, stages), rest))
     }
 }

@@ -11,7 +11,7 @@ pub(super) use cpu::Cpu;
 pub(super) use gpu::{Gpu, Options};
 use mgpu::checkpoint::{Checkpoint, Snapshot};
 use mgpu::optimizer::{OptimizerConfig, Schedule};
-use mgpu::{Communicator, Layout, Sampler};
+use mgpu::{Communicator, Layout, ReduceOp, Sampler};
 use mgpu_kernels::cuda::Device;
 
 use super::profile::StepProfile;
@@ -33,6 +33,8 @@ pub(super) struct TrainingConfig {
     /// Schedule of the learning rate.
     pub(super) schedule: Schedule,
     pub(super) steps_per_epoch: u64,
+    /// Steps of the whole training.
+    pub(super) steps: u64,
 }
 
 impl TrainingConfig {
@@ -42,6 +44,16 @@ impl TrainingConfig {
         optimizer.rule = optimizer.rule.with_lr(self.lr);
         optimizer
     }
+}
+
+/// How far to train.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Stretch {
+    /// Return when so many steps are done, all in one epoch.
+    pub(super) until: u64,
+    /// Steps up to here may be enqueued meanwhile, because nothing happens between them: no evaluation, no
+    /// checkpoint.
+    pub(super) stop: u64,
 }
 
 /// Called after steps, with the number of steps done and the latest known loss.
@@ -58,8 +70,7 @@ pub(super) trait Engine {
     /// Number of steps done.
     fn steps(&self) -> u64;
 
-    /// Trains until `until` steps are done, all in one epoch, on the batches of `sampler`. Returns this rank's
-    /// losses. Collective.
+    /// Trains until `until` steps are done, all in one epoch, on the batches of `sampler`. Collective.
     ///
     /// # Errors
     /// Errors of the communicator and of the GPU.
@@ -67,9 +78,16 @@ pub(super) trait Engine {
         &mut self,
         data: &Dataset,
         sampler: &mut Sampler,
-        until: u64,
+        stretch: Stretch,
         observer: &mut StepObserver<'_>,
-    ) -> mgpu::Result<LossReport>;
+    ) -> mgpu::Result<()>;
+
+    /// The losses of all ranks in this epoch, since the engine was created or restored. To be called once, when the
+    /// last step of an epoch or of the training is done. Collective.
+    ///
+    /// # Errors
+    /// Errors of the communicator.
+    fn take_score(&mut self) -> mgpu::Result<LossReport>;
 
     /// Evaluates the samples `shard`, and again with the moving average of the weights if there is one. Collective.
     ///
@@ -112,6 +130,13 @@ pub(super) trait Engine {
 
     /// The profile of the steps so far, if requested and available.
     fn profile(&self) -> Option<StepProfile>;
+}
+
+/// Sums a report over all ranks. Counts stay exact: they are far below 2^53.
+pub(super) fn over_ranks(report: LossReport, comm: &mut Communicator) -> mgpu::Result<LossReport> {
+    let mut sums = [report.loss_sum, report.correct as f64, report.samples as f64];
+    comm.all_reduce_slice(&mut sums, ReduceOp::Sum)?;
+    Ok(LossReport { loss_sum: sums[0], correct: sums[1] as u64, samples: sums[2] as u64 })
 }
 
 /// The values of an arena: from the checkpoint on rank 0; placeholders elsewhere, which rank 0's values replace.

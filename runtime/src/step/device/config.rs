@@ -15,7 +15,8 @@ pub(super) const BUCKET: usize = 16 << 20;
 pub struct DeviceConfig {
     /// The configuration that all backends share.
     pub parallel: DataParallelConfig,
-    /// Number of steps after which the position in the epoch, which kernels read, restarts from 0; at least 1.
+    /// Number of steps after which the position in the epoch, which kernels read, restarts from 0; at least 1. A
+    /// program that keeps the sample orders of several epochs on the GPU counts all of them as one.
     pub steps_per_epoch: u64,
     /// Keep a copy of the parameters in bf16, for kernels that read it.
     pub bf16_copy: bool,

@@ -10,6 +10,7 @@ use super::sums::all_sum;
 use crate::Result;
 use crate::comm::{Group, ReduceOp};
 use crate::step::Reduction;
+use crate::timeline::Name;
 
 impl DeviceDataParallel {
     fn is_mean(&self) -> bool {
@@ -49,12 +50,17 @@ impl DeviceDataParallel {
         self.exchange.wait_for(&bucket.written)?;
         // The mark of non-finite gradients is reduced together with the last bucket.
         let with_mark = self.config.parallel.reducer.check_finite && index + 1 == self.buckets.len();
+        let begin = self.begin_span_on(&self.exchange)?;
         if self.is_invariant() {
             self.sum_invariant(bucket, &self.exchange)?;
             self.comm.group(|group| self.add_mark(group, with_mark))?;
         } else {
             self.reduce(bucket, with_mark)?;
         }
+        let name = if bucket.is_sharded() { Name::REDUCE_SCATTER } else { Name::ALL_REDUCE };
+        let bytes =
+            self.compressed.as_ref().unwrap_or(&self.gradients).slice(bucket.elements.clone()).bytes();
+        let _ = self.end_span_on(&self.exchange, begin, (name, Some(index as u32), bytes))?;
         Ok(self.exchange.record(&bucket.exchanged)?)
     }
 
@@ -130,7 +136,7 @@ impl DeviceDataParallel {
         }
         let ranks = self.ranks();
         for bucket in &self.buckets {
-            self.compute.wait_for(&bucket.exchanged)?;
+            self.wait_for_exchange(bucket)?;
             let [own, rest] = bucket.chunks.clone();
             // The bf16 copy of a sharded bucket is made after it was gathered.
             let copy = self.copy.as_ref().filter(|_| !bucket.is_sharded());
@@ -139,12 +145,14 @@ impl DeviceDataParallel {
                 self.compute.record(&bucket.written)?;
                 self.exchange.wait_for(&bucket.written)?;
                 let whole = self.parameters.slice(bucket.shards(ranks));
+                let begin = self.begin_span_on(&self.exchange)?;
                 self.comm.all_gather(&self.exchange, self.parameters.slice(bucket.own()), whole)?;
+                let _ = self.end_span_on(&self.exchange, begin, (Name::ALL_GATHER, None, whole.bytes()))?;
                 self.exchange.record(&bucket.exchanged)?;
             }
         }
         for bucket in self.buckets.iter().filter(|bucket| bucket.is_sharded()) {
-            self.compute.wait_for(&bucket.exchanged)?;
+            self.wait_for_exchange(bucket)?;
             if let Some(copy) = &self.copy {
                 let elements = bucket.elements.clone();
                 arena::narrow(&self.compute, self.parameters.slice(elements.clone()), copy.slice(elements))?;
@@ -156,7 +164,15 @@ impl DeviceDataParallel {
     /// Makes the compute stream wait for the exchanges of all buckets.
     pub(super) fn wait_for_exchanges(&self) -> Result<()> {
         // Buckets are exchanged in order on one stream, so the last one ends last.
-        Ok(self.buckets.last().map_or(Ok(()), |bucket| self.compute.wait_for(&bucket.exchanged))?)
+        self.buckets.last().map_or(Ok(()), |bucket| self.wait_for_exchange(bucket))
+    }
+
+    /// Makes the compute stream wait for the exchange of a bucket.
+    fn wait_for_exchange(&self, bucket: &DeviceBucket) -> Result<()> {
+        let begin = self.begin_span()?;
+        self.compute.wait_for(&bucket.exchanged)?;
+        let _ = self.end_span(begin, Name::WAIT_REDUCTIONS)?;
+        Ok(())
     }
 
     fn update_chunks(&self, chunks: View<'_>, copy: Option<&Memory>) -> Result<()> {

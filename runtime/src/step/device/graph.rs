@@ -1,7 +1,8 @@
-//! Captured steps, and read-backs to the host while they run.
+//! Captured steps, and copies from and to the host while they run.
 
 use std::sync::Arc;
 
+use bytemuck::NoUninit;
 use mgpu_kernels::cuda::{Device, Event, Graph, Pinned, View};
 
 use super::{DeviceDataParallel, STEP};
@@ -42,6 +43,23 @@ impl Readback {
     /// If memory is short.
     pub fn new(device: &Arc<Device>, len: usize) -> Result<Self> {
         Ok(Readback { bytes: Pinned::zeroed(device, len)?, done: Event::new(device)? })
+    }
+}
+
+/// An asynchronous copy from the host to the GPU.
+#[derive(Debug)]
+pub struct Upload {
+    bytes: Pinned,
+    done: Event,
+}
+
+impl Upload {
+    /// Allocates pinned memory for `len` bytes.
+    ///
+    /// # Errors
+    /// If memory is short.
+    pub fn new(device: &Arc<Device>, len: usize) -> Result<Self> {
+        Ok(Upload { bytes: Pinned::zeroed(device, len)?, done: Event::new(device)? })
     }
 }
 
@@ -117,5 +135,29 @@ impl DeviceDataParallel {
         self.comm.wait(&reading.done, STEP)?;
         // SAFETY: the event follows the copy, and no copy is enqueued while the bytes are borrowed.
         Ok(unsafe { reading.bytes.bytes() })
+    }
+
+    /// Enqueues a copy of `values` to `to`, in stream order: after the steps so far, which may still read `to`. Waits
+    /// only for the previous copy through `through`.
+    ///
+    /// # Errors
+    /// As [`DeviceCommunicator::wait`].
+    ///
+    /// # Panics
+    /// If the sizes differ, or exceed those of `through`.
+    pub fn enqueue_upload<T: NoUninit>(
+        &self,
+        values: &[T],
+        to: View<'_>,
+        through: &mut Upload,
+    ) -> Result<()> {
+        let values: &[u8] = bytemuck::cast_slice(values);
+        assert_eq!(values.len(), to.bytes(), "sizes of a copy");
+        self.comm.wait(&through.done, STEP)?;
+        // SAFETY: the event follows the previous copy.
+        let staged = unsafe { through.bytes.bytes_mut() };
+        staged[..values.len()].copy_from_slice(values);
+        self.compute.enqueue_upload_part(&through.bytes, 0, to)?;
+        Ok(self.compute.record(&through.done)?)
     }
 }

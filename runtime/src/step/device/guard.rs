@@ -158,7 +158,7 @@ impl DeviceDataParallel {
         digest::find_non_finite(stream, gradients, parts, self.state.view(), REDUCED, self.non_finite())?;
         // The other ranks have not checked this rank's shards.
         if self.is_sharded() {
-            self.comm.all_reduce(stream, self.non_finite(), ReduceOp::Max)?;
+            self.all_reduce_in_order(self.non_finite(), ReduceOp::Max)?;
         }
         Ok(())
     }
@@ -187,7 +187,7 @@ impl DeviceDataParallel {
                 }
             }
             optimizer::total_squares(stream, squares.sums.view(), self.state.view())?;
-            self.comm.all_reduce(stream, self.number(StepState::SQUARES, DType::F64), ReduceOp::Sum)?;
+            self.all_reduce_in_order(self.number(StepState::SQUARES, DType::F64), ReduceOp::Sum)?;
         }
         Ok(optimizer::clip(stream, self.state.view(), most)?)
     }

@@ -21,13 +21,15 @@ mod guard;
 mod state;
 mod step;
 mod sums;
+mod trace;
 
+use std::cell::RefCell;
 use std::sync::Arc;
 
 use config::BUCKET;
 pub use config::DeviceConfig;
 use device_bucket::{DeviceBucket, DeviceBuckets, padded};
-pub use graph::{Readback, StepGraph};
+pub use graph::{Readback, StepGraph, Upload};
 use guard::Guard;
 pub use guard::StatusReadback;
 use mgpu_kernels::arena::cuda as arena;
@@ -36,6 +38,7 @@ use mgpu_kernels::optimizer::chunk::Chunk;
 use mgpu_kernels::optimizer::cuda::UpdatePlan;
 use state::copy_own;
 use sums::{Buffers, DeviceAccumulator};
+pub use trace::{DeviceClock, DeviceSpan, StepTrace, TracePoint};
 
 use super::accumulate::Counter;
 use super::config::{Compression, check_micro_batches, check_sums};
@@ -152,6 +155,8 @@ pub struct DeviceDataParallel {
     capturing: bool,
     /// Identifies this model, for its captured graphs.
     identity: Arc<()>,
+    /// The trace that is being recorded.
+    trace: RefCell<Option<StepTrace>>,
 }
 
 impl Drop for DeviceDataParallel {
@@ -228,6 +233,7 @@ impl DeviceDataParallel {
             steps: 0,
             capturing: false,
             identity: Arc::default(),
+            trace: RefCell::default(),
         };
         if let Some(average) = &model.average {
             copy_own(&model.compute, (&model.buckets, model.ranks()), &model.parameters, average)?;
@@ -310,7 +316,7 @@ impl DeviceDataParallel {
         if self.ranks() == 1 || self.is_invariant() {
             return Ok(());
         }
-        self.comm.all_reduce(&self.compute, values, ReduceOp::Sum)
+        self.all_reduce_in_order(values, ReduceOp::Sum)
     }
 
     /// Waits until all work on the stream is done. `what` describes the work for errors.

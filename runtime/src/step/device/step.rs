@@ -5,6 +5,7 @@ use mgpu_kernels::optimizer::cuda::begin_step;
 use super::super::config::{Unused, check_join};
 use super::super::reducer::Participation;
 use super::{DeviceConfig, DeviceDataParallel};
+use crate::timeline::Name;
 use crate::{Error, Result};
 
 impl DeviceDataParallel {
@@ -45,6 +46,8 @@ impl DeviceDataParallel {
             return Ok(false);
         }
         self.open = true;
+        // The first point of a trace.
+        let _ = self.begin_span()?;
         let DeviceConfig { parallel, .. } = &self.config;
         begin_step(&self.compute, &parallel.optimizer.rule, self.config.plan(), self.state.view())?;
         // A rank without data only contributes zeros, in one micro-batch.
@@ -162,7 +165,10 @@ impl DeviceDataParallel {
             return Err(Error::InvalidArgument { operation: "step", problem });
         }
         self.end_micro_batch()?;
+        let begin = self.begin_span()?;
         self.update()?;
+        let end = self.end_span(begin, Name::OPTIMIZER)?;
+        self.add_span(self.step_begin(), end, Name::STEP);
         self.steps += 1;
         self.open = false;
         self.apply_gradient_order()?;

@@ -1,0 +1,250 @@
+//! Training on a GPU: the data set is in GPU memory, and steps are replayed from CUDA graphs.
+//!
+//! The first steps launch each kernel separately, which also compiles and loads every kernel. Then graphs are
+//! captured, of a single step, of several steps, and of the steps that several leave of an epoch; the rest of the
+//! training replays them. The host only enqueues replays and reads the losses that the GPU accumulated. It is at most
+//! two launches ahead of the GPU, so it notices a lost rank quickly.
+
+mod launches;
+mod orders;
+mod traces;
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use launches::{LaunchMark, TotalScore};
+use mgpu::checkpoint::{Checkpoint, Snapshot};
+use mgpu::device::{DeviceConfig, DeviceDataParallel, StepGraph};
+use mgpu::replicate::{checksum, replicate, verify_equal};
+use mgpu::timeline::Timeline;
+use mgpu::{Communicator, DeviceCommunicator, Layout, Sampler};
+use mgpu_kernels::Precision;
+use mgpu_kernels::cuda::{AutotuneOptions, Device, Stream};
+use orders::TrainingSet;
+use traces::Traces;
+
+use super::super::args::Args;
+use super::super::profile::StepProfile;
+use super::{Engine, StepObserver, Stretch, TrainingConfig, check_finite, read};
+use crate::data::Dataset;
+use crate::nets::{DeviceData, DeviceNet, LossReport};
+
+/// The GPU options of the user.
+#[derive(Debug, Clone, Copy)]
+pub(in super::super) struct Options {
+    pub(in super::super) precision: Precision,
+    /// Which kernels a layer may use.
+    pub(in super::super) choice: AutotuneOptions,
+    /// Replay steps from graphs.
+    pub(in super::super) graph: bool,
+}
+
+/// A network on this rank's GPU.
+pub(in super::super) struct Gpu {
+    graphs: Vec<StepGraph>,
+    traces: Traces,
+    model: DeviceDataParallel,
+    net: DeviceNet,
+    training_config: TrainingConfig,
+    options: Options,
+    train: Option<TrainingSet>,
+    test: Option<DeviceData>,
+    total: TotalScore,
+    /// Marks of the launches in flight, oldest first, and marks for later launches.
+    in_flight: VecDeque<LaunchMark>,
+    idle: Vec<LaunchMark>,
+    /// Steps enqueued since the engine was created.
+    launched: u64,
+    /// Steps whose marks were read.
+    reported: u64,
+    /// This rank's score at the last mark that was read.
+    score: LossReport,
+    /// All ranks' score at the last stop.
+    epoch_score: LossReport,
+    /// Whether the score in GPU memory is to be cleared before the next step.
+    score_has_ended: bool,
+}
+
+impl Gpu {
+    pub(in super::super) fn new(
+        training_config: &TrainingConfig,
+        args: &Args,
+        device: Arc<DeviceCommunicator>,
+        host: Communicator,
+        timeline: &Timeline,
+    ) -> mgpu::Result<Self> {
+        let (set_up, options) = (Stream::new(device.device())?, args.gpu());
+        let micro_batch = training_config.batch / training_config.micro_batches;
+        let mut net = DeviceNet::new(&args.net, micro_batch, options.precision, options.choice, &set_up)?;
+        let traces = Traces::new(args, timeline, &mut net)?;
+        let parameters = net.to_device(&net.initial_parameters(training_config.seed));
+        let parallel =
+            args.parallel.config(training_config.optimizer(&args.net), 1, training_config.micro_batches);
+        let config = DeviceConfig::new(parallel)
+            .with_steps_per_epoch(training_config.steps_per_epoch * orders::EPOCHS)
+            .with_bf16_copy(options.precision == Precision::Bf16);
+        let total = TotalScore::new(Arc::clone(&device))?;
+        let model = DeviceDataParallel::new(device, host, net.layout().clone(), parameters, config)?;
+        let model = model.with_buffers(&net.initial_buffers())?;
+        let idle = (0..launches::AHEAD).map(|_| LaunchMark::new(&model)).collect::<mgpu::Result<_>>()?;
+        // Memory used while benchmarking kernels does not count as training memory.
+        model.stream().device().reset_memory_peak();
+        Ok(Gpu {
+            graphs: Vec::new(),
+            traces,
+            model,
+            net,
+            training_config: *training_config,
+            options,
+            train: None,
+            test: None,
+            total,
+            in_flight: VecDeque::new(),
+            idle,
+            launched: 0,
+            reported: 0,
+            score: LossReport::default(),
+            epoch_score: LossReport::default(),
+            score_has_ended: true,
+        })
+    }
+
+    /// Evaluates the first `images` samples of the test order.
+    fn score(&mut self, images: usize) -> mgpu::Result<LossReport> {
+        let Gpu { model, net, test, score_has_ended, .. } = self;
+        *score_has_ended = true;
+        // The rest concerns this rank only; wait for its peers' last collective first.
+        model.wait("training step")?;
+        let test = test.as_ref().expect("the test set is on the GPU");
+        net.clear_score(model.stream())?;
+        for first in (0..images).step_by(net.max_batch()) {
+            net.evaluate(model, test, first, (images - first).min(net.max_batch()))?;
+        }
+        model.wait_local("evaluation")?;
+        net.read_score(model.stream())
+    }
+
+    /// The layout of arenas in checkpoints.
+    fn host_layout(&self) -> &Layout {
+        self.net.host_layout()
+    }
+}
+
+impl Engine for Gpu {
+    fn comm(&mut self) -> &mut Communicator {
+        self.model.comm()
+    }
+
+    fn parameters(&self) -> usize {
+        self.host_layout().len()
+    }
+
+    fn steps(&self) -> u64 {
+        self.reported
+    }
+
+    fn train(
+        &mut self,
+        data: &Dataset,
+        sampler: &mut Sampler,
+        Stretch { until, stop }: Stretch,
+        observer: &mut StepObserver<'_>,
+    ) -> mgpu::Result<()> {
+        if self.train.is_none() {
+            self.train = Some(TrainingSet::new(&self.model, data, &self.training_config)?);
+        }
+        while self.reported < until {
+            while self.in_flight.len() < self.ahead() && self.model.steps() < stop {
+                self.launch_next(sampler, stop)?;
+            }
+            self.report_oldest(observer)?;
+        }
+        Ok(())
+    }
+
+    fn take_score(&mut self) -> mgpu::Result<LossReport> {
+        Ok(std::mem::take(&mut self.epoch_score))
+    }
+
+    fn evaluate(&mut self, data: &Dataset, shard: &[u32]) -> mgpu::Result<(LossReport, Option<LossReport>)> {
+        if self.test.is_none() {
+            let test = DeviceData::new(self.model.stream(), &data.images, &data.labels, shard.len())?;
+            test.set_order(self.model.stream(), shard)?;
+            self.test = Some(test);
+        }
+        let score = self.score(shard.len())?;
+        if !self.model.has_average() {
+            return Ok((score, None));
+        }
+        self.model.swap_average()?;
+        let average = self.score(shard.len())?;
+        self.model.swap_average()?;
+        Ok((score, Some(average)))
+    }
+
+    fn verify(&mut self) -> mgpu::Result<u64> {
+        let values = self.model.parameters()?;
+        let values = self.net.to_host(&values);
+        check_finite(self.net.host_layout(), &values)?;
+        verify_equal(self.model.comm(), self.net.host_layout(), &values)?;
+        Ok(checksum(&values))
+    }
+
+    fn snapshot(&mut self) -> mgpu::Result<Option<Snapshot>> {
+        let arenas = self.model.arenas()?;
+        if self.model.rank() > 0 {
+            return Ok(None);
+        }
+        let mut snapshot = Snapshot::new(self.model.steps());
+        for (name, values) in arenas {
+            let to_host = self.net.host_order();
+            let values = values.into_owned();
+            snapshot.add_deferred(name, self.host_layout(), move || to_host(&values));
+        }
+        let buffers = self.model.buffers().to_vec::<f32>(self.model.stream())?;
+        snapshot.add("buffers", self.net.buffers_layout(), buffers);
+        Ok(Some(snapshot))
+    }
+
+    fn restore(&mut self, step: u64, checkpoint: Option<&Checkpoint>) -> mgpu::Result<()> {
+        let Gpu { model, net, .. } = self;
+        let layout = net.host_layout();
+        model.restore(step, |name, _| Ok(net.to_device(&read(checkpoint, name, layout)?)))?;
+        self.reported = step;
+        let layout = net.buffers_layout();
+        let mut buffers = read(checkpoint, "buffers", layout)?;
+        replicate(model.comm(), layout, &mut buffers)?;
+        Ok(model.stream().upload(&buffers, model.buffers())?)
+    }
+
+    fn logits(&mut self, data: &Dataset, count: usize) -> mgpu::Result<Vec<f32>> {
+        let Gpu { model, net, .. } = self;
+        let order: Vec<u32> = (0..count as u32).collect();
+        let data = DeviceData::new(model.stream(), &data.images, &data.labels, count)?;
+        data.set_order(model.stream(), &order)?;
+        let mut logits = Vec::new();
+        for first in (0..count).step_by(net.max_batch()) {
+            let images = (count - first).min(net.max_batch());
+            net.evaluate(model, &data, first, images)?;
+            model.wait_local("evaluation")?;
+            logits.extend(net.logits(model.stream(), images)?);
+        }
+        Ok(logits)
+    }
+
+    fn gpu(&self) -> Option<&Device> {
+        Some(self.model.stream().device())
+    }
+
+    fn describe_device(&self) -> String {
+        format!("one {}, {}", self.model.stream().device().name(), self.options.precision)
+    }
+
+    fn kernels(&self) -> Vec<String> {
+        self.net.describe()
+    }
+
+    fn profile(&self) -> Option<StepProfile> {
+        self.traced_profile()
+    }
+}
