@@ -33,9 +33,6 @@ class Recorder:
     def program(self, name):
         return name
 
-    def supports(self, *_):
-        return True
-
     def left(self):
         return self.seconds
 

@@ -1,11 +1,8 @@
 """Part B of gpu_check.py: how fast is it? Standard library only."""
 import json
 import os
-import re
-import subprocess
 
 from gpu_commands import NETS, Item, on_gpu, train
-from gpu_session import end_group
 from gpu_speed import pytorch, throughput
 
 
@@ -24,11 +21,9 @@ def bandwidth(s):
 
 def layers(s, batch):
     """Every layer of every network, pass and precision, with the time of every candidate."""
-    if not s.supports("gpu_check", "--layers"):
-        return s.skip(f"layers at {batch} images", "this gpu_check has no --layers")
     path, limit = os.path.join(s.scratch, f"layers-{batch}.json"), min(150, s.left())
     # It ends in time by itself, and rewrites its file after every pass.
-    budget = ["--budget", f"{max(limit - 15, 1):.0f}"] if s.supports("gpu_check", "--budget") else []
+    budget = ["--budget", f"{max(limit - 15, 1):.0f}"]
     only = ["--only", "lenet5"] if s.fake else []
     run = s.run(f"layers at {batch} images", [s.program("gpu_check"), "--layers", "--batch", str(batch), *budget, *only,
                                               "--json", path], limit=limit)
@@ -52,27 +47,14 @@ def of_layer(row):
 
 
 def profile(s, what):
-    """Time by stage (--profile), or a timeline (--timeline), of conv6; both are young on GPUs."""
+    """Time by stage (--profile), or a timeline (--timeline), of conv6."""
     net, length = ("lenet5", ["--batch", 8, "--steps", 4]) if s.fake else ("conv6", ["--batch", 1024, "--steps", 100])
     trace = os.path.join(s.logs, f"timeline-{net}.json")
     flags = ["--profile"] if what == "profile" else ["--timeline", trace, "--timeline-steps", "2-4"]
     command = train(s, 1, "--net", net, *length, "--precision", "bf16", "--skip-test", *flags, "--json")
-    child, log = s.start(what + ", trial", train(s, 1, "--net", net, "--batch", 8, "--steps", 1, "--kernels", "builtin",
-                                                      "--skip-test", *flags))
-    try:
-        code = child.wait(min(60, s.left()))
-    except subprocess.TimeoutExpired:
-        code = None
-    finally:
-        end_group(child)
-    text = s.text_of(log)
-    if code and re.search("CPU only|on the CPU|not .*GPU", text):
-        return s.skip(what, "this train_mnist has none on GPUs")
     run = s.run(f"{what} of {net}", command, limit=60, judge=on_gpu)
     stages = ((run or {}).get("result") or {}).get("profile")
-    if what == "profile" and run and not run["problem"] and not stages:
-        s.skip("profile by stage", "this train_mnist has none on GPUs")
-    elif stages:
+    if stages:
         result = run["result"]
         s.add("profile", [{"net": net, "batch": result["batch"], "precision": "bf16", "stages": stages,
                            "rest": result.get("profile_ms")}])

@@ -111,11 +111,6 @@ class Session:
     def program(self, name):
         return os.path.join(self.bin, name)
 
-    def supports(self, name, flag):
-        """Whether a program has a flag."""
-        done = subprocess.run([self.program(name), "--help"], capture_output=True, text=True, timeout=30)
-        return re.search(rf"(^|\s){flag}\b", done.stdout) is not None
-
     def find_machine(self):
         path = os.path.join(self.scratch, "machine.json")
         # No check has this name, so only the machine is printed.
