@@ -275,6 +275,7 @@ void graph_uses_freed() {
     auto counter = std::make_unique<Buffer<unsigned>>(std::vector<unsigned>{0});
     CUfunction count = kernel("selftest_count");
     CUstream stream = new_stream();
+    OK(launch(count, 1, 3, 0, stream, counter->address));
     OK(cuStreamBeginCapture_v2(stream, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL));
     OK(launch(count, 1, 3, 0, stream, counter->address));
     CUgraph graph;
@@ -283,7 +284,7 @@ void graph_uses_freed() {
     OK(cuGraphInstantiateWithFlags(&program, graph, 0));
     OK(cuGraphLaunch(program, stream));
     OK(cuStreamSynchronize(stream));
-    CHECK(counter->read()[0] == 3);
+    CHECK(counter->read()[0] == 6);
     counter.reset();
     OK(cuGraphLaunch(program, stream));
     OK(cuStreamSynchronize(stream));
