@@ -59,7 +59,10 @@ pub(super) fn tolerance(
 
 #[cfg(test)]
 mod tests {
+    use half::bf16;
+
     use super::*;
+    use crate::rng;
 
     fn library(form: Form) -> LibraryAlgorithm {
         LibraryAlgorithm::cudnn(1, form)
@@ -78,6 +81,30 @@ mod tests {
         let plain = tolerance(Some(&library(Form::Plain)), Precision::Bf16, 100, false, false);
         let narrow = tolerance(Some(&library(Form::Narrow)), Precision::Bf16, 100, false, false);
         assert!(plain.relative < UNIT_BF16 as f32 && narrow.relative > 3.0 * UNIT_BF16 as f32);
+    }
+
+    /// The largest error of sums of `parts` products that are added in bf16, as a share of the tolerance.
+    fn share_of_bf16_sums(parts: u64, form: Form, bf16_result: bool) -> f64 {
+        let Tolerance { relative, scale } =
+            tolerance(Some(&library(form)), Precision::Bf16, parts as usize, false, bf16_result);
+        let random = rng::Stream::new(1, 0);
+        let number = |i| random.uniform(i) * 2.0 - 1.0;
+        let share = |result: u64| {
+            let (mut exact, mut sum) = (0.0, bf16::ZERO);
+            for i in result * parts..(result + 1) * parts {
+                let product = number(2 * i) * number(2 * i + 1);
+                exact += f64::from(product);
+                sum = bf16::from_f32(sum.to_f32() + bf16::from_f32(product).to_f32());
+            }
+            (exact - sum.to_f64()).abs() / (f64::from(relative) * (f64::from(scale) + exact.abs()))
+        };
+        (0..20_000).map(share).fold(0.0, f64::max)
+    }
+
+    #[test]
+    fn parts_of_a_sum_may_be_added_in_bf16() {
+        let shares = [share_of_bf16_sums(16, Form::Plain, true), share_of_bf16_sums(64, Form::Narrow, false)];
+        assert!(shares.iter().all(|share| (0.3..1.0).contains(share)), "{shares:?}");
     }
 
     #[test]
