@@ -411,12 +411,13 @@ API CUresult cuEventRecord(CUevent event, CUstream stream) {
 // In a capture an external record is a node, and every launch of the graph records the event.
 API CUresult cuEventRecordWithFlags(CUevent event, CUstream stream, unsigned flags) {
     if (flags > CU_EVENT_RECORD_EXTERNAL) return CUDA_ERROR_INVALID_VALUE;
-    if (flags == CU_EVENT_RECORD_EXTERNAL && !is_default(stream)) {
-        std::lock_guard lock(driver_state().mutex);
-        if (!exists(event) || !exists(stream) || stream->ordinal != event->ordinal) return CUDA_ERROR_INVALID_HANDLE;
-        if (stream->capture != nullptr) return add_event_node(stream, event, nullptr);
-    }
-    return cuEventRecord(event, stream);
+    if (flags != CU_EVENT_RECORD_EXTERNAL) return cuEventRecord(event, stream);
+    std::lock_guard lock(driver_state().mutex);
+    if (is_default(stream)) return CUDA_ERROR_INVALID_VALUE;
+    if (!exists(event) || !exists(stream) || stream->ordinal != event->ordinal) return CUDA_ERROR_INVALID_HANDLE;
+    // The flag is invalid outside of a capture.
+    if (stream->capture == nullptr) return CUDA_ERROR_INVALID_VALUE;
+    return add_event_node(stream, event, nullptr);
 }
 
 API CUresult cuEventQuery(CUevent event) {

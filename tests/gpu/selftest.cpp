@@ -178,6 +178,7 @@ void external_nodes() {
     CUgraph graph;
     CUgraphExec program;
     std::atomic<unsigned> calls{0};
+    EXPECT(CUDA_ERROR_INVALID_VALUE, cuEventRecordWithFlags(start, stream, CU_EVENT_RECORD_EXTERNAL));
     OK(cuStreamBeginCapture_v2(stream, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL));
     OK(cuEventRecordWithFlags(start, stream, CU_EVENT_RECORD_EXTERNAL));
     OK(cuStreamWaitEvent(stream, given, CU_EVENT_WAIT_EXTERNAL));

@@ -5,7 +5,8 @@
 //! product once and the result a few times, however long the sum.
 //!
 //! One thread computes one result. On an H100, where two loads for each product are the limit, that should be one to
-//! a few TFLOP/s; this has not been measured.
+//! a few TFLOP/s. A gradient of few weights takes the latency of its longest sum instead: some 500 cycles for each of
+//! 800,000 products, 28 × 28 pixels of 1,024 images, are a quarter of a second. Neither has been measured.
 
 use super::ConvShape;
 use crate::DType;

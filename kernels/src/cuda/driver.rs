@@ -399,12 +399,12 @@ pub(super) unsafe fn record_event(event: sys::CUevent, stream: sys::CUstream) ->
     check(unsafe { (functions().record_event)(event, stream) })
 }
 
-/// As [`record_event`]; in a capture, a node that records the event at each launch of the graph. The event is not part
-/// of the capture then.
+/// Adds a node to the capture of a stream that records the event at each launch of the graph. The event does not become
+/// part of the capture. Outside of a capture this is an error.
 ///
 /// # Safety
 /// Both exist, and the event exists at each launch of the graph.
-pub(super) unsafe fn record_event_for_host(event: sys::CUevent, stream: sys::CUstream) -> Outcome<()> {
+pub(super) unsafe fn capture_event(event: sys::CUevent, stream: sys::CUstream) -> Outcome<()> {
     let flags = sys::CUevent_record_flags::CU_EVENT_RECORD_EXTERNAL as c_uint;
     // SAFETY: as the caller guarantees.
     check(unsafe { (functions().record_event_with_flags)(event, stream, flags) })

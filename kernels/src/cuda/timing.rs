@@ -60,7 +60,11 @@ impl Stream {
     /// # Errors
     /// If the driver refuses.
     pub fn record_time(&self, event: &TimedEvent) -> Result<()> {
-        // SAFETY: both handles are alive, and a graph keeps the event.
-        unsafe { driver::record_event_for_host(event.raw, self.raw()) }.context("cuEventRecordWithFlags")
+        if self.is_capturing()? {
+            // SAFETY: both handles are alive, and a graph keeps the event.
+            return unsafe { driver::capture_event(event.raw, self.raw()) }.context("cuEventRecordWithFlags");
+        }
+        // SAFETY: both handles are alive.
+        unsafe { driver::record_event(event.raw, self.raw()) }.context("cuEventRecord")
     }
 }
