@@ -26,8 +26,8 @@ LOG_LIMIT, PIECE, PIECES = 4 << 20, 15 << 20, 5
 RESERVE = 8
 
 
-class Stopped(Exception):
-    """SIGTERM or SIGINT arrived."""
+class Stopped(BaseException):
+    """SIGTERM or SIGINT arrived. Not an error of an item, so no `except Exception` may catch it."""
 
 
 def folder(variable, beside):
@@ -79,6 +79,8 @@ class Session:
         self.begun = time.monotonic()
         self.end = self.begun + options.deadline if options.deadline else float("inf")
         self.letter_end = self.end
+        # Seconds that are kept for the required items after the one that runs.
+        self.reserved = 0.0
         self.letter = self.group = None
         self.runs, self.skipped, self.letters = [], [], {}
         # What items add besides their runs, such as tables of figures.
@@ -110,11 +112,6 @@ class Session:
 
     def program(self, name):
         return os.path.join(self.bin, name)
-
-    def supports(self, name, flag):
-        """Whether a program has a flag."""
-        done = subprocess.run([self.program(name), "--help"], capture_output=True, text=True, timeout=30)
-        return re.search(rf"(^|\s){flag}\b", done.stdout) is not None
 
     def find_machine(self):
         path = os.path.join(self.scratch, "machine.json")
@@ -153,7 +150,13 @@ class Session:
 
     def left(self):
         """Seconds that programs may still use."""
-        return self.letter_end - time.monotonic() - RESERVE
+        return self.letter_end - time.monotonic() - RESERVE - self.reserved
+
+    def reserve(self, item, later):
+        """Keeps the time of the required items among `later`. A required item may use its own expected time all the same."""
+        self.reserved = 0.0
+        needed = 0.0 if self.fake else sum(each.seconds for each in later if each.required)
+        self.reserved = max(min(needed, self.left() - item.seconds), 0.0) if item.required else needed
 
     # ---- Items ----
 
@@ -179,6 +182,17 @@ class Session:
             text = text.replace(path, shown) if path else text
         return text
 
+    def attempt(self, name, command, limit, env=None, feed=None):
+        """Runs a program for at most `limit` seconds. Returns its exit code, None if it was stopped, and its output."""
+        child, log = self.start(name, command, env, feed)
+        try:
+            code = child.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end_group(child)
+        return code, self.text_of(log)
+
     def run(self, name, command, limit=180, expect=0, contains=None, env=None, judge=None, keep=None, feed=None):
         """Runs one program, with `feed` as its input. Its last line of JSON, if any, is the result; `judge` may find a
         problem in it. Lines that match `keep` are kept. Returns the entry of the result file; None if no time is left."""
@@ -187,15 +201,8 @@ class Session:
             return None
         limit = min(limit, self.left())
         start = time.monotonic()
-        child, log = self.start(name, command, env, feed)
-        try:
-            code = child.wait(limit)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            end_group(child)
+        code, text = self.attempt(name, command, limit, env, feed)
         seconds = time.monotonic() - start
-        text = self.text_of(log)
         result = last_json(text)
         problem = None
         if code is None:
