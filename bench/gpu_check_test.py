@@ -94,6 +94,11 @@ class GpuCheck(unittest.TestCase):
         # Enough epochs for two seconds after the warm-up on a GPU that is half as fast again as an H100.
         at = s.commands[0].index("--epochs")
         self.assertGreaterEqual(int(s.commands[0][at + 1]) * 60_000 / (1.5 * 215e3), 2.5)
+        # Figures with narrow gradients are no figures of `auto`.
+        with mock.patch("builtins.print"):
+            gpu_speed.throughput(s, "conv6", 1024, "bf16", "narrow")
+        self.assertIn("--kernels auto --narrow-gradients", " ".join(s.commands[1]))
+        self.assertEqual([figure["kernels"] for figure in s.sections["throughput"]], ["auto", "narrow"])
 
     def test_pytorch_runs_once_and_its_lines_are_figures(self):
         lines = ['{"torch": "2.11.0"}',
