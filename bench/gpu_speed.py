@@ -35,7 +35,7 @@ def steady(path):
 
 
 def throughput(s, net, batch, precision, choice, attempt=1):
-    """Every figure is the median of whole epochs, so that the work between epochs is not part of it. `choice` is that of
+    """Every figure is the median of whole epochs, so that no part of an epoch counts more than another. `choice` is that of
     --kernels, or `narrow`: auto with --narrow-gradients."""
     name = f"{net} {batch} {precision} {choice}" + (f", run {attempt}" if attempt > 1 else "")
     kernels = ["auto", "--narrow-gradients"] if choice == "narrow" else [choice]
