@@ -7,7 +7,7 @@ import shutil
 import signal
 import time
 
-from gpu_commands import Item, digits, is_equal, launcher, on_gpu, train, working_tool
+from gpu_commands import Item, digits, is_equal, launcher, on_gpu, train, weights_of, working_tool
 from gpu_session import end_group
 from gpu_speed import pytorch, throughput
 
@@ -22,7 +22,7 @@ def nccl_alone(s):
                                               "--max", str(most)], limit=60, env=env, contains=wanted)
     flags = ["--batch", 8 if s.fake else 64, "--steps", steps, "--clip-norm", 1, "--skip-test", "--json"]
     plain = s.run("1 rank, training without NCCL", train(s, 1, *flags), limit=60, judge=on_gpu)
-    weights = lambda: ((plain or {}).get("result") or {}).get("weights")
+    weights = weights_of(plain)
     for mode, graph in [("graphs", True), ("no graphs", False)]:
         run = s.run(f"1 rank, training through NCCL, {mode}", train(s, 1, *flags, graph=graph), limit=60, env=env,
                     contains=wanted, judge=is_equal(weights, "a training without NCCL"))
@@ -42,7 +42,7 @@ def nccl_shared(s):
                                             "--factor", "32", "--max", str(most)], limit=90)
     flags = ["--batch", 8 if s.fake else 32, "--steps", steps, "--skip-test", "--json"]
     first = s.run("2 ranks, training", train(s, 2, *flags), limit=60, judge=on_gpu)
-    weights = lambda: ((first or {}).get("result") or {}).get("weights")
+    weights = weights_of(first)
     s.run("2 ranks, training, again", train(s, 2, *flags), limit=60, judge=is_equal(weights, "an equal run"))
     s.run("2 ranks, training without graphs", train(s, 2, *flags, graph=False), limit=60,
           judge=is_equal(weights, "a training in graphs"))
@@ -143,7 +143,7 @@ def resumed(s):
     code, ended, _, text = kill_after_checkpoint(s, name, saving, folder, 0, min(60, s.left()))
     problem = None if code == 137 else "it was not killed in time" if ended is None else f"exit code {code} instead of 137"
     s.record(name, saving, time.monotonic() - start, code, problem, None, text)
-    weights = lambda: ((whole or {}).get("result") or {}).get("weights")
+    weights = weights_of(whole)
     s.run("resumed", [*saving, "--resume"], limit=60, contains="resum", judge=is_equal(weights, "an uninterrupted training"))
 
 
@@ -166,11 +166,12 @@ def parallel(s):
                                                           *flags.split(), *files], limit=60, keep=" deviation .* bound ")
     else:
         s.skip("golden runs with flags", "MGPU_GOLDEN and MGPU_DATA are needed")
-    first, (net, batch, steps) = {}, ("lenet5", 16, 5) if s.fake else ("keras", 128, 30)
+    weights, (net, batch, steps) = None, ("lenet5", 16, 5) if s.fake else ("keras", 128, 30)
     for ranks in [1, 2, 4]:
         flags = ["--net", net, "--batch", batch // ranks, "--steps", steps, "--world-size-invariant", 4, "--clip-norm", 1]
-        same = lambda result: is_equal(lambda: first.setdefault("weights", (result or {}).get("weights")), "one rank")(result)
-        s.run(f"{ranks} ranks that make no difference", train(s, ranks, *flags, "--skip-test", "--json"), limit=60, judge=same)
+        run = s.run(f"{ranks} ranks that make no difference", train(s, ranks, *flags, "--skip-test", "--json"), limit=60,
+                    judge=is_equal(weights, "one rank") if ranks > 1 else on_gpu)
+        weights = weights or weights_of(run)
     s.run("2 ranks, a non-finite loss", train(s, 2, "--batch", 8, "--steps", 40, "--lr", "1e30", "--skip-test"), limit=60,
           expect=1, contains=re.escape("non-finite gradients (NaN or Inf) in tensor"))
 

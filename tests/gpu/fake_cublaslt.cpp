@@ -157,6 +157,20 @@ struct MatmulWork {
     size_t workspace_size;
 
     void operator()() const {
+        const char* user = "cublasLtMatmul";
+        const Product& product = problem.product;
+        MatmulWork own = *this;
+        own.a = a.on_host(problem.a.len(), user);
+        own.b = b.on_host(problem.b.len(), user);
+        own.d = d.on_host(problem.d.len(), user);
+        own.workspace = fake::device_bytes((CUdeviceptr)workspace, workspace_size, user);
+        const size_t bias_size = product.epilogue == EPILOGUE_DEFAULT ? 0 : problem.rows() * 4;
+        own.problem.product.bias = fake::device_bytes((CUdeviceptr)product.bias, bias_size, user);
+        own.compute();
+    }
+
+    // With addresses of the host.
+    void compute() const {
         if (workspace_size) std::memset(workspace, 0xff, workspace_size);
         const Product& product = problem.product;
         const bool tf32 = product.compute == COMPUTE_32F_FAST_TF32;

@@ -306,20 +306,41 @@ API CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction
 
 namespace {
 
-// A copy of a kernel's arguments at the time of the launch.
+// A copy of a kernel's arguments at the time of the launch, each at a multiple of 16 bytes.
 struct Arguments {
-    std::vector<void*> pointers;
-    std::unique_ptr<uint64_t[]> bytes;
-    Arguments(const shim::Kernel& kernel, void** given) {
-        size_t words = 0;
-        for (unsigned i = 0; i < kernel.arguments; ++i) words += (kernel.sizes[i] + 15) / 16 * 2;
-        bytes.reset(new uint64_t[words + 2]);
-        auto* at = (unsigned char*)(((uintptr_t)bytes.get() + 15) & ~(uintptr_t)15);
-        for (unsigned i = 0; i < kernel.arguments; ++i) {
-            memcpy(at, given[i], kernel.sizes[i]);
+    struct alignas(16) Unit {
+        uint64_t words[2];
+    };
+    std::vector<Unit> units;
+    const shim::Kernel* kernel;
+
+    Arguments(const shim::Kernel& of, void** given) : kernel(&of) {
+        size_t count = 0;
+        for (unsigned i = 0; i < of.arguments; ++i) count += units_of(i);
+        units.resize(count);
+        each([&](unsigned i, unsigned char* at) { memcpy(at, given[i], kernel->sizes[i]); });
+    }
+
+    // The arguments as the kernel gets them: with addresses that the CPU can use, wherever a structure has one.
+    std::vector<void*> translate() {
+        std::vector<void*> pointers;
+        each([&](unsigned i, unsigned char* at) {
+            auto* words = (uint64_t*)at;
+            for (unsigned word = 0; word < kernel->sizes[i] / 8; ++word) {
+                words[word] = kernel_argument(words[word], kernel->name);
+            }
             pointers.push_back(at);
-            at += (kernel.sizes[i] + 15) / 16 * 16;
-        }
+        });
+        return pointers;
+    }
+
+  private:
+    size_t units_of(unsigned argument) const { return (kernel->sizes[argument] + sizeof(Unit) - 1) / sizeof(Unit); }
+
+    template <class Action>
+    void each(Action action) {
+        Unit* at = units.data();
+        for (unsigned i = 0; i < kernel->arguments; at += units_of(i++)) action(i, (unsigned char*)at);
     }
 };
 
@@ -363,10 +384,10 @@ API CUresult cuLaunchKernel(CUfunction function, unsigned blocks_x, unsigned blo
             return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
         }
     }
-    auto arguments = std::make_shared<Arguments>(*function->kernel, given);
-    const shim::Kernel* kernel = function->kernel;
-    return enqueue(stream, [kernel, blocks, threads, shared, arguments] {
-        shim::launch(*kernel, blocks, threads, shared, arguments->pointers.data());
+    const Arguments arguments(*function->kernel, given);
+    return enqueue(stream, [blocks, threads, shared, arguments] {
+        Arguments own = arguments;   // a graph runs this again
+        shim::launch(*own.kernel, blocks, threads, shared, own.translate().data());
     });
 }
 

@@ -160,6 +160,10 @@ CUuuid device_uuid(int ordinal);
 CUresult allocate(CUdeviceptr* address, size_t bytes);
 CUresult release(CUdeviceptr address);
 
+// The bytes at a device address, or at one of pinned memory. For work that runs, because memory may be freed before.
+// Ends the process with a message that names `user` if `bytes` bytes of such memory are not there.
+void* device_bytes(CUdeviceptr address, size_t bytes, const char* user);
+
 // Whether the calling thread does something that a capture forbids; then those captures are invalidated.
 bool forbidden_in_capture();
 
@@ -203,6 +207,22 @@ class ExecutableGraph {
     std::vector<QueuePtr> helpers;
     std::mutex running;   // launches of one graph are serialised
 };
+
+// Whether a number lies in the range of the device addresses so far.
+bool is_device_address(uint64_t address);
+
+// Whether the host has memory at an address. It is unlikely of a number that is none.
+bool is_host_address(uint64_t address);
+
+// Where the bytes of a device address are, allocated or not.
+unsigned char* bytes_at(CUdeviceptr address);
+
+// A new device address with `bytes` accessible bytes, 0 if there is no memory; and their end.
+CUdeviceptr open_pages(size_t bytes);
+void close_pages(CUdeviceptr address, size_t bytes);
+
+// A word of a kernel's arguments as the kernel gets it: a device address becomes that of its bytes.
+uint64_t kernel_argument(uint64_t word, const char* kernel);
 
 struct Allocation {
     size_t bytes;

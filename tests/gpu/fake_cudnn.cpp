@@ -195,10 +195,25 @@ struct ConvolutionWork {
     TensorView w() const { return pass == Pass::Forward ? by : pass == Pass::BackwardData ? from : to; }
     TensorView y() const { return pass == Pass::Forward ? to : by; }
 
+    const Tensor& result() const { return pass == Pass::Forward ? layer.y : pass == Pass::BackwardData ? layer.x : layer.w; }
+
     void operator()() const {
+        const char* user = "cuDNN's convolution";
+        ConvolutionWork own = *this;
+        own.from = from.on_host((pass == Pass::BackwardData ? layer.w : layer.x).len(), user);
+        own.by = by.on_host((pass == Pass::Forward ? layer.w : layer.y).len(), user);
+        own.to = to.on_host(result().len(), user);
+        own.workspace = fake::device_bytes((CUdeviceptr)workspace, workspace_size, user);
+        const size_t bias_size = bias ? layer.y.c * (result().type == BFLOAT16 ? 2 : 4) : 0;
+        own.bias = fake::device_bytes((CUdeviceptr)bias, bias_size, user);
+        own.compute();
+    }
+
+    // With addresses of the host.
+    void compute() const {
         if (fake::env_number("FAKE_CUDNN_COST", 0)) wait(cost(pass, layer, number));
         if (workspace_size) std::memset(workspace, 0xff, workspace_size);
-        const Tensor& result = pass == Pass::Forward ? layer.y : pass == Pass::BackwardData ? layer.x : layer.w;
+        const Tensor& result = this->result();
         std::vector<float> sums(result.len(), 0.0f);
         const bool tf32 = layer.x.type == FLOAT && layer.convolution.math != FMA_MATH;
         const size_t filters = layer.w.n, channels = layer.w.c, filter = layer.filter();

@@ -1,8 +1,8 @@
-// The memory of the driver API: host memory, filled with a pattern.
+// The memory of the driver API.
 //
-// New and freed memory is filled with 0xa5, so that reading it is detected. Each allocation is followed by a guard
-// area, which is checked when the memory is freed. Freeing pinned memory waits for nothing, and a copy that runs later
-// reports it.
+// New memory is filled with 0xa5, so that reading it is detected. Each allocation is followed by a guard area, which is
+// checked when the memory is freed. Work names memory by its device address until it runs: then the address has to lie
+// in an allocation or in pinned memory. Freeing pinned memory waits for nothing, and a copy that runs later reports it.
 #include "fake_cuda.h"
 
 #include <cstdio>
@@ -15,7 +15,6 @@ namespace {
 constexpr int POISON = 0xa5;
 constexpr int STRIP = 0xc7;
 constexpr size_t STRIP_BYTES = 256;
-constexpr size_t ALIGNMENT = 512;
 
 size_t used(int ordinal) {
     size_t bytes = 0;
@@ -55,6 +54,22 @@ Work copy_pinned(const void* host, Work copy) {
     };
 }
 
+// The allocation that contains an address or ends at it; null if there is none. The caller holds the lock.
+const std::pair<const CUdeviceptr, Allocation>* allocation_at(CUdeviceptr address) {
+    auto after = driver_state().memory.upper_bound(address);
+    if (after == driver_state().memory.begin()) return nullptr;
+    --after;
+    return address <= after->first + after->second.bytes ? &*after : nullptr;
+}
+
+[[noreturn]] void reject(const char* user, CUdeviceptr address, const char* why) {
+    fprintf(stderr, "FAKE GPU: %s: %#llx is %s\n", user, address, why);
+    abort();
+}
+
+constexpr const char* FREED = "device memory that is freed, or was never allocated";
+constexpr const char* NOT_PINNED = "neither device memory nor pinned memory of the host";
+
 // A copy or fill that the caller waits for, after everything that the default stream waits for.
 CUresult now(Work work) { return enqueue(nullptr, std::move(work)); }
 
@@ -65,6 +80,34 @@ bool is_capturing(CUstream stream) {
 
 }   // namespace
 
+void* device_bytes(CUdeviceptr address, size_t bytes, const char* user) {
+    if (bytes == 0) return nullptr;
+    if (!is_device_address(address)) {
+        if (is_pinned((const void*)address)) return (void*)address;
+        reject(user, address, NOT_PINNED);
+    }
+    std::lock_guard lock(driver_state().mutex);
+    const auto* found = allocation_at(address);
+    if (found == nullptr) reject(user, address, FREED);
+    const size_t rest = found->first + found->second.bytes - address;
+    if (bytes > rest) {
+        fprintf(stderr, "FAKE GPU: %s: %zu bytes are accessed at %#llx, %zu before the end of the device memory\n", user,
+                bytes, address, rest);
+        abort();
+    }
+    return bytes_at(address);
+}
+
+uint64_t kernel_argument(uint64_t word, const char* kernel) {
+    if (!is_device_address(word)) {
+        if (is_host_address(word) && !is_pinned((const void*)word)) reject(kernel, word, NOT_PINNED);
+        return word;
+    }
+    std::lock_guard lock(driver_state().mutex);
+    if (allocation_at(word) == nullptr) reject(kernel, word, FREED);
+    return (uint64_t)bytes_at(word);
+}
+
 CUresult allocate(CUdeviceptr* address, size_t bytes) {
     const int ordinal = current_device();
     if (ordinal < 0) return CUDA_ERROR_INVALID_CONTEXT;
@@ -72,12 +115,10 @@ CUresult allocate(CUdeviceptr* address, size_t bytes) {
     if (address == nullptr || bytes == 0) return CUDA_ERROR_INVALID_VALUE;
     std::lock_guard lock(driver_state().mutex);
     if (bytes > total() || used(ordinal) + bytes > total()) return CUDA_ERROR_OUT_OF_MEMORY;
-    const size_t rounded = (bytes + STRIP_BYTES + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-    auto* memory = (unsigned char*)aligned_alloc(ALIGNMENT, rounded);
-    if (memory == nullptr) return CUDA_ERROR_OUT_OF_MEMORY;
-    memset(memory, POISON, bytes);
-    memset(memory + bytes, STRIP, STRIP_BYTES);
-    *address = (CUdeviceptr)memory;
+    *address = open_pages(bytes + STRIP_BYTES);
+    if (*address == 0) return CUDA_ERROR_OUT_OF_MEMORY;
+    memset(bytes_at(*address), POISON, bytes);
+    memset(bytes_at(*address) + bytes, STRIP, STRIP_BYTES);
     driver_state().memory[*address] = {bytes, ordinal};
     return CUDA_SUCCESS;
 }
@@ -94,10 +135,8 @@ CUresult release(CUdeviceptr address) {
         driver_state().memory.erase(found);
     }
     wait_for_device(allocation.ordinal, false);
-    auto* memory = (unsigned char*)address;
-    check_strip(memory, allocation.bytes);
-    memset(memory, POISON, allocation.bytes);
-    free(memory);
+    check_strip(bytes_at(address), allocation.bytes);
+    close_pages(address, allocation.bytes + STRIP_BYTES);
     return CUDA_SUCCESS;
 }
 
@@ -122,12 +161,10 @@ API CUresult cuMemGetInfo_v2(size_t* unused, size_t* all) {
 
 API CUresult cuMemGetAddressRange_v2(CUdeviceptr* base, size_t* bytes, CUdeviceptr address) {
     std::lock_guard lock(driver_state().mutex);
-    auto after = driver_state().memory.upper_bound(address);
-    if (after == driver_state().memory.begin()) return CUDA_ERROR_NOT_FOUND;
-    --after;
-    if (address >= after->first + after->second.bytes) return CUDA_ERROR_NOT_FOUND;
-    if (base != nullptr) *base = after->first;
-    if (bytes != nullptr) *bytes = after->second.bytes;
+    const auto* found = allocation_at(address);
+    if (found == nullptr || address == found->first + found->second.bytes) return CUDA_ERROR_NOT_FOUND;
+    if (base != nullptr) *base = found->first;
+    if (bytes != nullptr) *bytes = found->second.bytes;
     return CUDA_SUCCESS;
 }
 
@@ -172,32 +209,44 @@ API CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr* address, void* host, unsi
 
 // ---- Copies ----
 
+namespace {
+
+Work copy_to_device(CUdeviceptr to, const void* from, size_t bytes) {
+    return [=] { memcpy(device_bytes(to, bytes, "cuMemcpyHtoD"), from, bytes); };
+}
+Work copy_to_host(void* to, CUdeviceptr from, size_t bytes) {
+    return [=] { memcpy(to, device_bytes(from, bytes, "cuMemcpyDtoH"), bytes); };
+}
+Work copy_on_device(CUdeviceptr to, CUdeviceptr from, size_t bytes) {
+    return [=] { memmove(device_bytes(to, bytes, "cuMemcpyDtoD"), device_bytes(from, bytes, "cuMemcpyDtoD"), bytes); };
+}
+
+}   // namespace
+
 API CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void* from, size_t bytes) {
     count(Count::Uploads);
-    return now([=] { memcpy((void*)to, from, bytes); });
+    return now(copy_to_device(to, from, bytes));
 }
-API CUresult cuMemcpyDtoH_v2(void* to, CUdeviceptr from, size_t bytes) {
-    return now([=] { memcpy(to, (const void*)from, bytes); });
-}
+API CUresult cuMemcpyDtoH_v2(void* to, CUdeviceptr from, size_t bytes) { return now(copy_to_host(to, from, bytes)); }
 API CUresult cuMemcpyDtoD_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes) {
-    return now([=] { memmove((void*)to, (const void*)from, bytes); });
+    return now(copy_on_device(to, from, bytes));
 }
 API CUresult cuMemcpy(CUdeviceptr to, CUdeviceptr from, size_t bytes) { return cuMemcpyDtoD_v2(to, from, bytes); }
 
 // Pageable memory is staged before the call returns; pinned memory is read when the copy runs.
 API CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
     count(Count::Uploads);
-    Work copy = [=] { memcpy((void*)to, from, bytes); };
+    Work copy = copy_to_device(to, from, bytes);
     if (is_pinned(from)) return enqueue(stream, copy_pinned(from, copy));
     if (is_capturing(stream)) return enqueue(stream, copy);
     const auto* start = (const unsigned char*)from;
     auto staged = std::make_shared<std::vector<unsigned char>>(start, start + bytes);
-    return enqueue(stream, [=] { memcpy((void*)to, staged->data(), bytes); });
+    return enqueue(stream, [=] { copy_to_device(to, staged->data(), bytes)(); });
 }
 
 // A copy to pageable memory returns after the copy.
 API CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, CUstream stream) {
-    Work copy = [=] { memcpy(to, (const void*)from, bytes); };
+    Work copy = copy_to_host(to, from, bytes);
     if (is_pinned(to)) return enqueue(stream, copy_pinned(to, copy));
     if (is_capturing(stream)) return enqueue(stream, copy);
     auto made = std::make_shared<EventRecord>();
@@ -210,7 +259,7 @@ API CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, CUst
 }
 
 API CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
-    return enqueue(stream, [=] { memmove((void*)to, (const void*)from, bytes); });
+    return enqueue(stream, copy_on_device(to, from, bytes));
 }
 API CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
     return cuMemcpyDtoDAsync_v2(to, from, bytes, stream);
@@ -227,7 +276,8 @@ template <class T>
 CUresult fill(CUdeviceptr to, T value, size_t count, CUstream stream) {
     if (to % sizeof(T) != 0) return CUDA_ERROR_INVALID_VALUE;
     return enqueue(stream, [=] {
-        for (size_t i = 0; i < count; ++i) ((T*)to)[i] = value;
+        auto* values = (T*)device_bytes(to, count * sizeof(T), "cuMemset");
+        for (size_t i = 0; i < count; ++i) values[i] = value;
     });
 }
 

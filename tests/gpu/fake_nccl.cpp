@@ -181,12 +181,30 @@ thread_local std::vector<Issued> group;
 thread_local std::vector<std::thread> joining;   // blocking initialisations within a group
 thread_local ncclResult_t group_result = ncclSuccess;
 
-void run(Comm& comm, const std::vector<Op>& ops) {
+// Whether this rank's part of an operation reads its send buffer, and whether it writes its receive buffer.
+bool gives(const Comm& comm, const Op& op) {
+    return op.kind != Kind::Recv && (op.kind != Kind::Broadcast || op.peer == comm.rank);
+}
+bool gets(const Comm& comm, const Op& op) {
+    return op.kind != Kind::Send && (op.kind != Kind::Reduce || op.peer == comm.rank);
+}
+
+// The operation with the bytes of its buffers instead of their device addresses.
+Op on_host(const Comm& comm, Op op) {
+    const size_t part = op.count * size_of(op.type), whole = part * (size_t)comm.world;
+    const size_t given = op.kind == Kind::ReduceScatter ? whole : part, got = op.kind == Kind::AllGather ? whole : part;
+    op.send = (unsigned char*)fake::device_bytes((CUdeviceptr)op.send, gives(comm, op) ? given : 0, "NCCL's send buffer");
+    op.recv = (unsigned char*)fake::device_bytes((CUdeviceptr)op.recv, gets(comm, op) ? got : 0, "NCCL's receive buffer");
+    return op;
+}
+
+void run(Comm& comm, std::vector<Op> ops) {
     std::lock_guard lock(comm.running);
     const long before = comm.executed++;
     const bool broken = is_faulty("async_error", comm.rank, before);
     if (broken) comm.state = ncclRemoteError;
     if (broken || is_faulty("stuck_collective", comm.rank, before)) return comm.wait_for_abort();
+    for (Op& op : ops) op = on_host(comm, op);
     if (ops[0].is_pair()) {
         comm.transport.exchange(ops, comm.aborted);
     } else {
@@ -267,9 +285,9 @@ ncclResult_t issue(ncclComm_t handle, CUstream stream, const Op& op) {
     if (result == ncclSuccess && (op.peer < 0 || op.peer >= comm->world)) {
         result = fail(ncclInvalidArgument, "no such rank");
     }
-    const bool gives = op.kind != Kind::Recv && (op.kind != Kind::Broadcast || op.peer == comm->rank);
-    const bool gets = op.kind != Kind::Send && (op.kind != Kind::Reduce || op.peer == comm->rank);
-    if (result == ncclSuccess && op.count > 0 && ((gives && op.send == nullptr) || (gets && op.recv == nullptr))) {
+    const bool missing = result == ncclSuccess && ((gives(*comm, op) && op.send == nullptr) ||
+                                                   (gets(*comm, op) && op.recv == nullptr));
+    if (missing && op.count > 0) {
         result = fail(ncclInvalidArgument, "a buffer is null");
     }
     if (result != ncclSuccess) {

@@ -1,6 +1,8 @@
 // Shared by the fakes of cuDNN and cuBLASLt: tensors in memory, and operands as tensor cores see them.
 #pragma once
 
+#include "fake_cuda.h"
+
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -31,6 +33,11 @@ inline float rounded(float value, unsigned cut) {
 struct TensorView {
     void* address;
     bool narrow;   // bfloat16
+
+    // The view of a tensor in device memory through which `user` can access its `len` elements.
+    TensorView on_host(size_t len, const char* user) const {
+        return {device_bytes((CUdeviceptr)address, len * (narrow ? 2 : 4), user), narrow};
+    }
 
     float read(size_t at) const {
         if (!narrow) return static_cast<const float*>(address)[at];

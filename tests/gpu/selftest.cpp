@@ -225,8 +225,81 @@ void lazy_loading() {
 }
 
 void past_the_end() {
+    const Buffer<float> small(10), zeros(std::vector<float>(11, 1.0f));
+    OK(launch(kernel("selftest_axpy"), 1, 32, 0, nullptr, 1.0f, zeros.address, small.address, (uint64_t)11));
+}
+
+// ---- Memory from the wrong side, and memory that is gone: each case ends the process ----
+
+void fill_past_the_end() {
     const Buffer<unsigned> small(10);
     OK(cuMemsetD32Async(small.address, 0, 11, nullptr));
+}
+
+void host_reads_device() {
+    const Buffer<unsigned> small(10);
+    printf("%u", *(volatile unsigned*)small.address);
+}
+
+void host_copies_device() {
+    const Buffer<unsigned> from(10), to(10);
+    OK(cuMemcpyHtoDAsync_v2(to.address, (const void*)from.address, 40, new_stream()));
+}
+
+void copy_to_host_address() {
+    unsigned there[10];
+    OK(cuMemsetD32Async((CUdeviceptr)there, 0, 10, nullptr));
+}
+
+void kernel_gets_host_address() {
+    auto counter = std::make_unique<unsigned>(0);
+    OK(launch(kernel("selftest_count"), 1, 1, 0, nullptr, (CUdeviceptr)counter.get()));
+}
+
+void kernel_far_past_the_end() {
+    const Buffer<unsigned> counter(std::vector<unsigned>{0});
+    OK(launch(kernel("selftest_lanes"), 1, 64, 0, nullptr, counter.address));
+}
+
+CUdeviceptr freed() { return Buffer<unsigned>(10).address; }
+
+void kernel_gets_freed() { OK(launch(kernel("selftest_count"), 1, 1, 0, nullptr, freed())); }
+
+void copy_from_freed() {
+    unsigned there;
+    OK(cuMemcpyDtoH_v2(&there, freed(), 4));
+}
+
+// A graph names memory that is freed before its second launch.
+void graph_uses_freed() {
+    auto counter = std::make_unique<Buffer<unsigned>>(std::vector<unsigned>{0});
+    CUfunction count = kernel("selftest_count");
+    CUstream stream = new_stream();
+    OK(cuStreamBeginCapture_v2(stream, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL));
+    OK(launch(count, 1, 3, 0, stream, counter->address));
+    CUgraph graph;
+    CUgraphExec program;
+    OK(cuStreamEndCapture(stream, &graph));
+    OK(cuGraphInstantiateWithFlags(&program, graph, 0));
+    OK(cuGraphLaunch(program, stream));
+    OK(cuStreamSynchronize(stream));
+    CHECK(counter->read()[0] == 3);
+    counter.reset();
+    OK(cuGraphLaunch(program, stream));
+    OK(cuStreamSynchronize(stream));
+}
+
+// The device reads and writes pinned memory, by its host address.
+void pinned() {
+    void* memory;
+    OK(cuMemHostAlloc(&memory, 4, 0));
+    auto* counter = (std::atomic<unsigned>*)memory;
+    *counter = 1;
+    OK(launch(kernel("selftest_count"), 1, 3, 0, nullptr, (CUdeviceptr)memory));
+    CHECK(*counter == 4);
+    OK(cuMemsetD8_v2((CUdeviceptr)memory, 0, 4));
+    CHECK(*counter == 0);
+    OK(cuMemFreeHost(memory));
 }
 
 // The memory of a copy is freed before the copy runs.
@@ -418,6 +491,16 @@ int main(int count, char** words) {
     else if (name == "external_nodes") external_nodes();
     else if (name == "lazy_loading") lazy_loading();
     else if (name == "past_the_end") past_the_end();
+    else if (name == "fill_past_the_end") fill_past_the_end();
+    else if (name == "host_reads_device") host_reads_device();
+    else if (name == "host_copies_device") host_copies_device();
+    else if (name == "copy_to_host_address") copy_to_host_address();
+    else if (name == "kernel_gets_host_address") kernel_gets_host_address();
+    else if (name == "kernel_far_past_the_end") kernel_far_past_the_end();
+    else if (name == "kernel_gets_freed") kernel_gets_freed();
+    else if (name == "copy_from_freed") copy_from_freed();
+    else if (name == "graph_uses_freed") graph_uses_freed();
+    else if (name == "pinned") pinned();
     else if (name == "freed_pinned") freed_pinned();
     else if (name == "event_wait") event_wait();
     else if (name == "missing_event_wait") missing_event_wait();

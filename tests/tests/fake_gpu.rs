@@ -13,6 +13,14 @@ fn passes(name: &str) {
     case(&[name], &[]).expect(0, &[]);
 }
 
+/// Runs a case that a signal ends after a message.
+#[track_caller]
+fn ends_with(name: &str, message: &str) {
+    let finished = case(&[name], &[]);
+    assert_eq!(finished.code, None, "{finished:#?}");
+    assert!(finished.stderr.contains(message), "{finished:#?}");
+}
+
 #[test]
 fn the_fake_library_exports_every_symbol() {
     let folder = fake_gpu::folder();
@@ -76,16 +84,40 @@ fn launches_and_modules_have_limits() {
 #[test]
 fn uninitialised_memory_is_poisoned() {
     passes("memory");
-    let finished = case(&["past_the_end"], &[]);
-    assert_eq!(finished.code, None, "{finished:#?}");
-    assert!(finished.stderr.contains("written to past their end"), "{finished:#?}");
+    ends_with("past_the_end", "written to past their end");
 }
 
 #[test]
 fn a_copy_from_freed_pinned_memory_is_reported() {
-    let finished = case(&["freed_pinned"], &[]);
-    assert_eq!(finished.code, None, "{finished:#?}");
-    assert!(finished.stderr.contains("a copy uses pinned memory that has been freed"), "{finished:#?}");
+    ends_with("freed_pinned", "a copy uses pinned memory that has been freed");
+}
+
+#[test]
+fn the_host_cannot_access_device_memory() {
+    for name in ["host_reads_device", "host_copies_device"] {
+        ends_with(name, "FAKE GPU: the host accesses device memory at 0x");
+    }
+}
+
+#[test]
+fn the_device_accesses_only_pinned_memory_of_the_host() {
+    passes("pinned");
+    ends_with("copy_to_host_address", "is neither device memory nor pinned memory of the host");
+    ends_with("kernel_gets_host_address", "selftest_count: 0x");
+}
+
+#[test]
+fn a_use_of_freed_device_memory_is_reported() {
+    let why = "is device memory that is freed, or was never allocated";
+    ends_with("copy_from_freed", why);
+    ends_with("kernel_gets_freed", why);
+    ends_with("graph_uses_freed", why);
+}
+
+#[test]
+fn an_access_past_the_end_of_device_memory_is_reported() {
+    ends_with("fill_past_the_end", "cuMemset: 44 bytes are accessed at 0x");
+    ends_with("kernel_far_past_the_end", "where no device memory is allocated");
 }
 
 #[test]
