@@ -204,6 +204,11 @@ class GpuCheck(unittest.TestCase):
         for wanted in ["bandwidth", "conv6 1024 bf16 auto", "ensemble4800 128 bf16 auto", "PyTorch, graphed", "layers at 1024"]:
             self.assertIn(wanted, names)
 
+    def test_a_fake_gpu_has_no_times(self):
+        found = {"gflops": 1.5, "forward_ms": 2.0, "layers": 3, "lines": ["forward built in 0.25 ms, backward cuDNN 1 2.5 ms"]}
+        expected = {"layers": 3, "lines": ["forward built in, backward cuDNN 1"]}
+        self.assertEqual(gpu_session.without_times(found), expected)
+
     def test_logs_fit_into_files_of_sixteen_mebibytes(self):
         logs, path = os.path.join(self.scratch, "logs"), os.path.join(self.scratch, "logs.tgz")
         os.mkdir(logs)

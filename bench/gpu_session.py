@@ -19,7 +19,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 # Part of the name of the tests' fake GPU.
 FAKE = "FAKE GPU"
 # Keys of results that are times: those of a fake GPU must not be mistaken for figures.
-TIMES = re.compile(r"(^|_)(seconds|s|ms|us|gbps)($|_)|per_s|spread|peak_share")
+TIMES = re.compile(r"(^|_)(seconds|s|ms|us|gbps|gflops|tflops)($|_)|per_s|spread|peak_share")
 # What a machine may hand back: files of 16 MiB. Logs are cut, compressed and split accordingly.
 LOG_LIMIT, PIECE, PIECES = 4 << 20, 15 << 20, 5
 # Kept free before the deadline, to end a program, and to write results and logs.
@@ -41,7 +41,8 @@ def without_times(value):
         return {key: without_times(entry) for key, entry in value.items() if not TIMES.search(key)}
     if isinstance(value, list):
         return [without_times(entry) for entry in value]
-    return value
+    # Descriptions of kernels have theirs.
+    return re.sub(r" [0-9.]+ ms", "", value) if isinstance(value, str) else value
 
 
 def last_json(text):
@@ -216,7 +217,6 @@ class Session:
         lines = None
         if keep:
             lines = [" ".join(line.split()) for line in text.splitlines() if re.search(keep, line)]
-            lines = [re.sub(r" [0-9.]+ ms", "", line) for line in lines] if self.fake else lines
         return self.record(name, command, seconds, code, problem, result, text, lines)
 
     def record(self, name, command, seconds, code, problem, result, text="", lines=None):
