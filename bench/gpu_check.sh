@@ -34,18 +34,23 @@ for program in $optional; do
             break
         fi
     done
+    [ -e "$folder/$program" ] || echo "without $program: \`cargo test\` builds it" >&2
 done
-cp "$here"/gpu_{check,commands,fast,rest,right,session,speed}.py "$here"/{gpu_check.sh,torch_throughput.py,provenance.py} \
+cp -f "$here"/gpu_{check,commands,fast,rest,right,session,speed}.py "$here"/{gpu_check.sh,torch_throughput.py,provenance.py} \
     "$here/describe_machine.sh" "$folder"
 # There is no checkout on the other machine.
 PYTHONPATH=$here python3 -c 'import provenance; print(provenance.commit() or "")' > "$folder/commit"
-mkdir -p "$folder/peers" && cp "$here"/peers/*_torch.py "$folder/peers"
+mkdir -p "$folder/peers" && cp -f "$here"/peers/*_torch.py "$folder/peers"
 # Golden runs and MNIST, if they are at hand.
 if [ -d "${MGPU_GOLDEN-}" ]; then
-    mkdir -p "$folder/golden" && cp "$MGPU_GOLDEN"/*.json "$folder/golden"
+    mkdir -p "$folder/golden" && cp -f "$MGPU_GOLDEN"/*.json "$folder/golden"
+else
+    echo "without golden runs: set MGPU_GOLDEN to their folder" >&2
 fi
 if [ -d "${MGPU_DATA-}" ]; then
-    mkdir -p "$folder/data/mnist" && cp "$MGPU_DATA"/*ubyte* "$folder/data/mnist"
+    mkdir -p "$folder/data/mnist" && cp -f "$MGPU_DATA"/*ubyte* "$folder/data/mnist"
+else
+    echo "without MNIST, and so without accuracies, golden runs and PyTorch: set MGPU_DATA to its folder" >&2
 fi
 megabytes=$(du -sm "$folder" | cut -f 1)
 echo "$folder: $megabytes MB"

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import re
 import shutil
-import subprocess
 from typing import Callable
 
 NETS = ["conv6", "keras", "deep", "lenet5", "layers", "ensemble2400", "ensemble4800"]
@@ -19,6 +18,8 @@ class Item:
     # Expected duration.
     seconds: float
     work: Callable
+    # Items before it leave its time to it.
+    required: bool = False
 
 
 def launcher(s, ranks):
@@ -64,14 +65,13 @@ def working_tool(s, name, *arguments):
     path = tool(name)
     if s.fake or not path:
         return s.skip(" ".join([name, *arguments]), "not on a fake GPU" if s.fake else "not installed")
-    try:
-        done = subprocess.run([path, *arguments, s.program("gpu_check"), "--quick", "--only", "gelu forward"], env=s.env,
-                              capture_output=True, text=True, timeout=60)
-    except subprocess.TimeoutExpired:
-        return s.skip(name, "a trial did not end within 60 s")
-    output = done.stdout + done.stderr
+    limit = max(min(60, s.left()), 1)
+    code, output = s.attempt(f"{name}, trial", [path, *arguments, s.program("gpu_check"), "--quick", "--only", "gelu forward"],
+                             limit)
+    if code is None:
+        return s.skip(name, f"a trial did not end within {limit:.0f} s")
     refused = re.search("ERR_NVGPUCTRPERM|.*(not supported|[Uu]nable to|[Ff]ailed to).*", output)
-    if done.returncode or refused:
+    if code or refused:
         lines = output.strip().splitlines() or ["no output"]
         return s.skip(name, f"refused here: {refused[0].strip() if refused else lines[-1]}")
     return path

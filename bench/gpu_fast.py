@@ -5,6 +5,9 @@ import os
 from gpu_commands import NETS, Item, on_gpu, train
 from gpu_speed import pytorch, throughput
 
+# Of gpu_check --peak, and of its result.
+PEAKS = {"copy": "copy_gbs", "bf16": "bf16_tflops", "tf32": "tf32_tflops", "f32": "f32_tflops"}
+
 
 def bandwidth(s):
     if s.fake:
@@ -21,16 +24,21 @@ def bandwidth(s):
 
 def layers(s, batch):
     """Every layer of every network, pass and precision, with the time of every candidate."""
-    path, limit = os.path.join(s.scratch, f"layers-{batch}.json"), min(150, s.left())
-    # It ends in time by itself, and rewrites its file after every pass.
+    path, limit = os.path.join(s.scratch, f"layers-{batch}.json"), min(130, s.left())
+    # It ends in time by itself, bf16 first, and rewrites its file after every pass.
     budget = ["--budget", f"{max(limit - 15, 1):.0f}"]
+    # Rates of the GPU that an earlier call has measured.
+    known = s.sections.get("peaks", [])[-1:]
+    peaks = [f"{name}={peak[key]}" for peak in known for name, key in PEAKS.items()]
     only = ["--only", "lenet5"] if s.fake else []
     run = s.run(f"layers at {batch} images", [s.program("gpu_check"), "--layers", "--batch", str(batch), *budget, *only,
-                                              "--json", path], limit=limit)
+                                              *(word for peak in peaks for word in ("--peak", peak)), "--json", path],
+                limit=limit)
     if run and os.path.exists(path):
         with open(path) as file:
             header, rows = json.load(file)
         run["result"] = {"passes": len(rows), "left_out": header["left_out"]}
+        print(f"       {len(rows)} passes, {header['left_out']} left out")
         if header["peaks"]:
             s.add("peaks", [header["peaks"]])
         s.add("layers", map(of_layer, rows))
@@ -40,48 +48,63 @@ def of_layer(row):
     """A row of `gpu_check --layers` without what follows from the rest."""
     us = lambda ms: None if ms is None else round(1e3 * ms, 3)
     candidates = [{"name": entry["name"], "form": entry["form"], "us": us(entry["ms"]), "selected": entry["selected"],
-                   "rejected": entry["rejected"]} for entry in row["candidates"]]
+                   "rejected": entry["rejected"], "single_run": entry["single_run"] or None} for entry in row["candidates"]]
     kept = {key: row[key] for key in ("networks", "layer", "batch", "precision", "pass", "bound_by", "notes", "error")}
     return {**kept, "bound_us": us(row["bound_ms"]),
             "candidates": [{key: value for key, value in entry.items() if value is not None} for entry in candidates]}
 
 
-def profile(s, what):
-    """Time by stage (--profile), or a timeline (--timeline), of conv6."""
-    net, length = ("lenet5", ["--batch", 8, "--steps", 4]) if s.fake else ("conv6", ["--batch", 1024, "--steps", 100])
-    trace = os.path.join(s.logs, f"timeline-{net}.json")
-    flags = ["--profile"] if what == "profile" else ["--timeline", trace, "--timeline-steps", "2-4"]
-    command = train(s, 1, "--net", net, *length, "--precision", "bf16", "--skip-test", *flags, "--json")
-    run = s.run(f"{what} of {net}", command, limit=60, judge=on_gpu)
-    stages = ((run or {}).get("result") or {}).get("profile")
-    if stages:
+def profile(s, net):
+    """Time by stage."""
+    length = ["--batch", 8, "--steps", 5] if s.fake else ["--batch", 1024, "--steps", 103]
+    has_stages = lambda result: on_gpu(result) or (None if (result or {}).get("profile") else "it has no profile")
+    run = s.run(f"profile of {net}", train(s, 1, "--net", net, *length, "--precision", "bf16", "--skip-test", "--profile", "--json"),
+                limit=40, judge=has_stages)
+    if run and not run["problem"]:
         result = run["result"]
-        s.add("profile", [{"net": net, "batch": result["batch"], "precision": "bf16", "stages": stages,
-                           "rest": result.get("profile_ms")}])
+        s.add("profile", [{"net": net, "batch": result["batch"], "precision": "bf16", "stages": result["profile"],
+                           "rest": result["profile_ms"]}])
+
+
+def timeline(s, net):
+    """A few steps on a timeline, which travels with the logs."""
+    trace = os.path.join(s.logs, f"timeline-{net}.json")
+    length, recorded = (["--batch", 8, "--steps", 5], "4-5") if s.fake else (["--batch", 1024, "--steps", 50], "40-43")
+    def has_spans(result):
+        with open(trace) as file:
+            spans = json.load(file)["traceEvents"]
+        return on_gpu(result) or (None if spans else "the timeline is empty")
+    s.run(f"timeline of {net}", train(s, 1, "--net", net, *length, "--precision", "bf16", "--skip-test", "--timeline", trace,
+                                      "--timeline-steps", recorded, "--json"), limit=40, judge=has_spans)
 
 
 def part_b(s):
-    def ours(nets, batch, choice="auto"):
+    def ours(batch, choice="auto", required=False):
         for net in nets:
-            yield Item("throughput", f"{net} {batch} bf16 {choice}", 11,
-                       lambda s, net=net: throughput(s, net, batch, "bf16", choice))
+            yield Item("throughput", f"{net} {batch} bf16 {choice}", 10,
+                       lambda s, net=net: throughput(s, net, batch, "bf16", choice), required)
+
+    def once_more(net, batch):
+        return Item("throughput", f"{net} {batch} bf16 auto, run 2", 10,
+                    lambda s: throughput(s, net, batch, "bf16", "auto", attempt=2))
 
     nets, large, small = (["lenet5"], 16, 8) if s.fake else (NETS, 1024, 128)
     layer_batches = [2] if s.fake else [large, small]
-    graphed = [(net, batch, "bf16", "graphed") for batch in (large, small) for net in nets if net != "ensemble4800"]
+    graphed = [(net, batch, "bf16", "graphed") for batch in (large, small) for net in nets]
     compiled = [(net, large, "bf16", "compiled") for net in nets[:2]]
-    modes = [(net, batch, precision, mode) for net, batch, precision, mode in graphed + compiled]
-    yield Item("bandwidth", "bandwidth", 15, bandwidth)
-    yield from ours(nets, large)
-    yield Item("torch", "PyTorch", 90, lambda s: pytorch(s, modes))
-    yield Item("layers", f"layers at {layer_batches[0]} images", 90, lambda s: layers(s, layer_batches[0]))
-    yield from ours(nets, small)
-    yield Item("profile", "profile", 15, lambda s: profile(s, "profile"))
-    yield Item("profile", "timeline", 15, lambda s: profile(s, "timeline"))
-    yield from ours(nets, large, "builtin")
-    for net, batch in [(nets[0], large), (nets[0] if s.fake else "deep", small)]:
-        yield Item("throughput", f"{net} {batch} bf16 auto, run 2", 11,
-                   lambda s, case=(net, batch): throughput(s, *case, "bf16", "auto", attempt=2))
+    yield Item("bandwidth", "bandwidth", 15, bandwidth, required=True)
+    yield from ours(large, required=True)
+    yield from ours(small, required=True)
+    yield Item("torch", "PyTorch, graphed", 80, lambda s: pytorch(s, graphed), required=True)
+    yield Item("layers", f"layers at {layer_batches[0]} images", 100, lambda s: layers(s, layer_batches[0]), required=True)
+    yield Item("throughput", f"{nets[0]} {large} bf16 narrow", 12, lambda s: throughput(s, nets[0], large, "bf16", "narrow"))
+    yield once_more(nets[0], large)
+    for net in nets[:5]:
+        yield Item("profile", f"profile of {net}", 6, lambda s, net=net: profile(s, net))
+    yield from ours(large, "builtin")
     for batch in layer_batches[1:]:
         yield Item("layers", f"layers at {batch} images", 40, lambda s, batch=batch: layers(s, batch))
-    yield from ours(nets, small, "builtin")
+    yield once_more("lenet5" if s.fake else "deep", small)
+    yield Item("profile", f"timeline of {nets[0]}", 6, lambda s: timeline(s, nets[0]))
+    yield from ours(small, "builtin")
+    yield Item("torch", "PyTorch, compiled", 100, lambda s: pytorch(s, compiled))

@@ -228,20 +228,20 @@ def launches(lines):
 
 
 def part_c(s):
-    yield Item("nccl", "NCCL with one rank", 25, nccl_alone)
-    yield Item("nccl", "2 ranks on one GPU", 50, nccl_shared)
-    yield Item("killed", "a killed rank", 15, killed)
-    yield Item("resume", "a resumed training", 20, resumed)
+    yield Item("nccl", "NCCL with one rank", 25, nccl_alone, required=True)
+    yield Item("nccl", "2 ranks on one GPU", 70, nccl_shared, required=True)
+    yield Item("killed", "a killed rank", 15, killed, required=True)
+    yield Item("resume", "a resumed training", 30, resumed)
     yield Item("gelu", "GELU", 10, gelu)
     yield Item("uneven", "uneven data", 15, uneven)
-    yield Item("parallel", "options of a step", 60, parallel)
+    yield Item("parallel", "options of a step", 65, parallel)
     if not s.fake:
-        for precision in ["tf32", "f32"]:
+        for precision, seconds in [("tf32", 12), ("f32", 18)]:
             for net in ["conv6", "keras"]:
-                yield Item("throughput", f"{net} 1024 {precision} auto", 14,
+                yield Item("throughput", f"{net} 1024 {precision} auto", seconds,
                            lambda s, case=(net, 1024, precision): throughput(s, *case, "auto"))
     modes = [(net, 1024, precision, "graphed") for precision in ("tf32", "f32") for net in ("conv6", "keras")]
-    yield Item("torch", "PyTorch, TF32 and f32", 30, lambda s: pytorch(s, modes))
+    yield Item("torch", "PyTorch, TF32 and f32", 40, lambda s: pytorch(s, modes))
     yield Item("ncu", "ncu", 40, ncu)
     for kind in ["racecheck", "synccheck"]:
         yield Item("sanitizer", kind, 90, lambda s, kind=kind: sanitizer(s, kind))

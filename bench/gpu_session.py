@@ -19,15 +19,15 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 # Part of the name of the tests' fake GPU.
 FAKE = "FAKE GPU"
 # Keys of results that are times: those of a fake GPU must not be mistaken for figures.
-TIMES = re.compile(r"(^|_)(seconds|s|ms|us|gbps)($|_)|per_s|spread|peak_share")
+TIMES = re.compile(r"(^|_)(seconds|s|ms|us|gbps|gflops|tflops)($|_)|per_s|spread|peak_share")
 # What a machine may hand back: files of 16 MiB. Logs are cut, compressed and split accordingly.
 LOG_LIMIT, PIECE, PIECES = 4 << 20, 15 << 20, 5
 # Kept free before the deadline, to end a program, and to write results and logs.
 RESERVE = 8
 
 
-class Stopped(Exception):
-    """SIGTERM or SIGINT arrived."""
+class Stopped(BaseException):
+    """SIGTERM or SIGINT arrived. Not an error of an item, so no `except Exception` may catch it."""
 
 
 def folder(variable, beside):
@@ -41,7 +41,8 @@ def without_times(value):
         return {key: without_times(entry) for key, entry in value.items() if not TIMES.search(key)}
     if isinstance(value, list):
         return [without_times(entry) for entry in value]
-    return value
+    # Descriptions of kernels have theirs.
+    return re.sub(r" [0-9.]+ ms", "", value) if isinstance(value, str) else value
 
 
 def last_json(text):
@@ -79,6 +80,8 @@ class Session:
         self.begun = time.monotonic()
         self.end = self.begun + options.deadline if options.deadline else float("inf")
         self.letter_end = self.end
+        # Seconds that are kept for the required items after the one that runs.
+        self.reserved = 0.0
         self.letter = self.group = None
         self.runs, self.skipped, self.letters = [], [], {}
         # What items add besides their runs, such as tables of figures.
@@ -148,7 +151,13 @@ class Session:
 
     def left(self):
         """Seconds that programs may still use."""
-        return self.letter_end - time.monotonic() - RESERVE
+        return self.letter_end - time.monotonic() - RESERVE - self.reserved
+
+    def reserve(self, item, later):
+        """Keeps the time of the required items among `later`. A required item may use its own expected time all the same."""
+        self.reserved = 0.0
+        needed = 0.0 if self.fake else sum(each.seconds for each in later if each.required)
+        self.reserved = max(min(needed, self.left() - item.seconds), 0.0) if item.required else needed
 
     # ---- Items ----
 
@@ -174,6 +183,17 @@ class Session:
             text = text.replace(path, shown) if path else text
         return text
 
+    def attempt(self, name, command, limit, env=None, feed=None):
+        """Runs a program for at most `limit` seconds. Returns its exit code, None if it was stopped, and its output."""
+        child, log = self.start(name, command, env, feed)
+        try:
+            code = child.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end_group(child)
+        return code, self.text_of(log)
+
     def run(self, name, command, limit=180, expect=0, contains=None, env=None, judge=None, keep=None, feed=None):
         """Runs one program, with `feed` as its input. Its last line of JSON, if any, is the result; `judge` may find a
         problem in it. Lines that match `keep` are kept. Returns the entry of the result file; None if no time is left."""
@@ -182,15 +202,8 @@ class Session:
             return None
         limit = min(limit, self.left())
         start = time.monotonic()
-        child, log = self.start(name, command, env, feed)
-        try:
-            code = child.wait(limit)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            end_group(child)
+        code, text = self.attempt(name, command, limit, env, feed)
         seconds = time.monotonic() - start
-        text = self.text_of(log)
         result = last_json(text)
         problem = None
         if code is None:
@@ -204,7 +217,6 @@ class Session:
         lines = None
         if keep:
             lines = [" ".join(line.split()) for line in text.splitlines() if re.search(keep, line)]
-            lines = [re.sub(r" [0-9.]+ ms", "", line) for line in lines] if self.fake else lines
         return self.record(name, command, seconds, code, problem, result, text, lines)
 
     def record(self, name, command, seconds, code, problem, result, text="", lines=None):

@@ -1,9 +1,9 @@
 """Training throughput, ours and PyTorch's, for gpu_check.py. Standard library only."""
+import importlib.util
 import json
 import os
 import sys
 
-import provenance
 from gpu_commands import on_gpu, train
 from gpu_session import HERE
 
@@ -34,9 +34,11 @@ def steady(path):
             "seconds": round(sum(epoch["train_s"] for epoch in kept), 2)}
 
 
-def throughput(s, net, batch, precision, choice, attempt=1, ranks=1):
-    """Every figure is the median of whole epochs, so that the work between epochs is not part of it."""
+def throughput(s, net, batch, precision, choice, attempt=1):
+    """Every figure is the median of whole epochs, so that no part of an epoch counts more than another. `choice` is that of
+    --kernels, or `narrow`: auto with --narrow-gradients."""
     name = f"{net} {batch} {precision} {choice}" + (f", run {attempt}" if attempt > 1 else "")
+    kernels = ["auto", "--narrow-gradients"] if choice == "narrow" else [choice]
     metrics = os.path.join(s.scratch, "metrics.jsonl")
     if os.path.exists(metrics):
         os.remove(metrics)
@@ -44,7 +46,7 @@ def throughput(s, net, batch, precision, choice, attempt=1, ranks=1):
     # Half as much again: this GPU may be faster.
     epochs = max(2, round(1.5 * (WARM_UP + SECONDS) * rate / MNIST) + 1)
     length = ["--steps", 3] if s.fake else ["--epochs", epochs]
-    run = s.run(name, train(s, ranks, "--net", net, "--batch", batch, *length, "--precision", precision, "--kernels", choice,
+    run = s.run(name, train(s, 1, "--net", net, "--batch", batch, *length, "--precision", precision, "--kernels", *kernels,
                             "--skip-test", "--show-kernels", "--metrics", metrics, "--json"),
                 limit=60, judge=on_gpu, keep="^(conv|dense) ")
     if not run or run["problem"] or s.fake:
@@ -57,21 +59,24 @@ def throughput(s, net, batch, precision, choice, attempt=1, ranks=1):
     print(f"       {figure['images_per_s']:,.0f} images/s in {figure['seconds']} s, range {figure['spread']:.1%}", flush=True)
 
 
-def pytorch(s, modes):
-    """One process for all configurations, because its start takes seconds."""
-    # PyTorch's version, and those of its libraries; none if it does not see the GPU.
-    script = """import json, torch
-assert torch.cuda.is_available()
-print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}))"""
-    versions = s.data and not s.fake and provenance.output(sys.executable, "-c", script)
-    if not versions:
-        return s.skip("PyTorch", "a fake GPU is not measured" if s.fake else "no MNIST folder, or no torch that sees the GPU")
-    s.versions = json.loads(versions)
-    limit = min(160, s.left())
-    run = s.run("PyTorch " + modes[0][2], [
-        sys.executable, os.path.join(HERE, "torch_throughput.py"), s.data, "--seconds", f"{limit - 10:.0f}",
-    ], limit=limit, feed="".join(" ".join(map(str, mode)) + "\n" for mode in modes), keep=r'^\{"net"')
-    figures = [json.loads(line) for line in (run or {}).get("lines", [])]
+def pytorch(s, modes, most=150):
+    """One process for all configurations, because its start takes seconds. It uses at most `most` seconds."""
+    name = f"PyTorch {modes[0][2]} {modes[0][3]}"
+    if s.fake or not s.data or not importlib.util.find_spec("torch"):
+        return s.skip(name, "a fake GPU is not measured" if s.fake else "no MNIST folder, or no torch in this Python")
+    limit = min(most, s.left())
+    run = s.run(name, [
+        sys.executable, os.path.join(HERE, "torch_throughput.py"), s.data, "--seconds", f"{max(limit - 10, 1):.0f}",
+    ], limit=limit, feed="".join(" ".join(map(str, mode)) + "\n" for mode in modes), keep=r'^\{"(net|torch)"')
+    lines = [json.loads(line) for line in (run or {}).get("lines", [])]
+    for versions in (line for line in lines if "torch" in line):
+        s.versions.update(versions)
+    figures = [line for line in lines if "net" in line]
     s.add("torch", figures)
     for figure in figures:
         print("       " + " ".join(f"{key} {value}" for key, value in figure.items()), flush=True)
+    measured = {(figure["net"], figure["batch"], figure["precision"], figure["mode"]) for figure in figures
+                if "images_per_s" in figure}
+    for mode in modes if figures else []:
+        if mode not in measured:
+            s.skip("PyTorch " + " ".join(map(str, mode)), "see its line in `torch`")

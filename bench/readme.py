@@ -120,7 +120,7 @@ def headline():
 
 def gpu():
     cases = [(net, 1024) for net in ("conv6", "keras", "deep", "layers", "lenet5", "ensemble2400", "ensemble4800")]
-    cases += [(net, 128) for net in ("conv6", "keras", "deep", "layers", "lenet5", "ensemble2400")]
+    cases += [(net, 128) for net in ("conv6", "keras", "deep", "layers", "lenet5", "ensemble2400", "ensemble4800")]
     content = result(gpu_file("throughput", "torch"))
     version = (content["machine"].get("torch") or content["versions"]["torch"]).split("+")[0]
     version = ".".join(version.split(".")[:2])

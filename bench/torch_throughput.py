@@ -2,9 +2,10 @@
 
 Run: python torch_throughput.py DATA [--seconds SECONDS] < CONFIGURATIONS
 
-Reads one configuration per line, NET BATCH PRECISION MODE, from standard input; prints one line of JSON for each. DATA is the
-MNIST folder. SECONDS limit the whole: a configuration that does not fit any more is left out, with a line that says so. peers/train_torch.py does the same for a single configuration: channels-last, fused Adam, cudnn.benchmark,
-images on the GPU, random batches. PRECISION is bf16 (autocast), tf32 or f32; MODE is eager, compiled
+Reads one configuration per line, NET BATCH PRECISION MODE, from standard input; prints versions, then one line of JSON for each.
+DATA is the MNIST folder. SECONDS limit the whole: a configuration that does not fit any more is left out, with a line that says
+so. peers/train_torch.py does the same for a single configuration: channels-last, fused Adam, cudnn.benchmark, images on the
+GPU, random batches. PRECISION is bf16 (autocast), tf32 or f32; MODE is eager, compiled
 (max-autotune, no CUDA graphs) or graphed (the step is captured and replayed).
 """
 import json
@@ -22,6 +23,10 @@ WARM_SECONDS, SECONDS = 0.5, 2.0
 EXPECTED = {"eager": 8, "graphed": 8, "compiled": 60}
 LAYOUT = torch.channels_last
 END = time.time() + float(sys.argv[3]) if sys.argv[2:3] == ["--seconds"] else float("inf")
+if not torch.cuda.is_available():
+    sys.exit(f"torch {torch.__version__} sees no GPU")
+versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+print(json.dumps(versions), flush=True)
 IMAGES, LABELS = training_set(sys.argv[1])
 
 
@@ -96,7 +101,7 @@ while configurations:
     try:
         print(json.dumps({**configuration, **measure(name, int(size), precision, mode)}), flush=True)
     except Exception as error:
-        print(json.dumps({**configuration, "error": str(error).splitlines()[0][:200]}), flush=True)
+        print(json.dumps({**configuration, "error": (str(error) or repr(error)).splitlines()[0][:200]}), flush=True)
         # The CUDA context may be unusable now: a new process continues.
         if configurations:
             read, write = os.pipe()

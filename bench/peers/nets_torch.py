@@ -1,8 +1,8 @@
 """The networks of `examples/src/nets/catalogue.rs` in PyTorch, their optimizers, and a reader of MNIST's files."""
 
 import gzip
+import struct
 
-import numpy
 import torch
 from torch import nn
 
@@ -66,10 +66,10 @@ def optimizer(name, parameters, is_fused, is_captured):
 def read_idx(path):
     """The values of a gzipped IDX file of bytes, as a tensor of its shape."""
     with gzip.open(path) as file:
-        content = file.read()
+        content = bytearray(file.read())
     dimensions = content[3]
-    shape = numpy.frombuffer(content, ">u4", dimensions, 4).tolist()
-    return torch.from_numpy(numpy.frombuffer(content, numpy.uint8, offset=4 + 4 * dimensions).copy()).reshape(shape)
+    shape = struct.unpack_from(f">{dimensions}I", content, 4)
+    return torch.frombuffer(content, dtype=torch.uint8, offset=4 + 4 * dimensions).reshape(shape)
 
 
 def training_set(folder):

@@ -188,17 +188,17 @@ impl fmt::Display for Row {
     }
 }
 
-/// All combinations that `args` select.
+/// All combinations that `args` select: those of bf16 first, because time may be up before the end.
 fn passes<'a>(
     layers: &'a [NetworkLayer],
     args: &Args,
     batches: &[usize],
 ) -> Vec<(&'a NetworkLayer, LayerPass)> {
     let mut passes = Vec::new();
-    // Layers are sorted by their first network.
-    for of_network in layers.chunk_by(|a, b| a.networks[0] == b.networks[0]) {
-        for &images in batches {
-            for precision in [Precision::Bf16, Precision::Tf32, Precision::F32] {
+    for precision in [Precision::Bf16, Precision::Tf32, Precision::F32] {
+        // Layers are sorted by their first network.
+        for of_network in layers.chunk_by(|a, b| a.networks[0] == b.networks[0]) {
+            for &images in batches {
                 for layer in of_network {
                     let &NetworkLayer { shape, slope, input_gradient, .. } = layer;
                     let used = Pass::ALL.into_iter();

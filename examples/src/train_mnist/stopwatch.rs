@@ -41,7 +41,7 @@ impl Sub for TimeSpent {
     }
 }
 
-/// Runs from its creation.
+/// Runs from its creation, or from an earlier instant.
 pub(super) struct Stopwatch {
     started: Instant,
     timeline: Timeline,
@@ -50,10 +50,12 @@ pub(super) struct Stopwatch {
 }
 
 impl Stopwatch {
-    pub(super) fn start(timeline: &Timeline) -> Self {
-        let watch =
-            Stopwatch { started: Instant::now(), timeline: timeline.clone(), left_out: Cell::default() };
-        watch.left_out.set(watch.total());
+    /// Counts collectives from now on, and the time since `earlier`: a GPU works on the next epoch while the host
+    /// reports the last one.
+    pub(super) fn start(timeline: &Timeline, earlier: Option<Instant>) -> Self {
+        let started = earlier.unwrap_or_else(Instant::now);
+        let watch = Stopwatch { started, timeline: timeline.clone(), left_out: Cell::default() };
+        watch.left_out.set(TimeSpent { seconds: 0.0, ..watch.total() });
         watch
     }
 
@@ -91,7 +93,7 @@ mod tests {
         let timeline = Timeline::new(0).unwrap();
         let mut comm = timeline.observe(mgpu::World::from_env().unwrap().communicator().unwrap());
         comm.barrier().unwrap();
-        let watch = Stopwatch::start(&timeline);
+        let watch = Stopwatch::start(&timeline, None);
         assert_eq!(watch.spent().collectives, 0.0);
         watch.leave_out(|| comm.barrier().unwrap());
         let before = watch.spent();
@@ -101,5 +103,13 @@ mod tests {
         assert!(spent.collectives > 0.0 && spent.seconds >= spent.collectives);
         let [share, waiting] = spent.communication();
         assert!(share > 0.0 && share <= 1.0 && waiting <= share);
+    }
+
+    #[test]
+    fn the_time_since_an_earlier_instant_counts() {
+        let second = std::time::Duration::from_secs(1);
+        let earlier = Instant::now().checked_sub(second);
+        let watch = Stopwatch::start(&Timeline::new(0).unwrap(), earlier);
+        assert!(earlier.is_none() || watch.spent().seconds >= 1.0);
     }
 }

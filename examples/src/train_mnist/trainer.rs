@@ -99,6 +99,8 @@ pub(super) struct Trainer {
     length: u64,
     /// Epochs follow each other without an evaluation or a checkpoint.
     runs_on: bool,
+    /// When the last epoch ended, if a GPU has been working on the next one since.
+    running_since: Option<Instant>,
     /// The ranks have compared how far they will train.
     agreed: bool,
     totals: Totals,
@@ -141,6 +143,7 @@ impl Trainer {
             checkpoints: None,
             length,
             runs_on: args.skip_test && args.checkpoint_dir.is_none(),
+            running_since: None,
             agreed: false,
             totals: Totals::default(),
         })
@@ -223,7 +226,7 @@ impl Trainer {
         }
         let global_batch = self.run.global_batch();
         let (begin, length) = (self.steps(), self.length);
-        let watch = Stopwatch::start(&self.timeline);
+        let watch = Stopwatch::start(&self.timeline, self.running_since.take());
         // A single rank does not communicate, and on GPUs the host cannot count it.
         let communicates = self.run.ranks > 1 && self.engine.gpu().is_none();
         let share = |spent: TimeSpent| communicates.then(|| spent.communication()[0]);
@@ -258,6 +261,7 @@ impl Trainer {
             }
         }
         let spent = watch.spent();
+        self.running_since = (self.runs_on && self.engine.gpu().is_some()).then(Instant::now);
         self.totals.train_s += spent.seconds;
         if let Some((from, step)) = measured_from.filter(|(_, step)| *step < last) {
             self.totals.measured += spent - from;
