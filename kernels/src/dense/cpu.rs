@@ -20,7 +20,7 @@ use crate::AlignedVec;
 use crate::gemm::block::{Block, Columns};
 use crate::gemm::panels::{Panels, copy_rows};
 use crate::gemm::prefetch::Prefetch;
-use crate::gemm::product::{Left, PANEL, Product, Right, Start, tiles};
+use crate::gemm::tile::{Left, PANEL, Product, Right, Start, tiles};
 use crate::gemm::transpose::Transpose;
 use crate::simd::{Simd, Task, dispatch};
 use crate::threads::{PerPart, Rows, Threads};

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::prefetch::Prefetch;
-use super::product::PANEL;
+use super::tile::PANEL;
 use crate::simd::{Simd, Task, dispatch};
 
 /// Some columns of a row-major matrix, to be packed in panels of [`PANEL`].

@@ -3,7 +3,7 @@
 use super::lines;
 use crate::conv::ConvShape;
 use crate::conv::cpu::Epilogue;
-use crate::gemm::product::PANEL;
+use crate::gemm::tile::PANEL;
 use crate::storage::{Storage, convert};
 
 /// The extents of a padded image.

@@ -4,7 +4,7 @@
 use super::border::{GradientBlock, PaddedImage};
 use crate::Storage;
 use crate::conv::cpu::Epilogue;
-use crate::gemm::product::PANEL;
+use crate::gemm::tile::PANEL;
 use crate::pool::Rounding;
 use crate::simd::{MAX_LANES, Simd};
 

@@ -9,7 +9,7 @@
 use super::border::PaddedImage;
 use super::lines;
 use crate::conv::ConvShape;
-use crate::gemm::product::{Left, Lines, PANEL, Product, Right, Start};
+use crate::gemm::tile::{Left, Lines, PANEL, Product, Right, Start};
 use crate::simd::{MAX_LANES, Simd};
 
 /// Whether this computes the input gradient of `shape` faster.

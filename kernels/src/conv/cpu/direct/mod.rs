@@ -21,7 +21,7 @@ mod weights;
 
 use super::{Backward, Epilogue};
 use crate::conv::ConvShape;
-use crate::gemm::product::{Left, Lines, PANEL, Product, Right, Start};
+use crate::gemm::tile::{Left, Lines, PANEL, Product, Right, Start};
 use crate::simd::{MAX_LANES, Simd, Task, dispatch};
 use crate::storage::{Storage, convert};
 use crate::threads::{PerPart, Rows, Threads};

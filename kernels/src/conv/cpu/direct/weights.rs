@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::lines;
 use crate::AlignedVec;
 use crate::conv::ConvShape;
-use crate::gemm::product::PANEL;
+use crate::gemm::tile::PANEL;
 
 /// Elements of packed filters with `channels` inputs and `filters` outputs.
 pub(super) fn packed_len(channels: usize, filters: usize, kernel: usize) -> usize {

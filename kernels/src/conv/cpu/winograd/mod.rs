@@ -21,7 +21,7 @@ mod weights;
 
 use super::{Backward, Epilogue};
 use crate::conv::ConvShape;
-use crate::gemm::product::{Left, PANEL, Product, Right, Start};
+use crate::gemm::tile::{Left, PANEL, Product, Right, Start};
 use crate::simd::{self, MAX_LANES};
 use crate::threads::{PerPart, Rows, Threads};
 use crate::{Scratch, Storage};

@@ -7,7 +7,7 @@
 use super::points::{MAX_POINTS, MAX_TAPS, Points};
 use crate::AlignedVec;
 use crate::conv::ConvShape;
-use crate::gemm::product::PANEL;
+use crate::gemm::tile::PANEL;
 use crate::simd::{Simd, Task, dispatch};
 use crate::threads::{Rows, Threads};
 
