@@ -145,7 +145,7 @@ fn script_results(folder: &Path) -> serde_json::Value {
 fn the_gpu_benchmark_script_has_a_dry_run() {
     let folder = tempfile::tempdir().expect("a folder");
     let finished = run(benchmark_script(folder.path()).args(["B", "--only", "throughput"]));
-    finished.expect(0, &["FAKE GPU: no figures of a real GPU", "B: 6 runs, 0 failed, 0 left out"]);
+    finished.expect(0, &["FAKE GPU: no figures of a real GPU", "B: 7 runs, 0 failed, 0 left out"]);
     let results = script_results(folder.path());
     assert_eq!(results["fake"], true);
     let runs = results["runs"].as_array().expect("an array");
@@ -154,10 +154,10 @@ fn the_gpu_benchmark_script_has_a_dry_run() {
     assert!(!text.contains("images_per_s") && !text.contains(" ms"), "times of a fake in {text}");
     // A later part joins the same file.
     run(benchmark_script(folder.path()).args(["C", "--only", "killed"]))
-        .expect(0, &["B: 6 runs", "C: 1 runs, 0 failed"]);
+        .expect(0, &["B: 7 runs", "C: 1 runs, 0 failed"]);
     let results = script_results(folder.path());
     let all = results["runs"].as_array().expect("an array");
-    assert_eq!((all.len(), &all[6]["name"]), (7, &"2 ranks, one is killed".into()), "{all:?}");
+    assert_eq!((all.len(), &all[7]["name"]), (8, &"2 ranks, one is killed".into()), "{all:?}");
     assert!(written(folder.path(), "gpu-check-logs-B-throughput.tgz").is_some());
 }
 
