@@ -41,8 +41,7 @@ impl Simd for Portable {
         // SAFETY: the caller guarantees four elements.
         unsafe { from.cast::<[f32; LANES]>().read_unaligned() }
     }
-    // A call, because this is no fast path: inlined into each tile it takes a third of the crate's build time.
-    #[inline(never)]
+    #[inline(always)]
     unsafe fn load_first(self, from: *const f32, count: usize) -> [f32; LANES] {
         let mut values = [0.0; LANES];
         for (lane, value) in values.iter_mut().enumerate().take(count) {
@@ -56,7 +55,7 @@ impl Simd for Portable {
         // SAFETY: the caller guarantees four elements.
         unsafe { to.cast::<[f32; LANES]>().write_unaligned(values) }
     }
-    #[inline(never)]
+    #[inline(always)]
     unsafe fn store_first(self, values: [f32; LANES], to: *mut f32, count: usize) {
         for (lane, value) in values.into_iter().enumerate().take(count) {
             // SAFETY: the caller guarantees `count` elements.
