@@ -39,7 +39,7 @@ pub(super) struct Item {
     pub(super) mark: Mark,
     pub(super) name: String,
     pub(super) text: String,
-    /// Of a library that was found.
+    /// The path of a library, if it was found, and its version, if the name of the file or of its package says it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) file: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -49,12 +49,8 @@ fn main() -> Result<()> {
     for precision in Precision::ALL {
         for slope in [0.0, 1.0, activation::LEAKY_SLOPE] {
             let shape = conv::ConvShape {
-                channels: 8,
-                height: 9,
-                width: 7,
-                filters: 16,
-                kernel: 3,
                 padding: if slope == 1.0 { Padding::Valid } else { Padding::Same },
+                ..SHAPE
             };
             check(&stream, shape, 4, precision, slope, options)?;
             // Ten classes are not a multiple of any tile size.
@@ -75,18 +71,14 @@ fn main() -> Result<()> {
     Ok(())
 }
 
+/// The convolution of most cases.
+const SHAPE: conv::ConvShape =
+    conv::ConvShape { channels: 8, height: 9, width: 7, filters: 16, kernel: 3, padding: Padding::Same };
+
 /// A convolution of 24,192 results, and a dense layer of 19,200.
 fn large(stream: &Stream, options: AutotuneOptions) -> Result<()> {
     for precision in [Precision::F32, Precision::Bf16] {
-        let shape = conv::ConvShape {
-            channels: 8,
-            height: 9,
-            width: 7,
-            filters: 16,
-            kernel: 3,
-            padding: Padding::Same,
-        };
-        check(stream, shape, 24, precision, 1.0, options)?;
+        check(stream, SHAPE, 24, precision, 1.0, options)?;
         let shape = dense::cuda::convolution(&dense::DenseShape { inputs: 72, outputs: 48 });
         check(stream, shape, 400, precision, 1.0, options)?;
     }
