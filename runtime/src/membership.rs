@@ -1,5 +1,9 @@
 //! A rank's membership of the run: its connection to the rendezvous and its progress page.
 
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use crate::comm::Members;
 use crate::inject::{InjectionPoint, ScheduledInjection};
 use crate::progress::{Blame, Ending, Phase, ProgressPage, RankState};
 use crate::rendezvous::Store;
@@ -10,6 +14,10 @@ use crate::{Error, Result};
 #[derive(Debug)]
 pub(crate) struct Membership {
     rank: u32,
+    /// All ranks of the world, after the first communicator.
+    everyone: OnceLock<Members>,
+    /// The number of the next group that this rank can be in.
+    next_group: AtomicU32,
     store: Store,
     page: ProgressPage,
     /// Faults to inject into this rank.
@@ -32,6 +40,8 @@ impl Membership {
         injections.iter().filter(is_past).for_each(|planned| page.note_fault(rank, planned.number));
         Membership {
             rank,
+            everyone: OnceLock::new(),
+            next_group: AtomicU32::new(1),
             store,
             page,
             injections,
@@ -42,6 +52,21 @@ impl Membership {
 
     pub(crate) fn rank(&self) -> u32 {
         self.rank
+    }
+
+    /// All ranks of a world of `size`.
+    pub(crate) fn everyone(&self, size: u32) -> Members {
+        self.everyone.get_or_init(|| Members::everyone(self.rank, size)).clone()
+    }
+
+    /// The number of the next group that this rank can be in.
+    pub(crate) fn next_group(&self) -> u32 {
+        self.next_group.load(Ordering::Relaxed)
+    }
+
+    /// Notes that the groups up to `number` exist.
+    pub(crate) fn note_group(&self, number: u32) {
+        self.next_group.fetch_max(number + 1, Ordering::Relaxed);
     }
 
     pub(crate) fn store(&self) -> &Store {
@@ -119,6 +144,16 @@ impl Membership {
         let failed = self.page.first_failed();
         let left = || awaited.iter().copied().find(|peer| self.page.state(*peer) == RankState::Left);
         let peer = failed.or_else(left)?;
+        Some(self.lost_error(peer, operation()))
+    }
+
+    /// The error of waiting for a rank that takes part in no operation any more, because one has failed.
+    pub(crate) fn failed_peer(&self, peer: u32, operation: String) -> Error {
+        self.lost_error(peer, operation)
+    }
+
+    /// The error of losing `peer`. It names the rank that `peer` blames, or else `peer`.
+    fn lost_error(&self, peer: u32, operation: String) -> Error {
         let (peer, accusation) = self.find_culprit(peer);
         let silent = accusation.as_ref().is_some_and(|blame| blame.timed_out);
         let departure = self.page.end_description(peer);
@@ -126,9 +161,26 @@ impl Membership {
             (_, Some(accusation)) if silent => format!("made no progress ({})", accusation.message),
             (Some(own), _) if !departure.is_empty() => format!("{departure} ({})", own.message),
             (_, Some(accusation)) if departure.is_empty() => format!("is to blame ({})", accusation.message),
+            (Some(own), _) => format!("has failed ({})", own.message),
+            _ if departure.is_empty() => "has failed in another operation".to_owned(),
             _ => departure,
         };
-        Some(Error::PeerLost { rank: self.rank, peer, operation: operation(), how, silent })
+        Error::PeerLost { rank: self.rank, peer, operation, how, silent }
+    }
+
+    /// The rank that blocks `rank` according to the progress page: follows who waits for whom, up to a rank that does
+    /// not wait. `rank` itself if they wait in a cycle, or for this rank.
+    pub(crate) fn end_of_wait_chain(&self, rank: u32) -> u32 {
+        let waits_for = |rank: u32| self.page.progress(rank).operation.filter(|last| last.running)?.waits_for;
+        let (mut last, mut seen) = (rank, vec![self.rank, rank]);
+        while let Some(next) = waits_for(last) {
+            if next >= self.page.world_size() || seen.contains(&next) {
+                return rank;
+            }
+            seen.push(next);
+            last = next;
+        }
+        last
     }
 
     /// Follows the recorded blame from an ended rank to the rank that failed first, and returns that rank with the

@@ -2,8 +2,10 @@
 //! lengths, each result compared bit for bit with the [`reference`] result. A [`Case`] is a single one, for property
 //! tests.
 
+mod groups;
 mod reference;
 
+pub use groups::groups;
 use half::{bf16, f16};
 use mgpu::comm::shard;
 use mgpu::{Algorithm, Buffer, Communicator, DType, ReduceOp, Result, World};

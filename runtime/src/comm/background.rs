@@ -14,7 +14,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use super::call::{Call, Request};
-use super::rules::FailureHandler;
+use super::rules::{FailureHandler, Rules};
+use super::split::SplitGroup;
 use super::{Algorithm, Buffer, Capabilities, Communicator, DType, Observer, Pending, ReduceOp, Transport};
 use crate::process::{ForkDetector, start_failure};
 use crate::{Error, Result};
@@ -178,6 +179,10 @@ impl Transport for Background {
 
     fn allocate(&mut self, dtype: DType, len: usize) -> Result<Buffer> {
         self.idle()?.allocate(dtype, len)
+    }
+
+    fn connect_group(&mut self, group: &SplitGroup, rules: Rules) -> Result<Communicator> {
+        self.idle()?.transport_mut().connect_group(group, rules)
     }
 
     fn submit(&mut self, request: &mut Request<'_>) -> Result<()> {

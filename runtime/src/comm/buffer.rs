@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 
 use nix::sys::mman::{MmapAdvise, madvise};
 
-use super::{DType, Element};
+use super::{DType, Element, Members};
 use crate::membership::Membership;
 use crate::shm::SharedMemory;
 use crate::{Error, Result};
@@ -32,13 +32,35 @@ pub(crate) struct Arena {
     /// have the same number: see [`belongs_to`](Self::belongs_to).
     pub(crate) id: u64,
     /// The rank's membership of its world.
-    pub(crate) owner: Weak<Membership>,
-    /// Where each rank's part begins.
-    pub(crate) parts: Vec<usize>,
-    pub(crate) rank: u32,
+    owner: Weak<Membership>,
+    /// The ranks that have a part.
+    members: Members,
+    /// Where each rank's part begins, by world rank; `None` for a rank without one.
+    parts: Vec<Option<usize>>,
 }
 
 impl Arena {
+    /// `parts` says where the part of each member begins.
+    pub(crate) fn new(
+        memory: SharedMemory,
+        id: u64,
+        owner: Weak<Membership>,
+        members: &Members,
+        parts: &[usize],
+    ) -> Self {
+        let ranks = members.world_ranks().iter().max().map_or(0, |last| *last as usize + 1);
+        let mut by_world_rank = vec![None; ranks];
+        for (rank, part) in members.world_ranks().iter().zip(parts) {
+            by_world_rank[*rank as usize] = Some(*part);
+        }
+        Arena { memory, id, owner, members: members.clone(), parts: by_world_rank }
+    }
+
+    /// World rank of this rank.
+    fn rank(&self) -> u32 {
+        self.members.world_rank(self.members.rank())
+    }
+
     /// Whether it was allocated by this rank of this world. Only then its number identifies it for the peers; in
     /// another world that number may refer to other memory, or to none.
     pub(crate) fn belongs_to(&self, membership: &Arc<Membership>) -> bool {
@@ -53,15 +75,29 @@ impl Arena {
             "the buffer is in arena {number} of communicator {communicator}, which rank {} of {} allocated in another world, \
              or which belongs to another rank of this world; allocate it with a communicator of the same world, or copy \
              it into a private buffer",
-            self.rank,
-            self.parts.len(),
+            self.rank(),
+            self.members.size(),
         );
         Error::InvalidArgument { operation, problem }
     }
 
-    /// Address of byte `offset` of the part of `rank`.
+    /// The error of using it in a communicator with members that have no part of it.
+    #[cold]
+    fn too_few_error(&self, operation: &'static str, members: &Members) -> Error {
+        let has_part = |rank: &&u32| self.members.world_ranks().contains(rank);
+        let without = members.world_ranks().iter().find(|rank| !has_part(rank));
+        let problem = format!(
+            "the buffer was allocated by a group of {} ranks, without rank {}; allocate it with a communicator of all ranks \
+             that use it, or copy it into a private buffer",
+            self.members.size(),
+            without.copied().unwrap_or_default(),
+        );
+        Error::InvalidArgument { operation, problem }
+    }
+
+    /// Address of byte `offset` of the part of world rank `rank`, which has one.
     pub(crate) fn address(&self, rank: u32, offset: usize) -> *mut u8 {
-        self.memory.at(self.parts[rank as usize] + offset)
+        self.memory.at(self.parts[rank as usize].expect("a rank with a part of the arena") + offset)
     }
 }
 
@@ -75,7 +111,7 @@ impl Allocation {
     fn base(&self) -> *mut u8 {
         match self {
             Allocation::Private { base, .. } => base.as_ptr(),
-            Allocation::Arena(arena) => arena.address(arena.rank, 0),
+            Allocation::Arena(arena) => arena.address(arena.rank(), 0),
         }
     }
 }
@@ -210,15 +246,23 @@ impl Buffer {
         unsafe { std::slice::from_raw_parts_mut(self.address().cast(), self.len) }
     }
 
-    /// Checks that the peers of `membership` can reach the buffer: if it is in an arena, this rank of this world must
-    /// have allocated it.
+    /// Checks that all `members` can reach the buffer: if it is in an arena, this rank of this world must have allocated
+    /// it, together with all of them.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`].
     #[inline]
-    pub(crate) fn check_owner(&self, operation: &'static str, membership: &Arc<Membership>) -> Result<()> {
+    pub(crate) fn check_owner(
+        &self,
+        operation: &'static str,
+        membership: &Arc<Membership>,
+        members: &Members,
+    ) -> Result<()> {
         match self.arena() {
             Some((arena, _)) if !arena.belongs_to(membership) => Err(arena.foreign_error(operation)),
+            Some((arena, _)) if !members.are_within(&arena.members) => {
+                Err(arena.too_few_error(operation, members))
+            }
             _ => Ok(()),
         }
     }

@@ -10,13 +10,14 @@ use super::exchange::{CountMismatch, Counts};
 use super::observer::{NoObserver, ObservedOperation, Observer, UpdateTiming};
 use super::rules::{ProgressEntry, Rules};
 use super::solo::Solo;
-use super::{Algorithm, Buffer, Capabilities, DType, Pending, ReduceOp, Transport, bytes_of};
+use super::split::{SplitArguments, form_group, group_number};
+use super::{Algorithm, Buffer, Capabilities, DType, Members, Pending, ReduceOp, Transport, bytes_of};
 use crate::clock::now;
 use crate::membership::Membership;
 use crate::progress::Operation;
 use crate::{Error, Result};
 
-/// Collectives over the ranks of a world. The [module](super) describes the contract of all operations.
+/// Collectives over the ranks of a world, or of a [group](Self::split) of them. The [module](super) describes the contract of all operations.
 ///
 /// ```
 /// # fn main() -> mgpu::Result<()> {
@@ -38,6 +39,7 @@ use crate::{Error, Result};
 pub struct Communicator {
     rank: u32,
     size: u32,
+    members: Members,
     transport: Box<dyn Transport>,
     capabilities: Capabilities,
     rules: Arc<Rules>,
@@ -53,10 +55,11 @@ pub struct Communicator {
 }
 
 impl Communicator {
-    pub(crate) fn new(transport: impl Transport + 'static, rank: u32, size: u32, rules: Arc<Rules>) -> Self {
+    pub(crate) fn new(transport: impl Transport + 'static, members: Members, rules: Arc<Rules>) -> Self {
         Communicator {
-            rank,
-            size,
+            rank: members.rank(),
+            size: members.size(),
+            members,
             capabilities: transport.capabilities(),
             transport: Box::new(transport),
             rules,
@@ -70,7 +73,7 @@ impl Communicator {
 
     /// The communicator of a world of one. It reports to the launcher, if there is one.
     pub(crate) fn alone(membership: Option<Arc<Membership>>) -> Self {
-        Self::new(Solo, 0, 1, Arc::new(Rules::new(membership, 0)))
+        Self::new(Solo, Members::everyone(0, 1), Arc::new(Rules::new(membership, 0)))
     }
 
     /// The same ranks, with reductions on a [background thread](Background). All ranks must call it.
@@ -79,9 +82,9 @@ impl Communicator {
     /// If no thread can be started.
     pub(crate) fn in_background(mut self) -> Result<Self> {
         self.set_oversubscribed();
-        let (rank, size, rules) = (self.rank, self.size, Arc::clone(&self.rules));
+        let (members, rules) = (self.members.clone(), Arc::clone(&self.rules));
         let observer = self.observer.clone();
-        let outer = Self::new(Background::new(self)?, rank, size, rules);
+        let outer = Self::new(Background::new(self)?, members, rules);
         Ok(Communicator { delegates: true, observer, ..outer })
     }
 
@@ -123,12 +126,12 @@ impl Communicator {
     fn check(&self, call: &Call<'_>, buffer: &Buffer) -> Result<()> {
         let membership = self.rules.membership();
         if let Some(membership) = membership.filter(|_| self.capabilities.shares_memory) {
-            buffer.check_owner(call.operation().name(), membership)?;
+            buffer.check_owner(call.operation().name(), membership, &self.members)?;
         }
         call.check(self.rank, self.size, buffer.len())
     }
 
-    /// This rank.
+    /// This rank, in this communicator.
     pub fn rank(&self) -> u32 {
         self.rank
     }
@@ -136,6 +139,65 @@ impl Communicator {
     /// Number of ranks.
     pub fn size(&self) -> u32 {
         self.size
+    }
+
+    /// The rank in the world of rank `rank` of this communicator. They differ in a [group](Self::split) only.
+    ///
+    /// # Panics
+    /// If this communicator has no such rank.
+    pub fn world_rank(&self, rank: u32) -> u32 {
+        self.members.world_rank(rank)
+    }
+
+    /// Splits the communicator into groups: a communicator for the ranks that pass the same `colour`. They are numbered
+    /// from 0 in the order of their `key`s, and of their ranks here where keys are equal. A rank that passes no colour
+    /// is in no group and gets `None`. Collective: every rank of this communicator calls it.
+    ///
+    /// Several groups can be in use at once, also overlapping ones. They share this communicator's timeout and its
+    /// observer. An error in one of them makes all of them unusable, and this communicator, too.
+    ///
+    /// ```
+    /// # let worlds = mgpu::World::threads(4)?;
+    /// # std::thread::scope(|scope| for mut world in worlds { scope.spawn(move || -> mgpu::Result<()> {
+    /// // A grid of two rows and two columns.
+    /// let mut comm = world.communicator()?;
+    /// let (row, column) = (comm.rank() / 2, comm.rank() % 2);
+    /// let mut in_row = comm.split(Some(row), 0)?.expect("a rank with a colour has a group");
+    /// let mut in_column = comm.split(Some(column), 0)?.expect("a rank with a colour has a group");
+    /// let mut sums = [comm.rank(); 2].map(f64::from);
+    /// in_row.all_reduce_slice(&mut sums[..1], mgpu::ReduceOp::Sum)?;
+    /// in_column.all_reduce_slice(&mut sums[1..], mgpu::ReduceOp::Sum)?;
+    /// assert_eq!(sums, [[1.0, 5.0][row as usize], [2.0, 4.0][column as usize]]);
+    /// # Ok(()) }); });
+    /// # Ok::<(), mgpu::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If shared memory is short, or as in the [contract](super): an error of one rank is an error on all.
+    pub fn split(&mut self, colour: Option<u32>, key: i32) -> Result<Option<Communicator>> {
+        let next_group = self.rules.membership().map_or(1, |membership| membership.next_group());
+        let own = SplitArguments { colour, key, next_group }.encode();
+        let all: Vec<_> =
+            self.all_gather_slice(&own)?.chunks(own.len()).map(SplitArguments::decode).collect();
+        let group = form_group(&all, &self.members);
+        let number = group_number(&all);
+        if let Some(membership) = self.rules.membership() {
+            membership.note_group(number);
+        }
+        let connected = match &group {
+            None => None,
+            Some(group) if group.members.size() == 1 => {
+                Some(Self::new(Solo, group.members.clone(), Arc::new(self.rules.for_group())))
+            }
+            Some(group) => {
+                self.rules.note(ProgressEntry { operation: Operation::Connect, number, bytes: 0 });
+                let connected = self.transport.connect_group(group, self.rules.for_group());
+                Some(self.rules.end(connected, &*self.transport)?)
+            }
+        };
+        // All members have mapped the group's memory, or one of them has failed.
+        self.barrier()?;
+        Ok(connected.map(|comm| Communicator { observer: self.observer.clone(), ..comm }))
     }
 
     /// `solo`, `cpu` or `nccl`, for display. Programs should use the [capabilities](Self::capabilities).
@@ -165,6 +227,10 @@ impl Communicator {
 
     pub(super) fn transport(&self) -> &dyn Transport {
         &*self.transport
+    }
+
+    pub(super) fn transport_mut(&mut self) -> &mut dyn Transport {
+        &mut *self.transport
     }
 
     /// Sets whether the following calls come from the background thread.
@@ -367,6 +433,7 @@ impl Communicator {
             let receiver = (to, format!("all_to_all_v({received} {dtype} from rank {from})"));
             let sides = if self.rank == from { (sender, receiver) } else { (receiver, sender) };
             let ((rank, ours), (peer, theirs)) = sides;
+            let [rank, peer] = [rank, peer].map(|rank| self.world_rank(rank));
             let sequence = self.number.wrapping_add(1);
             let error = Error::Mismatch { rank, peer, sequence, ours, theirs };
             self.rules.fail(error, &*self.transport)

@@ -23,7 +23,7 @@
 //!   it ends.
 //! - **Buffers.** Memory from [`allocate`] is fastest, since peers access it in place; for that, all ranks pass the
 //!   same part of the same allocation. Or all ranks pass private buffers. Allocated memory can only be used by the
-//!   rank that allocated it, with any communicator of the same world.
+//!   rank that allocated it, with any communicator of the same world whose ranks all took part in the allocation.
 //!
 //! # Modules
 //! | file | question |
@@ -35,12 +35,15 @@
 //! | `transport` | what does a backend supply? `solo`, `cpu`, `nccl` and `background` do |
 //! | `signature` | which properties of a call must be the same on all ranks? |
 //! | `exchange` | which elements go from which rank to which? |
+//! | `split` | which ranks form which group? |
+//!
+//! - **Groups.** [`split`] creates a communicator for the ranks with the same colour, ordered by key. Ranks that are
+//!   passed to it, such as a root, and its own [`rank`](Communicator::rank) count the members of the group; errors name
+//!   ranks of the world. An error in a communicator also makes the groups that were split from it unusable, and the
+//!   reverse, on all ranks: whoever waits for a rank that has failed in another group gets an error that names the
+//!   rank at fault.
 //!
 //! # Planned extensions
-//! - **Groups of ranks.** `Communicator::split(colour, key)` will create a communicator for the ranks with the same
-//!   colour, ordered by key. Its rank, size, sequence numbers and rules are its own, so that an error only ends that
-//!   group; errors still name ranks of the world. A transport will be created for a list of the world's ranks, where
-//!   `cpu::connect` and NCCL's `Link` now take all of them.
 //! - **Several hosts.** One more `Transport`, with a `cpu` transport for the ranks of its host and a connection to
 //!   the next host. Partial sums go from host to host in rank order, so that the bits do not depend on the placement
 //!   of ranks. Its [`Capabilities`] say that it does not share memory; programs need not know more.
@@ -48,6 +51,7 @@
 //! [`send`]: Communicator::send
 //! [`recv`]: Communicator::recv
 //! [`allocate`]: Communicator::allocate
+//! [`split`]: Communicator::split
 
 mod background;
 mod buffer;
@@ -63,6 +67,7 @@ mod rules;
 mod segments;
 mod signature;
 mod solo;
+mod split;
 mod transport;
 mod values;
 
@@ -77,6 +82,7 @@ pub use nccl::{CapturedGroup, DeviceCommunicator, Group, Waitable};
 pub use observer::{ObservedOperation, Observer, SpanStart, UpdateTiming};
 pub use pending::Pending;
 pub(crate) use rules::Rules;
+pub(crate) use split::Members;
 pub use transport::Capabilities;
 use transport::Transport;
 

@@ -19,8 +19,15 @@ pub(crate) struct Rules {
     transport_touches: bool,
     /// Whether any operation has begun.
     begun: AtomicBool,
-    /// The error that made the communicator unusable.
-    poison: OnceLock<String>,
+    /// Shared by a communicator and all groups that were split from it: an error in one makes all unusable.
+    poison: Arc<Poison>,
+}
+
+/// The state of a communicator that an error makes unusable.
+#[derive(Debug, Default)]
+struct Poison {
+    /// The error.
+    cause: OnceLock<String>,
     /// Locked while the communicator is being aborted because of that.
     failing: Mutex<()>,
 }
@@ -54,8 +61,18 @@ impl Rules {
             rank,
             transport_touches: false,
             begun: AtomicBool::new(false),
-            poison: OnceLock::new(),
-            failing: Mutex::default(),
+            poison: Arc::default(),
+        }
+    }
+
+    /// The rules of a group that is split from this communicator.
+    pub(crate) fn for_group(&self) -> Self {
+        Rules {
+            membership: self.membership.clone(),
+            rank: self.rank,
+            transport_touches: false,
+            begun: AtomicBool::new(true),
+            poison: Arc::clone(&self.poison),
         }
     }
 
@@ -129,11 +146,11 @@ impl Rules {
         }
         // If another thread fails at the same time, wait for it.
         let failing = self.failing();
-        if self.poison.get().is_some() {
+        if self.poison.cause.get().is_some() {
             return error;
         }
         transport.stop();
-        let _ = self.poison.set(error.to_string());
+        let _ = self.poison.cause.set(error.to_string());
         let membership = self.membership.as_ref();
         // Before the abort, which may take long: the launcher should see the cause as early as possible.
         if let Some(membership) = membership.filter(|_| !transport.is_at_fault(&error)) {
@@ -151,11 +168,11 @@ impl Rules {
     #[cfg(feature = "cuda")]
     pub(crate) fn force_abort(&self, why: &str, transport: &impl FailureHandler) {
         let _failing = self.failing();
-        if self.poison.get().is_some() {
+        if self.poison.cause.get().is_some() {
             return;
         }
         transport.stop();
-        let _ = self.poison.set(why.to_owned());
+        let _ = self.poison.cause.set(why.to_owned());
         transport.abort();
     }
 
@@ -166,7 +183,7 @@ impl Rules {
         if let Some(membership) = &self.membership {
             membership.check_process()?;
         }
-        let Some(cause) = self.poison.get() else { return Ok(()) };
+        let Some(cause) = self.poison.cause.get() else { return Ok(()) };
         drop(self.failing());
         Err(Error::Poisoned { rank: self.rank, cause: cause.clone() })
     }
@@ -174,11 +191,11 @@ impl Rules {
     /// Whether an error has poisoned the communicator.
     #[cfg(feature = "cuda")]
     pub(crate) fn is_poisoned(&self) -> bool {
-        self.poison.get().is_some()
+        self.poison.cause.get().is_some()
     }
 
     fn failing(&self) -> MutexGuard<'_, ()> {
-        self.failing.lock().unwrap_or_else(PoisonError::into_inner)
+        self.poison.failing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -193,7 +210,7 @@ mod tests {
 
     impl Recorder<'_> {
         fn note(&self, what: &'static str) {
-            self.1.borrow_mut().push((what, self.0.poison.get().is_some()));
+            self.1.borrow_mut().push((what, self.0.poison.cause.get().is_some()));
         }
     }
 

@@ -1,9 +1,10 @@
 //! A world of one: every collective is the identity.
 
 use super::call::{Call, Request, SegmentUpdate};
-use super::rules::FailureHandler;
+use super::rules::{FailureHandler, Rules};
 use super::segments::update_blocks;
-use super::{Buffer, Capabilities, DType, Transport};
+use super::split::SplitGroup;
+use super::{Buffer, Capabilities, Communicator, DType, Transport};
 use crate::{Error, Result, memory};
 
 /// The transport of a single rank.
@@ -26,6 +27,10 @@ impl Transport for Solo {
             return Err(Error::InvalidArgument { operation: "allocate", problem });
         }
         Ok(Buffer::zeroed_of(dtype, len))
+    }
+
+    fn connect_group(&mut self, _: &SplitGroup, _: Rules) -> Result<Communicator> {
+        unreachable!("a group of several ranks has a parent of several ranks")
     }
 
     fn submit(&mut self, request: &mut Request<'_>) -> Result<()> {

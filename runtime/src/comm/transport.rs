@@ -17,8 +17,9 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use super::call::Request;
-use super::rules::FailureHandler;
-use super::{Algorithm, Buffer, DType};
+use super::rules::{FailureHandler, Rules};
+use super::split::SplitGroup;
+use super::{Algorithm, Buffer, Communicator, DType};
 use crate::Result;
 
 /// Properties of a communicator's buffers and reductions.
@@ -46,6 +47,9 @@ pub(crate) trait Transport: FailureHandler + Send {
     /// Executes a call to its end, unless it sets [`Request::pending`]. By reference: moving requests and results
     /// would take longer than a small operation.
     fn submit(&mut self, request: &mut Request<'_>) -> Result<()>;
+
+    /// Connects this rank with the other members of a group of several of its ranks. Collective among the members.
+    fn connect_group(&mut self, group: &SplitGroup, rules: Rules) -> Result<Communicator>;
 
     /// Chooses the algorithm of the following all-reduces, if there is a choice.
     fn set_algorithm(&mut self, _: Algorithm) {}

@@ -13,7 +13,7 @@ mod threads;
 mod variable;
 
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 pub use env::Backend;
@@ -44,6 +44,8 @@ pub struct World {
     membership: Option<Arc<Membership>>,
     /// Communicators created so far: their number is part of their keys at the rendezvous.
     communicators: u32,
+    /// From which groups are split, after the first split. (In a mutex so that worlds can be shared by threads.)
+    split_parent: Mutex<Option<crate::Communicator>>,
     /// Under the nccl backend.
     #[cfg(feature = "cuda")]
     gpu: Option<gpu::Gpu>,
@@ -151,6 +153,7 @@ impl World {
             identity,
             membership,
             communicators: 0,
+            split_parent: Mutex::default(),
             #[cfg(feature = "cuda")]
             gpu,
         })
@@ -267,6 +270,21 @@ impl World {
             }
             membership => Ok(crate::Communicator::alone(membership.clone())),
         }
+    }
+
+    /// Splits the world into groups: a communicator for the ranks that pass the same `colour`, as
+    /// [`Communicator::split`](crate::Communicator::split) of a communicator of the world's own. Collective.
+    ///
+    /// # Errors
+    /// As [`communicator`](Self::communicator).
+    pub fn split(&mut self, colour: Option<u32>, key: i32) -> Result<Option<crate::Communicator>> {
+        let mut parent = match self.split_parent.get_mut().unwrap_or_else(PoisonError::into_inner).take() {
+            Some(parent) => parent,
+            None => self.communicator()?,
+        };
+        let group = parent.split(colour, key);
+        *self.split_parent.get_mut().unwrap_or_else(PoisonError::into_inner) = Some(parent);
+        group
     }
 
     /// Creates a communicator over all ranks for device memory. Collective: all ranks call it equally often, and in

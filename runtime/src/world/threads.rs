@@ -1,6 +1,6 @@
 //! Ranks as threads of one process, for tests and for programs that prefer threads.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use super::{Identity, Membership, World};
 use crate::Result;
@@ -26,6 +26,7 @@ pub(super) fn worlds(size: u32) -> Result<Vec<World>> {
             identity,
             membership,
             communicators: 0,
+            split_parent: Mutex::default(),
             #[cfg(feature = "cuda")]
             gpu: None,
         })

@@ -1,5 +1,6 @@
 //! How ranks synchronise at an operation: arrival, comparison of the calls, and waiting without ever hanging.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
@@ -22,7 +23,7 @@ impl CpuTransport {
         let own = self.region.lines(self.rank);
         own.arrive(self.sequence, call, self.policy);
         // After the arrival was published: reading the clock then delays no peer.
-        self.membership.page().touch(self.rank);
+        self.membership.page().touch(self.membership.rank());
         let digest = own.arrival(self.sequence).digest();
         for peer in self.peers() {
             let line = self.region.lines(peer).arrival(self.sequence);
@@ -72,8 +73,17 @@ impl CpuTransport {
         theirs: [u64; SIGNATURE_WORDS],
     ) -> Error {
         self.in_minority.set(self.is_in_minority(sequence, ours));
-        let (ours, theirs) = (ours.to_string(), describe(theirs));
-        Error::Mismatch { rank: self.rank, peer, sequence, ours, theirs }
+        let (ours, mut theirs) = (ours.to_string(), describe(theirs));
+        if self.is_group() {
+            theirs = format!("{theirs}, in {}", self.title);
+        }
+        let (rank, peer) = (self.membership.rank(), self.members.world_rank(peer));
+        Error::Mismatch { rank, peer, sequence, ours, theirs }
+    }
+
+    /// Whether it was split from another communicator.
+    fn is_group(&self) -> bool {
+        !Arc::ptr_eq(&self.region, &self.family)
     }
 
     /// Whether some other call was made by more ranks than `ours`, among the ranks that have arrived at operation
@@ -125,30 +135,43 @@ impl CpuTransport {
         call: &Signature,
         waited: Duration,
         needed: &[u32],
-        mut waited_for: Vec<u32>,
+        waited_for: Vec<u32>,
     ) -> Result<()> {
         let operation = || match call.is_collective() {
-            true => format!("operation {} of {}, {call}", self.sequence, self.name),
-            false => format!("{call} of {}", self.name),
+            true => format!("operation {} of {}, {call}", self.sequence, self.title),
+            false => format!("{call} of {}", self.title),
         };
+        let world_ranks =
+            |ranks: &[u32]| -> Vec<u32> { ranks.iter().map(|rank| self.members.world_rank(*rank)).collect() };
+        let mut waited_for = world_ranks(&waited_for);
         let (flag, words) = (self.region.line_of(flag), call.encode());
         let note = needed.first().map(|peer| Waiting { peer: *peer, flag, target, call: words });
         self.region.lines(self.rank).set_waiting(note);
         if let Some(peer) = waited_for.first() {
-            self.membership.page().wait(self.rank, *peer);
+            self.membership.page().wait(self.membership.rank(), *peer);
         }
         // Check this before lost peers: a peer that has found the same deadlock may have ended already.
         if let Some(error) = needed.first().and_then(|peer| self.deadlock(*peer, call)) {
             return Err(error);
         }
-        if let Some(error) = self.membership.lost_peer(needed, operation) {
+        let needed = world_ranks(needed);
+        if let Some(error) = self.membership.lost_peer(&needed, operation) {
             return Err(error);
+        }
+        if let Some(peer) = needed.iter().find(|peer| self.family.lines(**peer).has_failed()) {
+            return Err(self.membership.failed_peer(*peer, operation()));
         }
         if waited < self.timeout {
             return Ok(());
         }
+        if self.is_group() {
+            // A member may be late because it waits in another group.
+            waited_for.iter_mut().for_each(|rank| *rank = self.membership.end_of_wait_chain(*rank));
+        }
         waited_for.sort_unstable();
-        Err(Error::Timeout { rank: self.rank, waited_for, operation: operation(), after: waited })
+        waited_for.dedup();
+        let rank = self.membership.rank();
+        Err(Error::Timeout { rank, waited_for, operation: operation(), after: waited })
     }
 
     /// The error of a deadlock: `peer` waits in another call for a rank that also waits, and so on, up to this rank

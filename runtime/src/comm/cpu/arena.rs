@@ -43,7 +43,7 @@ impl CpuTransport {
         let call = Signature::plain(Operation::Allocate, dtype, len);
         self.enter(&call)?;
         self.arenas += 1;
-        let name = format!("{}/arena-{}", self.name, self.arenas);
+        let name = format!("{}/arena-{}", self.key, self.arenas);
         let (parts, total) = place_parts(self.size as usize, bytes);
         let (memory, fd) = self.share_arena(&name, total)?;
         reserve(&name, &memory, fd.as_fd(), parts[self.rank as usize], bytes)?;
@@ -51,7 +51,7 @@ impl CpuTransport {
         self.enter(&call)?;
         memory.map_pages();
         let id = u64::from(self.number) << 32 | u64::from(self.arenas);
-        let arena = Arena { memory, id, owner: Arc::downgrade(&self.membership), parts, rank: self.rank };
+        let arena = Arena::new(memory, id, Arc::downgrade(&self.membership), &self.members, &parts);
         Ok(Buffer::in_arena(arena, dtype, len))
     }
 
@@ -69,7 +69,7 @@ impl CpuTransport {
             store.set(name, b"", &[fd.as_fd()], self.size - 1)?;
             return Ok((memory, fd));
         }
-        let (problem, fds) = store.get(name, 0, self.timeout)?;
+        let (problem, fds) = store.get(name, self.members.world_rank(0), self.timeout)?;
         if !problem.is_empty() {
             return Err(refusal(String::from_utf8_lossy(&problem).into_owned()));
         }

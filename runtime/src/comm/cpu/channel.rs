@@ -91,7 +91,7 @@ impl CpuTransport {
     }
 
     pub(super) fn send_message(&mut self, buffer: &Buffer, to: u32, call: &Signature) -> Result<()> {
-        self.membership.page().touch(self.rank);
+        self.membership.page().touch(self.membership.rank());
         let channel = Channel::of_messages(self.rank, to);
         for (begin, bytes) in self.message_chunks(buffer.bytes()) {
             let source = buffer.address().wrapping_add(begin);
@@ -104,7 +104,7 @@ impl CpuTransport {
     }
 
     pub(super) fn receive_message(&mut self, buffer: &Buffer, from: u32, call: &Signature) -> Result<()> {
-        self.membership.page().touch(self.rank);
+        self.membership.page().touch(self.membership.rank());
         let channel = Channel::of_messages(from, self.rank);
         for (begin, bytes) in self.message_chunks(buffer.bytes()) {
             let chunk = self.receive_chunk(channel, call)?;

@@ -94,7 +94,7 @@ impl CpuTransport {
     /// Addresses of all ranks' buffers.
     fn addresses(&self, buffer: &Buffer) -> Addresses {
         let (arena, offset) = buffer.arena().expect("a direct operation is on an arena");
-        (0..self.size).map(|rank| arena.address(rank, offset)).collect()
+        self.members.world_ranks().iter().map(|rank| arena.address(*rank, offset)).collect()
     }
 
     /// Processes all blocks of an operation, after the arrival: first this rank's own queue, then those of late

@@ -45,20 +45,31 @@ use super::exchange::{Exchange, Partition};
 use super::rules::FailureHandler;
 use super::segments::{gather_segments, update_blocks};
 use super::signature::{Path, Signature};
+use super::split::{Members, SplitGroup};
 use super::{Algorithm, Buffer, Capabilities, Communicator, DType, ReduceOp, Rules, Transport, shard};
 use crate::membership::Membership;
 use crate::progress::Operation;
 use crate::{Error, Result};
 
+/// Numbers of groups begin here, so that they differ from those of the world's communicators.
+const FIRST_GROUP: u32 = 1 << 16;
+
 /// The transport of one rank.
 pub(crate) struct CpuTransport {
     membership: Arc<Membership>,
-    /// Number of the communicator within the world.
+    members: Members,
+    /// Number of the communicator among those of this rank.
     number: u32,
-    name: String,
+    /// Names its memory at the rendezvous.
+    key: String,
+    /// Names it in messages.
+    title: String,
     rank: u32,
     size: u32,
-    region: Region,
+    region: Arc<Region>,
+    /// The region of the world's communicator from which this one was split, or its own. Its lines, by world rank,
+    /// say which ranks have failed.
+    family: Arc<Region>,
     /// Sequence number of the last operation that was entered.
     sequence: u32,
     /// Number of blocks that earlier operations have put into each rank's queue.
@@ -87,22 +98,30 @@ pub(crate) fn connect(
     number: u32,
     timeout: Duration,
 ) -> Result<Communicator> {
-    let name = format!("communicator-{number}");
+    let key = format!("communicator-{number}");
     membership.check_process()?;
-    let (rank, page) = (membership.rank(), membership.page());
+    let (members, page) = (membership.everyone(size), membership.page());
+    let rank = members.rank();
     page.enter(rank, Operation::Connect, number, 0);
-    let region = share_region(membership, size, &name, timeout).inspect_err(|error| {
+    let connected = share_region(membership, &members, &key, timeout).and_then(|region| {
+        Ok(membership.store().barrier(&format!("{key}/connected"), timeout).map(|()| region)?)
+    });
+    let region = connected.inspect_err(|error| {
         membership.record_blame(error);
         membership.delay_error(error);
     })?;
     page.leave(rank);
     let cores = Cores::count((0..size).map(|rank| region.cores(rank)));
+    let region = Arc::new(region);
     let transport = CpuTransport {
         membership: Arc::clone(membership),
+        members: members.clone(),
         number,
-        name,
+        title: key.clone(),
+        key,
         rank,
         size,
+        family: Arc::clone(&region),
         region,
         sequence: 0,
         queued: vec![0; size as usize],
@@ -116,26 +135,26 @@ pub(crate) fn connect(
         arrival: None,
         in_minority: Cell::new(false),
     };
-    let rules = Arc::new(Rules::new(Some(Arc::clone(membership)), rank).touched_by_transport());
-    Ok(Communicator::new(transport, rank, size, rules))
+    let rules = Rules::new(Some(Arc::clone(membership)), rank).touched_by_transport();
+    Ok(Communicator::new(transport, members, Arc::new(rules)))
 }
 
-/// Creates the memory of communicator `name` on rank 0 and maps it on all ranks.
-fn share_region(membership: &Membership, size: u32, name: &str, timeout: Duration) -> Result<Region> {
-    let (rank, store) = (membership.rank(), membership.store());
-    let key = format!("{name}/region");
+/// Creates the memory of the communicator with this key on its first rank, and maps it on all of its ranks. They must
+/// synchronise before they use it.
+fn share_region(membership: &Membership, members: &Members, key: &str, timeout: Duration) -> Result<Region> {
+    let (rank, size, store) = (members.rank(), members.size(), membership.store());
+    let entry = format!("{key}/region");
     let (region, fd) = if rank == 0 {
-        let (region, fd) = Region::create(name, size)?;
-        store.set(&key, b"", &[fd.as_fd()], size - 1)?;
+        let (region, fd) = Region::create(key, size)?;
+        store.set(&entry, b"", &[fd.as_fd()], size - 1)?;
         (region, fd)
     } else {
-        let (_, fds) = store.get(&key, 0, timeout)?;
+        let (_, fds) = store.get(&entry, members.world_rank(0), timeout)?;
         let fd = one_descriptor(fds)?;
-        (Region::open(name, fd.as_fd(), size)?, fd)
+        (Region::open(key, fd.as_fd(), size)?, fd)
     };
-    region.reserve(name, fd.as_fd(), rank)?;
+    region.reserve(key, fd.as_fd(), rank)?;
     region.cores(rank).publish();
-    store.barrier(&format!("{name}/connected"), timeout)?;
     Ok(region)
 }
 
@@ -315,6 +334,10 @@ impl CpuTransport {
 }
 
 impl FailureHandler for CpuTransport {
+    fn abort(&self) {
+        self.family.lines(self.membership.rank()).set_failed();
+    }
+
     fn is_at_fault(&self, error: &Error) -> bool {
         matches!(error, Error::Mismatch { .. }) && self.in_minority.get()
     }
@@ -330,8 +353,38 @@ impl Transport for CpuTransport {
     }
 
     fn allocate(&mut self, dtype: DType, len: usize) -> Result<Buffer> {
-        self.membership.page().touch(self.rank);
+        self.membership.page().touch(self.membership.rank());
         self.allocate_arena(dtype, len)
+    }
+
+    fn connect_group(&mut self, group: &SplitGroup, rules: Rules) -> Result<Communicator> {
+        let (members, key) = (&group.members, group.key());
+        let (rank, size) = (members.rank(), members.size());
+        let region = Arc::new(share_region(&self.membership, members, &key, self.timeout)?);
+        let transport = CpuTransport {
+            membership: Arc::clone(&self.membership),
+            members: members.clone(),
+            number: FIRST_GROUP + group.number,
+            key,
+            title: group.title(),
+            rank,
+            size,
+            region,
+            family: Arc::clone(&self.family),
+            sequence: 0,
+            queued: vec![0; size as usize],
+            sent: vec![0; size as usize],
+            received: vec![0; size as usize],
+            arenas: 0,
+            algorithm: self.algorithm,
+            // The ranks of other groups need cores, too.
+            cores: self.cores,
+            policy: self.policy,
+            timeout: self.timeout,
+            arrival: None,
+            in_minority: Cell::new(false),
+        };
+        Ok(Communicator::new(transport, members.clone(), Arc::new(rules.touched_by_transport())))
     }
 
     fn submit(&mut self, request: &mut Request<'_>) -> Result<()> {
@@ -376,7 +429,7 @@ impl Transport for CpuTransport {
     }
 
     fn set_oversubscribed(&mut self) {
-        self.policy = WaitPolicy::for_ranks(2 * self.size, self.cores);
+        self.policy = WaitPolicy::for_ranks(2 * self.membership.page().world_size(), self.cores);
     }
 
     fn record_arrivals(&mut self, at: Arc<AtomicU64>) {

@@ -20,9 +20,10 @@ use super::link::{Link, WaitContext};
 use super::staging::{Chunk, Transfer, exchange_chunks};
 use crate::comm::call::{Call, Request, SegmentUpdate};
 use crate::comm::exchange::Exchange;
-use crate::comm::rules::FailureHandler;
+use crate::comm::rules::{FailureHandler, Rules};
 use crate::comm::segments::{gather_segments, update_blocks};
 use crate::comm::signature::{SIGNATURE_WORDS, Signature, describe};
+use crate::comm::split::SplitGroup;
 use crate::comm::{Buffer, Capabilities, Communicator, DType, Transport};
 use crate::{Error, Result, memory};
 
@@ -66,11 +67,11 @@ impl Stage {
 /// A communicator for host buffers over the device's communicator, in a world of several ranks.
 pub(crate) fn host_communicator(device: Arc<DeviceCommunicator>) -> Result<Communicator> {
     let transport = HostTransport::new(device)?;
-    let (rank, size, rules) = {
+    let (members, rules) = {
         let link = transport.link();
-        (link.rank, link.size, Arc::clone(&link.rules))
+        (link.membership.everyone(link.size), Arc::clone(&link.rules))
     };
-    Ok(Communicator::new(transport, rank, size, rules))
+    Ok(Communicator::new(transport, members, rules))
 }
 
 impl HostTransport {
@@ -283,6 +284,12 @@ impl FailureHandler for HostTransport {
 }
 
 impl Transport for HostTransport {
+    fn connect_group(&mut self, _: &SplitGroup, _: Rules) -> Result<Communicator> {
+        let problem =
+            "groups of several ranks are not available under the backend nccl; use the backend cpu".into();
+        Err(Error::InvalidArgument { operation: "split", problem })
+    }
+
     fn backend(&self) -> &'static str {
         "nccl"
     }
