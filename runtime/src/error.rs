@@ -286,6 +286,18 @@ impl Error {
         Error::Program(Arc::from(error.into()))
     }
 
+    /// The same error between other ranks, if it is about what two ranks of a communicator hold.
+    pub(crate) fn with_ranks(mut self, other: impl Fn(u32) -> u32) -> Self {
+        if let Error::LayoutMismatch { rank, peer, .. }
+        | Error::Diverged { rank, peer, .. }
+        | Error::Disagreement { rank, peer, .. }
+        | Error::SettingMismatch { rank, peer, .. } = &mut self
+        {
+            (*rank, *peer) = (other(*rank), other(*peer));
+        }
+        self
+    }
+
     /// What is written to the progress page for this error, if it names a rank at fault.
     pub(crate) fn blame(&self) -> Option<Blame> {
         let timed_out = matches!(

@@ -86,7 +86,7 @@ fn compare<T: Serialize + DeserializeOwned, D: Serialize + DeserializeOwned + De
     let reference = comm.broadcast_bytes(&bytes, right)?;
     // Broadcast the difference to all ranks: a rank that merely waited for the outlier would report a wrong cause.
     let own = match comm.rank() == peer {
-        true => difference(&from_json(&reference, right)?, [peer, right]),
+        true => difference(&from_json(&reference, right)?, [peer, right].map(|rank| comm.world_rank(rank))),
         false => D::default(),
     };
     let text = comm.broadcast_bytes(&to_json(&own), peer)?;
@@ -104,9 +104,10 @@ fn from_json<T: DeserializeOwned>(bytes: &[u8], rank: u32) -> Result<T> {
     })
 }
 
-/// Returns `error` after telling the launcher which rank is at fault, so that the launcher names that rank whichever
-/// ends first.
+/// Returns `error`, whose ranks are those of `comm`, with ranks of the world; before that, tells the launcher which rank
+/// is at fault, so that the launcher names that rank whichever ends first.
 pub(crate) fn blame_and_fail<T>(comm: &mut Communicator, error: Error) -> Result<T> {
+    let error = error.with_ranks(|rank| comm.world_rank(rank));
     comm.blame(&error);
     Err(error)
 }

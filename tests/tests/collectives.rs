@@ -48,16 +48,6 @@ fn two_communicators_share_memory_and_alternate() {
 }
 
 #[test]
-fn groups_of_a_world_run_every_collective_at_once() {
-    for ranks in 1..=9 {
-        in_threads(ranks, collectives::groups);
-    }
-    for ranks in [2, 3, 4, 7] {
-        in_processes(ranks, "groups");
-    }
-}
-
-#[test]
 fn messages_wait_while_a_ring_runs() {
     for ranks in [2, 3, 5] {
         in_threads(ranks, collectives::messages_during_a_ring);

@@ -87,7 +87,8 @@ impl Report {
         }
         let found = |tensors: &[i64]| tensors.iter().position(|tensor| *tensor >= 0);
         if let Some(rank) = found(&own) {
-            return Err(Error::NotFinite { rank: rank as u32, tensor: name(own[rank]), step });
+            let (rank, tensor) = (comm.world_rank(rank as u32), name(own[rank]));
+            return Err(Error::NotFinite { rank, tensor, step });
         }
         match found(&reduced) {
             Some(rank) => Err(Error::ReducedNotFinite { tensor: name(reduced[rank]), step }),
