@@ -1,7 +1,7 @@
 //! Example programs for users of the runtime.
 //!
 //! Each program is a module with its own `main`, and a binary that calls it. Programs in a single file, with fewer
-//! than 150 lines, are for reading, in this order:
+//! than 200 lines, are for reading, in this order:
 //!
 //! | program | shows |
 //! |---|---|
@@ -9,6 +9,7 @@
 //! | [`all_reduce`] | an all-reduce over all ranks |
 //! | [`train_mlp`] | data-parallel training of a small network |
 //! | [`own_optimizer`] | the same with a custom optimizer |
+//! | [`ensemble`] | several networks at once, each on a group of ranks |
 //! | [`embed`] | a program that starts its own ranks, or is started by a launcher |
 //!
 //! (`examples/candle`, a separate package, trains a model of the candle framework.) Programs with a folder are for
@@ -30,6 +31,7 @@ pub mod all_reduce;
 pub mod collective_perf;
 pub mod data;
 pub mod embed;
+pub mod ensemble;
 mod exit;
 pub mod golden_check;
 pub mod gpu_check;

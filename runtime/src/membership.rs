@@ -2,10 +2,11 @@
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
 use crate::comm::Members;
 use crate::inject::{InjectionPoint, ScheduledInjection};
-use crate::progress::{Blame, Ending, Phase, ProgressPage, RankState};
+use crate::progress::{self, Blame, Ending, Phase, ProgressPage, RankState};
 use crate::rendezvous::Store;
 use crate::survivor::wait_until_culprit_reaped;
 use crate::{Error, Result};
@@ -62,6 +63,11 @@ impl Membership {
     /// The number of the next group that this rank can be in.
     pub(crate) fn next_group(&self) -> u32 {
         self.next_group.load(Ordering::Relaxed)
+    }
+
+    /// Whether this rank has taken part in a split.
+    pub(crate) fn has_groups(&self) -> bool {
+        self.next_group() > 1
     }
 
     /// Notes that the groups up to `number` exist.
@@ -166,6 +172,16 @@ impl Membership {
             _ => departure,
         };
         Error::PeerLost { rank: self.rank, peer, operation, how, silent }
+    }
+
+    /// How long `rank` has made no progress: begun no step, no other phase and no operation of any communicator. A rank
+    /// that has ended makes none.
+    pub(crate) fn idle_time(&self, rank: u32) -> Duration {
+        let progress = self.page.progress(rank);
+        match progress.state {
+            RankState::Joined => progress::now().saturating_sub(progress.changed),
+            _ => Duration::MAX,
+        }
     }
 
     /// The rank that blocks `rank` according to the progress page: follows who waits for whom, up to a rank that does

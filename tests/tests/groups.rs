@@ -1,7 +1,7 @@
 //! Groups of a world: their collectives, and who is told what when one of them fails.
 
 use std::sync::mpsc::channel;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use mgpu::replicate::{verify_layout, verify_same};
 use mgpu::{Buffer, Communicator, Error, Layout, Result, World};
@@ -115,6 +115,29 @@ fn a_timeout_names_the_rank_that_holds_up_other_groups() {
         row.contains("rank 2 waited 0.7 s for rank 3 in operation 1 of group 1 (ranks 2, 3), barrier"),
         "{row}"
     );
+}
+
+/// Ranks 0 and 1 work in their group for several timeouts, while rank 2 waits for them in the world.
+#[test]
+fn a_rank_that_works_in_another_group_has_not_timed_out() {
+    let results = threads::run(3, |mut world| {
+        let timeout = Duration::from_millis(200);
+        world.set_timeout(timeout);
+        let mut comm = world.communicator()?;
+        let pair = comm.split((comm.rank() < 2).then_some(0), 0)?;
+        if let Some(mut pair) = pair {
+            let begin = Instant::now();
+            let mut working = [1i32];
+            while working[0] > 0 {
+                working[0] = i32::from(begin.elapsed() < 4 * timeout);
+                pair.broadcast_slice(&mut working, 0)?;
+            }
+        }
+        comm.barrier()
+    });
+    for result in results {
+        result.unwrap();
+    }
 }
 
 /// A rank that cannot take part in a split fails it on all ranks.

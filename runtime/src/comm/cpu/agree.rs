@@ -164,9 +164,12 @@ impl CpuTransport {
         if waited < self.timeout {
             return Ok(());
         }
-        if self.is_group() {
-            // A member may be late because it waits in another group.
+        if self.membership.has_groups() {
+            // A rank may be late because it works in another group, or waits there.
             waited_for.iter_mut().for_each(|rank| *rank = self.membership.end_of_wait_chain(*rank));
+            if waited_for.iter().any(|rank| self.membership.idle_time(*rank) < self.timeout) {
+                return Ok(());
+            }
         }
         waited_for.sort_unstable();
         waited_for.dedup();

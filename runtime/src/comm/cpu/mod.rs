@@ -145,11 +145,21 @@ fn share_region(membership: &Membership, members: &Members, key: &str, timeout: 
     let (rank, size, store) = (members.rank(), members.size(), membership.store());
     let entry = format!("{key}/region");
     let (region, fd) = if rank == 0 {
-        let (region, fd) = Region::create(key, size)?;
-        store.set(&entry, b"", &[fd.as_fd()], size - 1)?;
-        (region, fd)
+        let created = Region::create(key, size);
+        match &created {
+            Ok((_, fd)) => store.set(&entry, b"", &[fd.as_fd()], size - 1)?,
+            // The others should not wait for it.
+            Err(error) => store.set(&entry, error.to_string().as_bytes(), &[], size - 1)?,
+        }
+        created?
     } else {
-        let (_, fds) = store.get(&entry, members.world_rank(0), timeout)?;
+        let creator = members.world_rank(0);
+        let (problem, fds) = store.get(&entry, creator, timeout)?;
+        if !problem.is_empty() {
+            let how = format!("has failed ({})", String::from_utf8_lossy(&problem));
+            let (rank, operation) = (membership.rank(), format!("the connection of {key}"));
+            return Err(Error::PeerLost { rank, peer: creator, operation, how, silent: false });
+        }
         let fd = one_descriptor(fds)?;
         (Region::open(key, fd.as_fd(), size)?, fd)
     };
