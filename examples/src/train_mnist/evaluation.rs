@@ -15,7 +15,7 @@ use serde::Serialize;
 
 use super::args::Args;
 use super::engine::{Engine, TrainingConfig};
-use super::report::{ModelSummary, RankMemory, TestResult};
+use super::report::{ModelSummary, RankMemory, TestResult, round};
 use super::run::Run;
 use super::{communicators, engine, logits, number_of_ranks, predictions, source, trainer};
 use crate::data::{Mnist, Split};
@@ -85,7 +85,7 @@ pub(super) fn run(mut args: Args) -> Result<(), Box<dyn Error>> {
         outln!("L2 penalty of the weights {l2:.4}, which no loss above includes");
     }
     if args.json {
-        let test_s = tested.map(|tested| tested.seconds);
+        let test_s = tested.map(|tested| round(tested.seconds));
         outln!("{}", serde_json::to_string(&Summary { model, test_s, checkpoint: path, predicted })?);
     }
     if let (Some(path), Some(data)) = (&args.logits, &data) {

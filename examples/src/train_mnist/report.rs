@@ -234,7 +234,7 @@ impl RankMemory {
     }
 }
 
-fn round(value: f64) -> f64 {
+pub(super) fn round(value: f64) -> f64 {
     (value * 1e3).round() / 1e3
 }
 
