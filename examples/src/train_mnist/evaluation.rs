@@ -14,11 +14,12 @@ use mgpu::{Communicator, Phase, World};
 use serde::Serialize;
 
 use super::args::Args;
+use super::checkpoints::step_of;
 use super::engine::{Engine, TrainingConfig};
 use super::report::{ModelSummary, RankMemory, TestResult, round};
 use super::run::Run;
 use super::{communicators, engine, logits, number_of_ranks, predictions, source, trainer};
-use crate::data::{Mnist, Split};
+use crate::data::{Dataset, Mnist, Split};
 use crate::nets::{Spec, names};
 use crate::print::{errln, outln};
 
@@ -45,10 +46,11 @@ pub(super) fn run(mut args: Args) -> Result<(), Box<dyn Error>> {
     }
     let chosen = args.evaluate.as_deref().filter(|_| is_first).map(choose).transpose()?;
     let step = adopt(&mut args, chosen.as_ref(), &mut comm)?;
+    let images = args.predict.as_deref().map(|path| predictions::read(path, &mut comm)).transpose()?;
     let data = load_test_set(&args, &world, &mut comm)?;
     let mut engine = engine(&evaluation_config(&args), &args, (device, comm), &timeline, threads)?;
     let checkpoint = chosen.map(|(checkpoint, _)| checkpoint);
-    engine.restore(step, checkpoint.as_ref())?;
+    engine.restore(step, checkpoint.as_ref()).map_err(|error| explain(&error, checkpoint.as_ref()))?;
     let checksum = engine.verify()?;
     let path =
         checkpoint.as_ref().map_or(String::new(), |checkpoint| checkpoint.path().display().to_string());
@@ -68,10 +70,10 @@ pub(super) fn run(mut args: Args) -> Result<(), Box<dyn Error>> {
 
     world.report_phase(Phase::Evaluation);
     let tested = test(&args, &mut *engine, data.as_ref())?;
-    let predicted = match (&args.predict, &args.output) {
-        (Some(images), Some(output)) => Some(predictions::write(images, output, &mut *engine)?),
-        _ => None,
-    };
+    if let (Some(images), Some(output)) = (&images, &args.output) {
+        predictions::write(images, output, &mut *engine)?;
+    }
+    let predicted = images.as_ref().map(Dataset::len);
     let memory = RankMemory::gather(&mut *engine)?;
     if !is_first {
         return Ok(());
@@ -100,6 +102,20 @@ fn check_outputs(args: &Args) -> Result<(), String> {
         predictions::check(images, output)?;
     }
     args.logits.as_deref().map_or(Ok(()), logits::check)
+}
+
+/// A checkpoint that cannot be loaded although it was intact a moment ago.
+fn explain(error: &mgpu::Error, checkpoint: Option<&Checkpoint>) -> String {
+    match checkpoint {
+        Some(checkpoint) if !checkpoint.path().exists() => {
+            let path = checkpoint.path().display();
+            format!(
+                "{path} was removed while it was loaded, by the training that writes there: try again, or let that \
+                 training --keep more"
+            )
+        }
+        _ => error.to_string(),
+    }
 }
 
 /// The checkpoint at `path`, or the newest intact one in the folder `path`.
@@ -151,7 +167,7 @@ fn adopt(
             if let Some(trained) = run.precision().filter(|precision| *precision != args.precision.name()) {
                 outln!("trained in {trained}, evaluated in {} (see --precision)", args.precision);
             }
-            [checkpoint.manifest().step, index as u64, run.seed].map(u64::cast_signed)
+            [step_of(checkpoint)?, index as i64, run.seed.cast_signed()]
         }
     };
     comm.broadcast_slice(&mut values, 0)?;

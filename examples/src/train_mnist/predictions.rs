@@ -8,7 +8,7 @@ use std::error::Error;
 use std::path::Path;
 
 use mgpu::replicate::verify_settings;
-use mgpu::{evaluation_shard, output_file};
+use mgpu::{Communicator, evaluation_shard, output_file};
 use serde::Serialize;
 
 use super::byproducts::cannot_write;
@@ -16,6 +16,9 @@ use super::engine::Engine;
 use crate::data::{CLASSES, Dataset, IMAGE_LEN, idx};
 
 const FLAG: &str = "--output";
+
+/// Images of each rank between two exchanges of logits: few enough that no rank waits for another one for long.
+const ROUND: usize = 4096;
 
 /// The first bytes of an IDX file of labels: unsigned bytes in one dimension.
 const LABELS: [u8; 4] = [0, 0, 8, 1];
@@ -58,15 +61,23 @@ pub(super) fn check(images: &Path, output: &Path) -> Result<(), String> {
     output_file::check(output).map_err(|error| cannot_write(FLAG, output, &error))
 }
 
-/// Classifies the images of the IDX file `images` and writes the predictions to `output`. Returns their number.
-/// Collective.
-pub(super) fn write(images: &Path, output: &Path, engine: &mut dyn Engine) -> Result<usize, Box<dyn Error>> {
-    let pixels = idx::read_images(images).map_err(|error| format!("--predict: {error}"))?;
-    let count = pixels.len() / IMAGE_LEN;
-    let data = Dataset { images: pixels, labels: vec![0; count] };
+/// The images of the IDX file `path`, the same on all ranks, without their labels. Collective.
+pub(super) fn read(path: &Path, comm: &mut Communicator) -> Result<Dataset, Box<dyn Error>> {
+    let images = idx::read_images(path).map_err(|error| format!("--predict: {error}"))?;
+    let count = images.len() / IMAGE_LEN;
+    let data = Dataset { images, labels: vec![0; count] };
     let found = format!("{count} images with checksum {:016x}", data.checksum());
-    verify_settings(engine.comm(), &[("in --predict", found)])?;
-    let logits = all_logits(&data, engine)?;
+    verify_settings(comm, &[("in --predict", found)])?;
+    Ok(data)
+}
+
+/// Classifies the images of `data` and writes the predictions to `output`. Collective.
+pub(super) fn write(data: &Dataset, output: &Path, engine: &mut dyn Engine) -> Result<(), Box<dyn Error>> {
+    let round = ROUND * engine.comm().size() as usize * IMAGE_LEN;
+    let mut logits = Vec::with_capacity(data.len() * CLASSES);
+    for images in data.images.chunks(round) {
+        logits.extend(logits_of(images, engine)?);
+    }
     if engine.comm().rank() == 0 {
         let lines = logits.chunks(CLASSES).enumerate().map(|(index, logits)| Prediction::new(index, logits));
         let name = output.file_name().unwrap_or_default().to_string_lossy();
@@ -77,22 +88,22 @@ pub(super) fn write(images: &Path, output: &Path, engine: &mut dyn Engine) -> Re
         };
         output_file::write(output, &content).map_err(|error| cannot_write(FLAG, output, &error))?;
     }
-    Ok(count)
+    Ok(())
 }
 
-/// The logits of all images; each rank computes its part. Collective.
-fn all_logits(data: &Dataset, engine: &mut dyn Engine) -> mgpu::Result<Vec<f32>> {
-    let (rank, ranks) = (engine.comm().rank(), engine.comm().size());
-    let shard = |rank| evaluation_shard(data.len(), rank, ranks);
+/// The logits of `images`; each rank computes its part. Collective.
+fn logits_of(images: &[u8], engine: &mut dyn Engine) -> mgpu::Result<Vec<f32>> {
+    let (rank, ranks, count) = (engine.comm().rank(), engine.comm().size(), images.len() / IMAGE_LEN);
+    let shard = |rank| evaluation_shard(count, rank, ranks);
     let own = shard(rank)?;
-    let images = data.images[own.start * IMAGE_LEN..own.end * IMAGE_LEN].to_vec();
+    let images = images[own.start * IMAGE_LEN..own.end * IMAGE_LEN].to_vec();
     let own = Dataset { images, labels: vec![0; own.len()] };
     let mut logits = if own.is_empty() { Vec::new() } else { engine.logits(&own, own.len())? };
     // Equal lengths for the all-gather.
-    let share = data.len().div_ceil(ranks as usize) * CLASSES;
+    let share = count.div_ceil(ranks as usize) * CLASSES;
     logits.resize(share, 0.0);
     let all = engine.comm().all_gather_slice(&logits)?;
-    let mut whole = Vec::with_capacity(data.len() * CLASSES);
+    let mut whole = Vec::with_capacity(count * CLASSES);
     for rank in 0..ranks {
         let begin = rank as usize * share;
         whole.extend_from_slice(&all[begin..begin + shard(rank)?.len() * CLASSES]);

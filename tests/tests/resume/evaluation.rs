@@ -208,6 +208,24 @@ fn predictions_do_not_depend_on_ranks_and_are_those_of_the_logits() {
 }
 
 #[test]
+fn many_images_are_predicted_in_rounds() {
+    let tiny = Tiny::new();
+    tiny.trained("lenet5");
+    let (images, output) = (tiny.path("images"), tiny.path("output"));
+    write_images(&images, 4100);
+    // Two rounds, and one.
+    let texts = [1, 2].map(|ranks| {
+        let [images, output] = [&images, &output].map(|path| path.to_str().unwrap());
+        let flags = ["--skip-test", "--predict", images, "--output", output];
+        tiny.evaluate(ranks, &tiny.checkpoints(), &flags).expect(0, &["4100 predictions in "]);
+        fs::read_to_string(output).unwrap()
+    });
+    assert!(texts[0] == texts[1]);
+    let last: Value = serde_json::from_str(texts[0].lines().nth(4099).unwrap()).unwrap();
+    assert_eq!((&last["index"], texts[0].lines().count()), (&4099.into(), 4100));
+}
+
+#[test]
 fn what_cannot_be_predicted_is_named_and_leaves_the_output_alone() {
     let tiny = Tiny::new();
     tiny.trained("lenet5");
