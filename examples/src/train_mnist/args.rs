@@ -215,6 +215,7 @@ pub(super) enum Length {
 }
 
 impl Args {
+    /// The network that was asked for, or the default.
     pub(super) fn net(&self) -> Spec {
         let default = || Spec::named("lenet5").expect("a network of the catalogue");
         self.net.clone().unwrap_or_else(default)

@@ -52,20 +52,9 @@ pub(super) fn run(mut args: Args) -> Result<(), Box<dyn Error>> {
     let checkpoint = chosen.map(|(checkpoint, _)| checkpoint);
     engine.restore(step, checkpoint.as_ref()).map_err(|error| explain(&error, checkpoint.as_ref()))?;
     let checksum = engine.verify()?;
-    let path =
-        checkpoint.as_ref().map_or(String::new(), |checkpoint| checkpoint.path().display().to_string());
     let origin = data.as_ref().map_or("no data".to_owned(), |data| data.origin.to_string());
-    if is_first {
-        outln!(
-            "{} ({} parameters) from {path} on {} of {}; {origin}",
-            args.net().name,
-            engine.parameters(),
-            number_of_ranks(world.size()),
-            engine.describe_device()
-        );
-        if args.show_kernels {
-            engine.kernels().iter().for_each(|line| outln!("{line}"));
-        }
+    if let Some(checkpoint) = &checkpoint {
+        print_header(&args, &mut *engine, checkpoint.path(), &origin);
     }
 
     world.report_phase(Phase::Evaluation);
@@ -75,9 +64,7 @@ pub(super) fn run(mut args: Args) -> Result<(), Box<dyn Error>> {
     }
     let predicted = images.as_ref().map(Dataset::len);
     let memory = RankMemory::gather(&mut *engine)?;
-    if !is_first {
-        return Ok(());
-    }
+    let Some(checkpoint) = checkpoint else { return Ok(()) };
     if let (Some(count), Some(output)) = (predicted, &args.output) {
         outln!("{count} predictions in {}", output.display());
     }
@@ -88,12 +75,28 @@ pub(super) fn run(mut args: Args) -> Result<(), Box<dyn Error>> {
     }
     if args.json {
         let test_s = tested.map(|tested| round(tested.seconds));
-        outln!("{}", serde_json::to_string(&Summary { model, test_s, checkpoint: path, predicted })?);
+        let checkpoint = checkpoint.path().display().to_string();
+        outln!("{}", serde_json::to_string(&Summary { model, test_s, checkpoint, predicted })?);
     }
     if let (Some(path), Some(data)) = (&args.logits, &data) {
         logits::write(path, &args.net().name, &mut *engine, &data.test)?;
     }
     Ok(())
+}
+
+/// Prints what is evaluated, and on what.
+fn print_header(args: &Args, engine: &mut dyn Engine, path: &Path, origin: &str) {
+    outln!(
+        "{} ({} parameters) from {} on {} of {}; {origin}",
+        args.net().name,
+        engine.parameters(),
+        path.display(),
+        number_of_ranks(engine.comm().size()),
+        engine.describe_device()
+    );
+    if args.show_kernels {
+        engine.kernels().iter().for_each(|line| outln!("{line}"));
+    }
 }
 
 /// Checks that the output files can be written, so that the error comes first.

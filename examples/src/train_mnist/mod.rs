@@ -2,7 +2,7 @@
 //!
 //! `run` reads from top to bottom: join the world and load the data, replicate the weights, resume from a checkpoint,
 //! train epochs of steps, report. `Trainer::train_epoch` makes the steps; the other files are what a training program
-//! needs besides: evaluation, checkpoints, reports.
+//! needs besides: checkpoints, reports, and `evaluation`, a run without training.
 
 mod args;
 mod byproducts;

@@ -1,8 +1,8 @@
 //! Training curves: collected during training and written where the user asked for them.
 //!
 //! A point is the loss of a step on rank 0 (of its own batch), or the results of all ranks in an epoch or, with
-//! `--log-every`, in some steps. `plot`
-//! redraws everything after each epoch; `events` appends to a file that TensorBoard follows.
+//! `--log-every`, in some steps. `plot` redraws everything after each epoch; `events` appends to a file that
+//! TensorBoard follows.
 
 mod events;
 mod plot;
