@@ -3,9 +3,8 @@
 use std::fmt::Display;
 
 use clap::{Args, ValueEnum};
-use mgpu::Compression;
 use mgpu::optimizer::OptimizerConfig;
-use mgpu::{DataParallelConfig, ShardFrom};
+use mgpu::{Compression, DataParallelConfig, Reduction, ShardFrom};
 
 /// Data-parallel options.
 #[derive(Debug, Args)]
@@ -37,6 +36,21 @@ pub(crate) struct Parallel {
     /// Communication dtype of gradients: f32, or bf16, which rounds them.
     #[arg(long, value_enum, value_name = "TYPE", default_value_t = CommDtype::F32, hide_possible_values = true)]
     gradients: CommDtype,
+    /// How gradients are combined over ranks and micro-batches: mean or sum.
+    ///
+    /// With sum the optimizer is adapted to the larger gradients, so that it trains what mean does, up to rounding, and
+    /// with a power of two of summands bit-equal. SGD's learning rate is divided by their number. Adam and RMSprop
+    /// divide gradients by their own size: a divided learning rate would just train slower, so theirs stays, and epsilon
+    /// is multiplied instead. The L2 penalty and --clip-norm are multiplied too.
+    #[arg(long, value_enum, value_name = "HOW", default_value_t = ReduceBy::Mean, hide_possible_values = true)]
+    reduction: ReduceBy,
+}
+
+/// How gradients are combined.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum ReduceBy {
+    Mean,
+    Sum,
 }
 
 /// Which optimizer state is sharded.
@@ -79,6 +93,14 @@ impl Parallel {
     /// The global norm that gradients are clipped to, if any.
     pub(crate) fn clip_norm(&self) -> Option<f64> {
         self.clip_norm
+    }
+
+    /// How many times the mean gradients are: with `--reduction sum`, the number of micro-batches on all of `ranks` ranks
+    /// together.
+    pub(crate) fn gradient_scale(&self, ranks: u32) -> Option<usize> {
+        let micro_batches =
+            self.world_size_invariant.unwrap_or(self.accumulate.saturating_mul(ranks as usize));
+        (self.reduction == ReduceBy::Sum).then_some(micro_batches)
     }
 
     /// Whether gradients are communicated in bf16.
@@ -129,16 +151,19 @@ impl Parallel {
             ("--accumulate", self.accumulate.to_string()),
             ("--clip-norm", given(self.clip_norm)),
             ("--gradients", if self.compresses() { "bf16" } else { "f32" }.to_owned()),
+            ("--reduction", if self.reduction == ReduceBy::Sum { "sum" } else { "mean" }.to_owned()),
         ]
     }
 
-    /// The configuration, with `micro_batches` micro-batches a step.
+    /// The configuration on `ranks` ranks, with `micro_batches` micro-batches a step on each.
     pub(crate) fn config(
         &self,
-        optimizer: OptimizerConfig,
+        mut optimizer: OptimizerConfig,
         threads: usize,
-        micro_batches: usize,
+        (ranks, micro_batches): (u32, usize),
     ) -> DataParallelConfig {
+        let scale = self.gradient_scale(ranks).map_or(1.0, |scale| scale as f64);
+        optimizer.rule = optimizer.rule.with_gradient_scale(scale);
         let config = DataParallelConfig::new(optimizer, threads)
             .with_micro_batches(micro_batches)
             .with_shard_from(match self.shard_optimizer {
@@ -147,7 +172,8 @@ impl Parallel {
                 Sharding::Off => ShardFrom::Never,
             })
             .with_overlap(self.overlap)
-            .with_clip_norm(self.clip_norm)
+            .with_clip_norm(self.clip_norm.map(|norm| norm * scale))
+            .with_reduction(if self.reduction == ReduceBy::Sum { Reduction::Sum } else { Reduction::Mean })
             .with_compression(if self.compresses() { Compression::Bf16 } else { Compression::None })
             .with_world_size_invariant(self.is_world_size_invariant());
         match self.bucket {

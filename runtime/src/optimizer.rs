@@ -5,6 +5,7 @@
 //! updates it.
 
 use mgpu_kernels::Threads;
+use mgpu_kernels::digest::cpu::sum_of_squares;
 pub use mgpu_kernels::optimizer::{Adam, AdamW, Optimizer as Rule, RmsProp, Sgd};
 use mgpu_kernels::optimizer::{Factors, State, cpu};
 pub use mgpu_kernels::schedule::{Decay, Schedule};
@@ -51,6 +52,34 @@ impl OptimizerConfig {
     #[must_use]
     pub fn with_schedule(self, schedule: Schedule) -> Self {
         OptimizerConfig { schedule, ..self }
+    }
+
+    /// The L2 penalty of `parameters`, an arena with this layout: the part of the loss, Σ λ/2·p², whose gradient the
+    /// weight decay λ is. `None` if the rule has no such penalty: without weight decay, and for AdamW, whose decay is
+    /// not a gradient.
+    ///
+    /// ```
+    /// use mgpu::Layout;
+    /// use mgpu::optimizer::{OptimizerConfig, Rule, Sgd};
+    /// let mut layout = Layout::new();
+    /// layout.push("weight", [1, 2]);
+    /// layout.push("bias", [1]);
+    /// let sgd = OptimizerConfig::new(Rule::Sgd(Sgd { weight_decay: 0.5, ..Sgd::default() }));
+    /// assert_eq!(sgd.l2_penalty(&layout, &[1.0, 2.0, 4.0]), Some(0.25 * (1.0 + 4.0 + 16.0)));
+    /// assert_eq!(sgd.with_decay_weights_only().l2_penalty(&layout, &[1.0, 2.0, 4.0]), Some(0.25 * (1.0 + 4.0)));
+    /// assert_eq!(OptimizerConfig::new(Rule::Sgd(Sgd::default())).l2_penalty(&layout, &[1.0, 2.0, 4.0]), None);
+    /// ```
+    ///
+    /// # Panics
+    /// If `parameters` is shorter than the layout.
+    pub fn l2_penalty(&self, layout: &Layout, parameters: &[f32]) -> Option<f64> {
+        let decay = self.rule.l2();
+        let trained = layout.tensors().iter().filter(|tensor| !tensor.group.frozen);
+        let squares = trained.map(|tensor| {
+            let factor = f64::from(self.factors(tensor).weight_decay);
+            if factor == 0.0 { 0.0 } else { factor * sum_of_squares(&parameters[tensor.range()]) }
+        });
+        (decay != 0.0).then(|| decay / 2.0 * squares.sum::<f64>())
     }
 
     /// Factors of learning rate and weight decay for `tensor`.

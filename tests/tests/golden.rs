@@ -76,6 +76,11 @@ fn golden_runs_with_compressed_gradients() {
     check_some(2, &["--gradients", "bf16"], &["lenet5", "deep", "keras", "ensemble2400"]);
 }
 
+#[test]
+fn golden_runs_with_summed_gradients() {
+    check_some(2, &["--reduction", "sum"], &["lenet5", "keras"]);
+}
+
 /// Without keras, because batch normalisation over micro-batches is another computation.
 #[test]
 fn golden_runs_in_micro_batches() {

@@ -45,6 +45,9 @@ fn two_ranks_train_on_a_gpu_each() {
     }
     assert_eq!((&json["ranks"], &json["steps"]), (&2.into(), &5.into()));
     assert!(json["max_gpu_mib"].as_u64().is_some_and(|mebibytes| mebibytes > 40), "{json:#}");
+    let memory = json["rank_gpu_mib"].as_array().unwrap();
+    assert!(memory.len() == 2 && memory.iter().all(|mebibytes| mebibytes.as_u64() > Some(40)), "{json:#}");
+    assert_eq!(json["max_gpu_mib"].as_u64(), memory.iter().filter_map(Value::as_u64).max());
 }
 
 #[test]
@@ -147,13 +150,16 @@ fn gpu_and_cpu_training_agree() {
             assert_eq!(finished.code, Some(0), "{net}: {finished:#?}");
             let text = fs::read_to_string(metrics).unwrap();
             let epoch: Value = serde_json::from_str(text.lines().next().expect("an epoch")).unwrap();
-            epoch["train_loss"].as_f64().expect("a loss")
+            (epoch["train_loss"].as_f64().expect("a loss"), epoch["l2_loss"].as_f64())
         };
-        let cpu = train(command(TRAIN), "cpu");
+        let (cpu, cpu_l2) = train(command(TRAIN), "cpu");
         let mut program = on_gpus(1, TRAIN);
         program.args(["--kernels", "builtin"]);
-        let gpu = train(program, "gpu");
+        let (gpu, gpu_l2) = train(program, "gpu");
         assert!((cpu - gpu).abs() < tolerance * cpu, "{net}: {cpu} on the CPU, {gpu} on the GPU");
+        assert_eq!(cpu_l2.is_some(), net == "deep");
+        let agrees = cpu_l2.zip(gpu_l2).is_none_or(|(cpu, gpu)| (cpu - gpu).abs() < 1e-4 * cpu);
+        assert!(agrees && cpu_l2.is_some() == gpu_l2.is_some(), "{net}: {cpu_l2:?} and {gpu_l2:?}");
     }
 }
 
@@ -183,6 +189,110 @@ fn every_epoch_has_the_samples_of_the_cpus() {
     let gpu = losses(gpu);
     assert_eq!(cpu.len(), 4);
     assert!(cpu.iter().zip(&gpu).all(|(cpu, gpu)| (cpu - gpu).abs() < 1e-3 * cpu), "{cpu:?} and {gpu:?}");
+}
+
+/// Each line of `--log-every` up to its loss, and its loss.
+fn log_lines(finished: &Finished) -> Vec<(String, f64)> {
+    let lines = finished.stdout.lines().filter(|line| line.starts_with("step "));
+    let parts = lines.map(|line| line.split_once(" loss ").unwrap());
+    parts.map(|(begin, rest)| (begin.to_owned(), rest.split(' ').next().unwrap().parse().unwrap())).collect()
+}
+
+#[test]
+fn the_log_is_that_of_the_cpus_and_changes_no_bit() {
+    let folder = tempfile::tempdir().unwrap();
+    write_tiny(folder.path());
+    let train = |mut program: Command, more: &[&str]| {
+        program.arg("--data").arg(folder.path()).args(["--batch", "2", "--epochs", "2", "--json"]);
+        run(program.args(["--log-every", "5"]).args(more))
+    };
+    let mut host = command(LAUNCHER);
+    host.args(["-n", "2", "--no-prefix", TRAIN]);
+    let expected = log_lines(&train(host, &[]));
+    assert_eq!(expected.len(), 6, "two epochs of 16 steps");
+    let kept = folder.path().join("checkpoints");
+    let kept = ["--skip-test", "--checkpoint-every", "7", "--checkpoint-dir", kept.to_str().unwrap()];
+    let mut weights = Vec::new();
+    // With an evaluation between epochs; straight on; and with other stops between the lines.
+    for more in [&[][..], &["--skip-test"], &kept] {
+        let mut program = on_gpus(2, TRAIN);
+        program.args(["--kernels", "builtin"]);
+        let finished = train(program, more);
+        weights.push(finished.weights());
+        let found = log_lines(&finished);
+        assert_eq!(found.len(), expected.len(), "{finished:#?}");
+        for (found, expected) in found.iter().zip(&expected) {
+            assert_eq!(found.0, expected.0, "{more:?}");
+            assert!((found.1 - expected.1).abs() < 1e-3, "{found:?} and {expected:?}, {more:?}");
+        }
+    }
+    let mut plain = on_gpus(2, TRAIN);
+    plain.args(["--kernels", "builtin", "--batch", "2", "--epochs", "2", "--json", "--skip-test", "--data"]);
+    let plain = run(plain.arg(folder.path())).weights();
+    assert!(weights.iter().all(|weights| *weights == plain), "{weights:?} and {plain}");
+}
+
+#[test]
+fn a_sum_of_gradients_trains_the_weights_of_their_mean() {
+    let folder = tempfile::tempdir().unwrap();
+    write_tiny(folder.path());
+    let weights = |flags: &[&str], how| {
+        let mut program = on_gpus(2, TRAIN);
+        program.args([
+            "--kernels",
+            "builtin",
+            "--json",
+            "--skip-test",
+            "--batch",
+            "4",
+            "--steps",
+            "6",
+            "--data",
+        ]);
+        run(program.arg(folder.path()).args(flags).args(["--reduction", how])).weights()
+    };
+    for flags in [&[][..], &["--accumulate", "2", "--gradients", "bf16"], &["--world-size-invariant", "4"]] {
+        assert_eq!(weights(flags, "sum"), weights(flags, "mean"), "{flags:?}");
+    }
+}
+
+#[test]
+fn a_checkpoint_is_evaluated_on_gpus_and_cpus_alike() {
+    let folder = tempfile::tempdir().unwrap();
+    write_tiny(folder.path());
+    let (kept, output) = (folder.path().join("checkpoints"), folder.path().join("predictions"));
+    let images = folder.path().join("t10k-images-idx3-ubyte");
+    let mut program = on_gpus(2, TRAIN);
+    program.args(["--kernels", "builtin", "--batch", "2", "--steps", "9", "--json", "--data"]);
+    let trained = run(program.arg(folder.path()).arg("--checkpoint-dir").arg(&kept));
+    let (weights, trained) = (trained.weights(), trained.json());
+    for (mut program, device) in
+        [(on_gpus(2, TRAIN), "cuda"), (on_gpus(3, TRAIN), "cuda"), (command(TRAIN), "cpu")]
+    {
+        program
+            .arg("--data")
+            .arg(folder.path())
+            .arg("--evaluate")
+            .arg(&kept)
+            .args(["--batch", "4", "--json"]);
+        program.arg("--predict").arg(&images).arg("--output").arg(&output).args(["--kernels", "builtin"]);
+        let finished = run(&mut program);
+        assert_eq!(finished.weights(), weights, "{finished:#?}");
+        let json = finished.json();
+        assert_eq!((&json["device"], &json["steps"]), (&device.into(), &9.into()));
+        for key in ["test_acc", "test_loss"] {
+            let [found, expected] = [&json, &trained].map(|json| json[key].as_f64().unwrap());
+            assert!((found - expected).abs() < 1e-4, "{key}: {found} and {expected} on {device}");
+        }
+        let text = fs::read_to_string(&output).unwrap();
+        assert_eq!(text.lines().count(), 16);
+        for line in text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()) {
+            let probability = &line["probabilities"][line["class"].as_u64().unwrap() as usize];
+            let loss = -probability.as_f64().unwrap().ln();
+            // All images are equal: each has the largest probability that the labels' loss allows.
+            assert!(loss <= json["test_loss"].as_f64().unwrap() + 1e-6, "{line}");
+        }
+    }
 }
 
 #[test]

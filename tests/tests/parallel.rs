@@ -29,6 +29,55 @@ fn world_size_invariant_training_is_bit_equal() {
     }
 }
 
+#[test]
+fn a_sum_of_gradients_trains_the_weights_of_their_mean() {
+    let folder = tempfile::tempdir().unwrap();
+    mnist::write_tiny(folder.path());
+    let train = |ranks, flags: &[&str]| {
+        run(TRAIN
+            .launched(ranks)
+            .arg("--data")
+            .arg(folder.path())
+            .args(["--json", "--threads", "1"])
+            .args(flags))
+    };
+    // Adam, with L2 penalty and without, and RMSprop. All are powers of two of summands.
+    for (ranks, flags) in [
+        (2, &["--net", "lenet5", "--steps", "12"][..]),
+        (2, &["--net", "deep", "--steps", "2", "--batch", "4", "--shard-optimizer", "on"]),
+        (2, &["--net", "keras", "--steps", "2", "--batch", "4", "--accumulate", "2"]),
+        (4, &["--net", "lenet5", "--steps", "6", "--gradients", "bf16"]),
+        (2, &["--net", "lenet5", "--steps", "6", "--world-size-invariant", "8"]),
+    ] {
+        let flags = [flags, &["--skip-test"]].concat();
+        let mean = train(ranks, &flags).weights();
+        let sum = train(ranks, &[&flags[..], &["--reduction", "sum"]].concat()).weights();
+        assert_eq!(mean, sum, "{ranks} ranks, {flags:?}");
+    }
+    let loss = |how| {
+        let flags = ["--steps", "6", "--batch", "4", "--clip-norm", "0.5", "--reduction", how];
+        train(3, &flags).json()["test_loss"].as_f64().unwrap()
+    };
+    let (mean, sum) = (loss("mean"), loss("sum"));
+    assert!((mean - sum).abs() < 1e-4 * mean, "{mean} and {sum}");
+}
+
+#[test]
+fn a_run_is_resumed_with_the_reduction_that_it_began_with() {
+    let folder = tempfile::tempdir().unwrap();
+    let keep = ["--checkpoint-dir", folder.path().to_str().unwrap(), "--resume", "--skip-test"];
+    let run = |ranks, batch, steps, how| {
+        let flags = ["--batch", batch, "--steps", steps, "--schedule", "constant", "--reduction", how];
+        train(ranks, &[&keep[..], &flags].concat())
+    };
+    run(2, "8", "2", "sum").expect(0, &[]);
+    let saved = "--reduction: sum of 2 micro-batches on all ranks in the checkpoint, ";
+    run(2, "8", "4", "mean").expect(1, &[&format!("{saved}mean here")]);
+    // The optimizer's state is the state of these sums.
+    run(1, "16", "4", "sum").expect(1, &[&format!("{saved}sum of 1 micro-batches on all ranks here")]);
+    run(2, "8", "4", "sum").expect(0, &["after step 2"]);
+}
+
 /// Killed after the fifth step, with four steps saved.
 #[test]
 fn a_killed_run_resumes_bit_equal_with_every_option() {
@@ -146,6 +195,9 @@ fn flags_that_differ_between_ranks_are_named_before_the_first_step() {
         ("--world-size-invariant 4", "--world-size-invariant 4 where rank 0 has none"),
         ("--clip-norm 1.5", "--clip-norm 1.5 where rank 0 has none"),
         ("--gradients bf16", "--gradients bf16 where rank 0 has f32"),
+        ("--reduction sum", "--reduction sum where rank 0 has mean"),
+        ("--log-every 7", "--log-every 7 where rank 0 has none"),
+        ("--evaluate none", "--evaluate given where rank 0 has none"),
         ("--skip-test", "--skip-test true where rank 0 has false"),
     ] {
         let finished = train_unequally(&["--synthetic"], others);

@@ -1,4 +1,8 @@
-//! `train_mnist` resumes from its checkpoints, bit-equal to an uninterrupted run, or with a message why not.
+//! `train_mnist` resumes from its checkpoints, bit-equal to an uninterrupted run, or with a message why not. `evaluation`
+//! covers runs that only load a checkpoint.
+
+#[path = "resume/evaluation.rs"]
+mod evaluation;
 
 use std::fs;
 use std::path::{Path, PathBuf};

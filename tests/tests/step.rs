@@ -154,6 +154,37 @@ fn gradients_are_summed_on_request() {
     });
 }
 
+/// With a power of two of summands all bits are equal, and with others nearly all digits.
+#[test]
+fn summed_gradients_train_what_their_mean_does_with_the_optimizer_for_them() {
+    for optimizer in optimizers() {
+        for (ranks, micro_batches) in [(1, 4), (2, 1), (2, 2), (3, 2)] {
+            let count = ranks as usize * micro_batches;
+            let mut adapted = optimizer;
+            adapted.rule = adapted.rule.with_gradient_scale(count as f64);
+            threads::run(ranks, |mut world| {
+                let expected = run(&mut world, config(optimizer), (24, micro_batches), rough);
+                for config in [config(adapted), sharded(adapted)] {
+                    let sum = config.with_reduction(Reduction::Sum);
+                    let found = run(&mut world, sum, (24, micro_batches), rough);
+                    let case = format!("{ranks} ranks of {micro_batches} micro-batches, {optimizer:?}");
+                    if count.is_power_of_two() {
+                        assert!(
+                            found.weights == expected.weights && found.average == expected.average,
+                            "{case}"
+                        );
+                    }
+                    let mut pairs = found.weights.iter().zip(&expected.weights);
+                    assert!(pairs.all(|(found, expected)| (found - expected).abs() < 1e-5), "{case}");
+                }
+                // Without it they do not.
+                let other = run(&mut world, config(optimizer).with_reduction(Reduction::Sum), (24, 1), rough);
+                assert!(ranks == 1 || other.weights != expected.weights);
+            });
+        }
+    }
+}
+
 #[test]
 fn world_size_invariant_steps_are_bit_equal() {
     let mut differs = 0;

@@ -121,6 +121,115 @@ fn metrics_are_one_json_object_an_epoch() {
     assert_eq!(text.lines().count(), 1);
 }
 
+/// Loss, percentage and step of each line of `--log-every`.
+fn log_lines(finished: &Finished) -> Vec<(u64, f64, f64)> {
+    let lines = finished.stdout.lines().filter_map(|line| line.strip_prefix("step "));
+    let numbers = lines.map(|line| {
+        let (step, rest) = line.split_once('/').unwrap();
+        let (_, rest) = rest.split_once(": train ").unwrap();
+        let (percent, rest) = rest.split_once("% loss ").unwrap();
+        let (loss, rest) = rest.split_once(" (").unwrap();
+        assert!(rest.strip_suffix(" images/s)").is_some_and(|speed| speed.parse::<u64>().unwrap() > 0));
+        (step.parse().unwrap(), percent.parse().unwrap(), loss.parse().unwrap())
+    });
+    numbers.collect()
+}
+
+#[test]
+fn the_log_has_the_results_of_every_n_steps_of_all_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    mnist::write_tiny(folder.path());
+    let (metrics, events) = (folder.path().join("metrics"), folder.path().join("events"));
+    // Three epochs of eight steps.
+    let train = |more: &[&str]| {
+        let mut program = TRAIN.launched(2);
+        program.arg("--data").arg(folder.path()).args(["--batch", "4", "--threads", "1", "--json"]);
+        run(program.args(more))
+    };
+    let plain = train(&[]);
+    assert_eq!(log_lines(&plain), []);
+    let single = train(&["--log-every", "1"]);
+    let steps = log_lines(&single);
+    assert_eq!(steps.len(), 24);
+    for every in [3, 8, 11, 25] {
+        let found = train(&[
+            "--log-every",
+            &every.to_string(),
+            "--metrics",
+            metrics.to_str().unwrap(),
+            "--tensorboard",
+            events.to_str().unwrap(),
+        ]);
+        assert_eq!(found.weights(), plain.weights(), "the log changes no bit");
+        let found = log_lines(&found);
+        assert_eq!(found.len(), 24 / every);
+        for (line, steps) in found.iter().zip(steps.chunks(every)) {
+            let mean = |value: fn(&(u64, f64, f64)) -> f64| {
+                steps.iter().map(value).sum::<f64>() / steps.len() as f64
+            };
+            assert_eq!(line.0, steps.last().unwrap().0);
+            assert!((line.1 - mean(|step| step.1)).abs() < 0.011, "{line:?}, {steps:?}");
+            assert!((line.2 - mean(|step| step.2)).abs() < 1.1e-4, "{line:?}, {steps:?}");
+        }
+    }
+    // The metrics still have one object an epoch; the events have the lines.
+    let objects = fs::read_to_string(&metrics).unwrap();
+    assert_eq!(objects.lines().count(), 4 * 3);
+    let losses = objects.lines().take(3).map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    let losses: Vec<f64> = losses.map(|epoch| epoch["train_loss"].as_f64().unwrap()).collect();
+    for (epoch, line) in losses.iter().zip(log_lines(&train(&["--log-every", "8"]))) {
+        assert!((epoch - line.2).abs() < 1e-4, "{losses:?}, {line:?}");
+    }
+    let logged = fs::read_dir(&events).unwrap().map(|entry| {
+        let bytes = fs::read(entry.unwrap().path()).unwrap();
+        bytes.windows(8).filter(|window| window == b"log/loss").count()
+    });
+    assert_eq!(logged.sum::<usize>(), 8 + 3 + 2);
+}
+
+#[test]
+fn a_resumed_log_begins_where_the_run_continues() {
+    let folder = tempfile::tempdir().unwrap();
+    mnist::write_tiny(folder.path());
+    let checkpoints = folder.path().join("checkpoints");
+    let train = |steps: &str, more: &[&str]| {
+        let mut program = TRAIN.launched(2);
+        program.arg("--data").arg(folder.path()).args(["--batch", "4", "--schedule", "constant"]);
+        program.arg("--checkpoint-dir").arg(&checkpoints).args(["--steps", steps, "--resume", "--skip-test"]);
+        run(program.args(["--checkpoint-every", "3", "--log-every", "5"]).args(more))
+    };
+    let steps = |finished: &Finished| log_lines(finished).iter().map(|line| line.0).collect::<Vec<_>>();
+    assert_eq!(steps(&train("12", &[])), [5, 10]);
+    assert_eq!(steps(&train("20", &[])), [15, 20]);
+    train("20", &[]).expect(0, &["nothing left to train"]);
+}
+
+#[test]
+fn the_summary_has_the_memory_of_each_rank_and_the_times_of_each_epoch() {
+    let folder = tempfile::tempdir().unwrap();
+    mnist::write_tiny(folder.path());
+    let summary = |more: &[&str]| {
+        let mut program = TRAIN.launched(3);
+        program.arg("--data").arg(folder.path()).args(["--batch", "4", "--epochs", "2", "--json"]);
+        run(program.args(more)).json()
+    };
+    let numbers = |value: &serde_json::Value| -> Vec<f64> {
+        value.as_array().unwrap().iter().map(|number| number.as_f64().unwrap()).collect()
+    };
+    let json = summary(&[]);
+    let memory = numbers(&json["rank_rss_mib"]);
+    assert_eq!(memory.len(), 3, "{json:#}");
+    assert!(memory.iter().all(|mebibytes| *mebibytes > 1.0), "{json:#}");
+    assert_eq!(json["rss_mib"].as_f64().unwrap(), memory.iter().copied().fold(0.0, f64::max), "{json:#}");
+    assert!(json["rank_gpu_mib"].is_null() && json["max_gpu_mib"].is_null(), "{json:#}");
+    for (sum, each) in [("train_s", "epochs_train_s"), ("test_s", "epochs_test_s")] {
+        let each = numbers(&json[each]);
+        assert_eq!(each.len(), 2, "{json:#}");
+        assert!((each.iter().sum::<f64>() - json[sum].as_f64().unwrap()).abs() < 0.0021, "{json:#}");
+    }
+    assert_eq!(summary(&["--skip-test"])["epochs_test_s"], serde_json::json!([]));
+}
+
 /// The lines of standard error that warn about a file.
 fn warnings(finished: &Finished, path: &str) -> usize {
     let warns = |line: &&str| line.contains(path) && line.ends_with("training continues without this file");
@@ -322,6 +431,14 @@ fn bad_arguments_are_usage_errors() {
         (&["--checkpoint-every", "5"], "--checkpoint-dir"),
         (&["--checkpoint-dir", "c", "--checkpoint-every", "0"], "0 is not in 1.."),
         (&["--checkpoint-dir", "c", "--keep", "0"], "0 is not in 1.."),
+        (&["--log-every", "0"], "0 is not in 1.."),
+        (&["--reduction", "max"], "invalid value 'max' for '--reduction <HOW>'"),
+        (&["--evaluate", "c", "--steps", "5"], "'--evaluate <CHECKPOINT>' cannot be used with '--steps <N>'"),
+        (&["--evaluate", "c", "--checkpoint-dir", "c"], "cannot be used with '--checkpoint-dir <DIR>'"),
+        (&["--evaluate", "c", "--reduction", "sum"], "cannot be used with '--reduction <HOW>'"),
+        (&["--predict", "i", "--output", "o"], "--evaluate <CHECKPOINT>"),
+        (&["--evaluate", "c", "--predict", "i"], "--output <FILE>"),
+        (&["--evaluate", "c", "--output", "o"], "--predict <IMAGES.idx>"),
     ] {
         run(TRAIN.alone().args(arguments)).expect(2, &[text]);
     }

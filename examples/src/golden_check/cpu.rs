@@ -34,7 +34,7 @@ impl<'a, E: Storage> Cpu<'a, E> {
         let batch = batch / micro_batches;
         let net = Net::with_conv_policy(&Spec::named(&golden.net)?, batch, threads, args.conv);
         let parameters = net.golden_parameters(golden.seed);
-        let config = args.parallel.config(golden.optimizer(), threads, micro_batches);
+        let config = args.parallel.config(golden.optimizer(), threads, (comm.size(), micro_batches));
         let layout = net.layout().clone();
         let model = DataParallel::with_config(comm, layout, parameters, config)?;
         let model = model.with_buffers(net.initial_buffers())?;

@@ -39,8 +39,8 @@ impl Gpu {
         let net = DeviceNet::new(&spec, batch / micro_batches, args.precision, options, &set_up)?;
         let parameters = net.to_device(&net.golden_parameters(golden.seed));
         // Every step sets a new sample order, so each step is the first step of an epoch.
-        let config = DeviceConfig::new(args.parallel.config(golden.optimizer(), 1, micro_batches))
-            .with_bf16_copy(args.precision == Precision::Bf16);
+        let parallel = args.parallel.config(golden.optimizer(), 1, (device.size(), micro_batches));
+        let config = DeviceConfig::new(parallel).with_bf16_copy(args.precision == Precision::Bf16);
         let model = DeviceDataParallel::new(device, host, net.layout().clone(), parameters, config)?;
         let model = model.with_buffers(&net.initial_buffers())?;
         let data = DeviceData::new(model.stream(), &train.images, &train.labels, batch)?;

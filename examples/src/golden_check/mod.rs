@@ -260,7 +260,8 @@ fn repeat(
         backend.comm().all_reduce_slice(&mut loss, ReduceOp::Avg)?;
         lists.loss.push(loss[0]);
         if step == 0 {
-            lists.grad_norm = backend.gradient_norms()?;
+            let scale = args.parallel.gradient_scale(ranks as u32).map_or(1.0, |scale| scale as f64);
+            lists.grad_norm = backend.gradient_norms()?.into_iter().map(|norm| norm / scale).collect();
         }
     }
     // The first image of the last batch belongs to rank 0.

@@ -26,9 +26,10 @@ use crate::parallel::{Parallel, above_0, given, positive};
 #[command(group(ArgGroup::new("length").args(["epochs", "steps"])))]
 #[command(after_help = "Example: mgpurun -n 2 train_mnist --net lenet5 --epochs 3")]
 pub(super) struct Args {
-    /// Network: lenet5, deep, keras, ensemble2400, ensemble4800, layers, conv6 or mlp-gelu.
-    #[arg(long, value_name = "NAME", default_value = "lenet5", value_parser = parse_net)]
-    pub(super) net: Spec,
+    /// Network: lenet5, deep, keras, ensemble2400, ensemble4800, layers, conv6 or mlp-gelu [default: lenet5; with
+    /// --evaluate the checkpoint's].
+    #[arg(long, value_name = "NAME", value_parser = parse_net)]
+    pub(super) net: Option<Spec>,
     /// Folder with the four MNIST files, gzipped or not [default: $MGPU_DATA].
     #[arg(long, value_name = "DIR")]
     pub(super) data: Option<PathBuf>,
@@ -57,9 +58,10 @@ pub(super) struct Args {
     /// Warm-up: the number of steps in which the learning rate rises linearly at the beginning.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(super) warm_up: u64,
-    /// Seed of initial weights, shuffling, dropout and generated digits.
-    #[arg(long, value_name = "N", default_value_t = 1)]
-    pub(super) seed: u64,
+    /// Seed of initial weights, shuffling, dropout and generated digits [default: 1; with --evaluate the
+    /// checkpoint's].
+    #[arg(long, value_name = "N")]
+    pub(super) seed: Option<u64>,
     /// Precision: f32, bf16 or, on GPUs only, tf32. On the CPU, bf16 stores images between layers in bf16 and
     /// computes in f32. Parameters are always f32.
     #[arg(long, value_name = "P", default_value_t = Precision::F32)]
@@ -117,6 +119,12 @@ pub(super) struct Args {
     /// Ranks restarted by mgpurun resume without this flag, but only from checkpoints of the same launch.
     #[arg(long, requires = "checkpoint_dir")]
     pub(super) resume: bool,
+    /// Print a line after every N training steps: loss and accuracy of these steps on all ranks, and images/s.
+    ///
+    /// For that line the ranks add up their results, and on GPUs the stream runs empty. So a small N slows the
+    /// training down. With --tensorboard these values are also in the event file.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(super) log_every: Option<u64>,
     /// Append one JSON object per epoch to this file.
     #[arg(long, value_name = "FILE.jsonl")]
     pub(super) metrics: Option<PathBuf>,
@@ -137,6 +145,20 @@ pub(super) struct Args {
     /// Write the first 100 test images and the trained network's logits for them to this file, as JSON.
     #[arg(long, value_name = "FILE.json")]
     pub(super) logits: Option<PathBuf>,
+    /// Train nothing: load this checkpoint, evaluate it on the test set, and write nothing to its folder.
+    ///
+    /// CHECKPOINT is a folder step-…, or a folder of checkpoints; then the newest is used, or, if that is damaged, the
+    /// newest that is intact. The network and the seed are the checkpoint's. Any number of ranks, precision and
+    /// device will do. If the optimizer keeps a moving average of the weights, that is evaluated too.
+    #[arg(long, value_name = "CHECKPOINT", conflicts_with_all = OF_TRAINING)]
+    pub(super) evaluate: Option<PathBuf>,
+    /// With --evaluate: classify the images of this IDX file, gzipped or not, into --output.
+    #[arg(long, value_name = "IMAGES.idx", requires_all = ["evaluate", "output"])]
+    pub(super) predict: Option<PathBuf>,
+    /// File for the predictions. If its name ends in .idx or -ubyte, an IDX file of labels; else JSON lines, one for
+    /// each image, with the keys index, class and probabilities.
+    #[arg(long, value_name = "FILE", requires = "predict")]
+    pub(super) output: Option<PathBuf>,
     /// Print a summary as one JSON object in the last line of standard output. Under mgpurun the line starts with the
     /// prefix of rank 0 ("[0] "); mgpurun --no-prefix leaves prefixes out.
     #[arg(long)]
@@ -145,6 +167,35 @@ pub(super) struct Args {
     #[arg(long)]
     pub(super) skip_test: bool,
 }
+
+/// The flags that mean nothing without a training.
+const OF_TRAINING: [&str; 25] = [
+    "epochs",
+    "steps",
+    "lr",
+    "schedule",
+    "warm_up",
+    "narrow_gradients",
+    "profile",
+    "no_graph",
+    "bucket",
+    "shard_optimizer",
+    "overlap",
+    "accumulate",
+    "world_size_invariant",
+    "clip_norm",
+    "gradients",
+    "reduction",
+    "checkpoint_dir",
+    "checkpoint_every",
+    "keep",
+    "resume",
+    "log_every",
+    "metrics",
+    "plot",
+    "tensorboard",
+    "timeline",
+];
 
 fn parse_net(text: &str) -> Result<Spec, String> {
     Spec::named(text).map_err(|error| error.to_string())
@@ -164,6 +215,16 @@ pub(super) enum Length {
 }
 
 impl Args {
+    /// The network that was asked for, or the default.
+    pub(super) fn net(&self) -> Spec {
+        let default = || Spec::named("lenet5").expect("a network of the catalogue");
+        self.net.clone().unwrap_or_else(default)
+    }
+
+    pub(super) fn seed(&self) -> u64 {
+        self.seed.unwrap_or(1)
+    }
+
     pub(super) fn length(&self) -> Length {
         match self.steps {
             Some(steps) => Length::Steps(steps),
@@ -172,11 +233,11 @@ impl Args {
     }
 
     pub(super) fn batch(&self) -> usize {
-        self.batch.unwrap_or(self.net.batch)
+        self.batch.unwrap_or_else(|| self.net().batch)
     }
 
     pub(super) fn lr(&self) -> f64 {
-        self.lr.unwrap_or(self.net.optimizer.rule.lr())
+        self.lr.unwrap_or_else(|| self.net().optimizer.rule.lr())
     }
 
     /// The steps whose timeline is recorded, counted from 1.
@@ -220,13 +281,13 @@ impl Args {
             Length::Steps(steps) => ("--steps", steps.to_string()),
         };
         let mut settings = vec![
-            ("--net", self.net.name.clone()),
+            ("--net", self.net().name),
             length,
             ("--batch", self.batch().to_string()),
             ("--lr", self.lr().to_string()),
             ("--schedule", self.schedule.to_string()),
             ("--warm-up", self.warm_up.to_string()),
-            ("--seed", self.seed.to_string()),
+            ("--seed", self.seed().to_string()),
             ("--precision", self.precision.to_string()),
             ("--kernels", self.kernels.to_string()),
             ("--narrow-gradients", self.narrow_gradients.to_string()),
@@ -237,11 +298,15 @@ impl Args {
         if self.parallel.is_world_size_invariant() {
             settings.push(("--threads", threads.to_string()));
         }
+        let is_given = |path: &Option<PathBuf>| if path.is_some() { "given" } else { "none" }.to_owned();
         settings.extend([
-            ("--checkpoint-dir", if self.checkpoint_dir.is_some() { "given" } else { "none" }.to_owned()),
+            ("--evaluate", is_given(&self.evaluate)),
+            ("--predict", is_given(&self.predict)),
+            ("--log-every", given(self.log_every)),
+            ("--checkpoint-dir", is_given(&self.checkpoint_dir)),
             ("--checkpoint-every", given(self.checkpoint_every)),
             ("--resume", self.resume.to_string()),
-            ("--timeline", if self.timeline.is_some() { "given" } else { "none" }.to_owned()),
+            ("--timeline", is_given(&self.timeline)),
             ("--skip-test", self.skip_test.to_string()),
         ]);
         settings

@@ -82,12 +82,7 @@ impl Checkpoints {
                 self.choose(writer, run, from)?
             }
         };
-        let step = |checkpoint: &Checkpoint| {
-            let step = checkpoint.manifest().step;
-            i64::try_from(step)
-                .map_err(|_| format!("{}: invalid step number {step}", checkpoint.path().display()))
-        };
-        let mut step = [chosen.as_ref().map(step).transpose()?.unwrap_or(-1)];
+        let mut step = [chosen.as_ref().map(step_of).transpose()?.unwrap_or(-1)];
         engine.comm().broadcast_slice(&mut step, 0)?;
         if let Ok(step) = u64::try_from(step[0]) {
             engine.restore(step, chosen.as_ref())?;
@@ -169,6 +164,12 @@ impl Checkpoints {
     pub(super) fn cost(&self) -> (u32, f64) {
         (self.saved, self.waited.as_secs_f64() * 1e3 / f64::from(self.saved.max(1)))
     }
+}
+
+/// The step of a checkpoint, for a broadcast.
+pub(super) fn step_of(checkpoint: &Checkpoint) -> Result<i64, String> {
+    let step = checkpoint.manifest().step;
+    i64::try_from(step).map_err(|_| format!("{}: invalid step number {step}", checkpoint.path().display()))
 }
 
 fn of_an_earlier_run(path: &Path) -> Box<dyn Error> {

@@ -2,14 +2,16 @@
 //!
 //! `run` reads from top to bottom: join the world and load the data, replicate the weights, resume from a checkpoint,
 //! train epochs of steps, report. `Trainer::train_epoch` makes the steps; the other files are what a training program
-//! needs besides: evaluation, checkpoints, reports.
+//! needs besides: checkpoints, reports, and `evaluation`, a run without training.
 
 mod args;
 mod byproducts;
 mod checkpoints;
 mod curves;
 mod engine;
+mod evaluation;
 mod logits;
+mod predictions;
 mod profile;
 mod report;
 mod run;
@@ -17,6 +19,7 @@ mod schedule;
 mod source;
 mod stopwatch;
 mod trainer;
+mod training_log;
 
 use std::error::Error;
 use std::process::ExitCode;
@@ -25,17 +28,17 @@ use std::sync::Arc;
 use args::Args;
 use byproducts::ByProduct;
 use curves::Curves;
-use engine::{Cpu, Engine, Gpu};
+use engine::{Cpu, Engine, Gpu, TrainingConfig};
 use half::bf16;
 use mgpu::Phase;
 use mgpu::replicate::verify_settings;
 use mgpu::timeline::{Name, Timeline};
 use mgpu::{Backend, Communicator, DeviceCommunicator, ReduceOp, World};
 use mgpu_kernels::Precision;
-use report::{EpochReport, Metrics, ProgressDisplay, Summary, TestResult};
-use trainer::{ProgressLine, Trainer};
+use report::{EpochReport, Metrics, ModelSummary, ProgressDisplay, RankMemory, Summary, TestResult};
+use trainer::{Event, Trainer};
 
-use crate::data::Mnist;
+use crate::data::{Mnist, Split};
 use crate::print::{outln, parse_arguments, print};
 
 /// Capacity of a rank's timeline in spans: 3.5 MiB in memory, about 7 MB in the file.
@@ -46,6 +49,9 @@ pub fn main() -> ExitCode {
     let args: Args = parse_arguments();
     mgpu::output_file::block_sigxfsz();
     let refused = crate::exit::refuse("train_mnist", args.precision);
+    if args.evaluate.is_some() {
+        return refused.unwrap_or_else(|| crate::exit::report("train_mnist", evaluation::run(args)));
+    }
     // Declared here so that it outlives the error report: finishing a checkpoint may take longer than a launcher
     // waits.
     let mut trainer = None;
@@ -96,19 +102,12 @@ impl<'a> Session<'a> {
         let is_first = world.rank() == 0;
         let timeline = timeline(args, &world)?;
         record_next(&timeline, args, 0);
-        let (device, mut comm) = match world.backend() {
-            Backend::Cpu => (None, timeline.observe(world.communicator()?)),
-            Backend::Nccl => world.communicators().map(|(device, host)| (Some(device), host))?,
-        };
         let threads = args.threads(world.thread_share());
-        verify_settings(&mut comm, &args.settings(threads))?;
-        if device.is_some() {
-            verify_settings(&mut comm, &args.traced_settings())?;
-        }
+        let (device, mut comm) = communicators(&mut world, args, &timeline, threads)?;
         if let Some(path) = args.logits.as_deref().filter(|_| is_first) {
             logits::check(path)?;
         }
-        let data = source::load(args, &world, &mut comm)?;
+        let data = source::load(args, &[Split::Train, Split::Test], &world, &mut comm)?;
         let (plot, events) = (args.plot.as_deref(), args.tensorboard.as_deref());
         let curves = if is_first { Curves::new(plot, events)? } else { Curves::default() };
         let metrics =
@@ -122,15 +121,7 @@ impl<'a> Session<'a> {
     fn trainer(&self, device: DeviceComm, comm: Comm) -> Result<Trainer, Box<dyn Error>> {
         let Session { args, world, timeline, threads, .. } = self;
         Trainer::new(args, (world.rank(), world.size()), &self.data, timeline, |training_config| {
-            Ok(match (device, args.precision) {
-                (Some(device), _) => {
-                    Box::new(Gpu::new(training_config, args, device, comm, timeline)?) as Box<dyn Engine>
-                }
-                (None, Precision::Bf16) => {
-                    Box::new(Cpu::<bf16>::new(training_config, args, comm, timeline, *threads)?)
-                }
-                (None, _) => Box::new(Cpu::<f32>::new(training_config, args, comm, timeline, *threads)?),
-            })
+            Ok(engine(training_config, args, (device, comm), timeline, *threads)?)
         })
     }
 
@@ -142,7 +133,7 @@ impl<'a> Session<'a> {
         let (args, ranks) = (self.args, self.world.size());
         outln!(
             "{} ({} parameters) on {} of {}, {} images a step; {}",
-            args.net.name,
+            args.net().name,
             trainer.engine().parameters(),
             number_of_ranks(ranks),
             trainer.engine().describe_device(),
@@ -186,15 +177,23 @@ impl<'a> Session<'a> {
     /// Trains the rest of the epoch and reports each step to the launcher and the user.
     fn train_epoch(&mut self, trainer: &mut Trainer) -> Result<EpochReport, Box<dyn Error>> {
         let Session { args, world, timeline, data, curves, progress, .. } = self;
-        let on_step = |line: &ProgressLine| {
-            world.report_step(line.step);
-            record_next(timeline, args, line.step);
-            progress.update(|| line.to_string());
-            if world.rank() == 0 {
-                curves.step(line.step, line.loss);
+        let is_first = world.rank() == 0;
+        trainer.train_epoch(&data.train, |event| match event {
+            Event::Step(line) => {
+                world.report_step(line.step);
+                record_next(timeline, args, line.step);
+                progress.update(|| line.to_string());
+                if is_first {
+                    curves.step(line.step, line.loss);
+                }
             }
-        };
-        trainer.train_epoch(&data.train, on_step, || world.report_phase(Phase::Checkpoint))
+            Event::Log(line) if is_first => {
+                progress.line(&line.to_string());
+                curves.log(line);
+            }
+            Event::Log(_) => {}
+            Event::Saving => world.report_phase(Phase::Checkpoint),
+        })
     }
 
     fn evaluate(&self, trainer: &mut Trainer) -> mgpu::Result<TestResult> {
@@ -222,10 +221,7 @@ impl<'a> Session<'a> {
     ) -> Result<(), Box<dyn Error>> {
         let (args, ranks) = (self.args, self.world.size());
         let checksum = trainer.engine().verify()?;
-        let gpu_mib = trainer.engine().gpu().map(|gpu| gpu.memory_peak() as f64 / f64::from(1 << 20));
-        // The maximum over ranks, for each.
-        let mut memory = [report::peak_resident_mib()?, gpu_mib.unwrap_or(0.0)];
-        trainer.engine().comm().all_reduce_slice(&mut memory, ReduceOp::Max)?;
+        let memory = RankMemory::gather(trainer.engine())?;
         let mut communication = trainer.totals().communication();
         trainer.engine().comm().all_reduce_slice(&mut communication, ReduceOp::Avg)?;
         if self.world.rank() == 0 {
@@ -235,7 +231,9 @@ impl<'a> Session<'a> {
                 print(format_args!("{profile}"));
             }
             if args.json {
-                let mut summary = Summary::new(args, trainer, tested, memory, self.threads, checksum);
+                let (memory, data) = ((memory, self.threads), trainer.data().to_owned());
+                let model = ModelSummary::new(args, trainer.engine(), tested, memory, data, checksum)?;
+                let mut summary = Summary::new(model, trainer);
                 if ranks > 1 && trainer.steps() > begun && trainer.engine().gpu().is_none() {
                     summary.set_communication(communication);
                 }
@@ -244,7 +242,7 @@ impl<'a> Session<'a> {
             }
             // The last output, so that a full disk cannot lose the lines above.
             if let Some(path) = &args.logits {
-                logits::write(path, &args.net.name, trainer.engine(), &self.data.test)?;
+                logits::write(path, &args.net().name, trainer.engine(), &self.data.test)?;
             }
         }
         if let Some(path) = &args.timeline {
@@ -255,6 +253,39 @@ impl<'a> Session<'a> {
         }
         Ok(())
     }
+}
+
+/// The communicators of this rank, after a comparison of all ranks' arguments.
+fn communicators(
+    world: &mut World,
+    args: &Args,
+    timeline: &Timeline,
+    threads: usize,
+) -> Result<(DeviceComm, Comm), Box<dyn Error>> {
+    let (device, mut comm) = match world.backend() {
+        Backend::Cpu => (None, timeline.observe(world.communicator()?)),
+        Backend::Nccl => world.communicators().map(|(device, host)| (Some(device), host))?,
+    };
+    verify_settings(&mut comm, &args.settings(threads))?;
+    if device.is_some() {
+        verify_settings(&mut comm, &args.traced_settings())?;
+    }
+    Ok((device, comm))
+}
+
+/// The model on this rank's device, with the same weights on all ranks. Collective.
+fn engine(
+    config: &TrainingConfig,
+    args: &Args,
+    (device, comm): (DeviceComm, Comm),
+    timeline: &Timeline,
+    threads: usize,
+) -> mgpu::Result<Box<dyn Engine>> {
+    Ok(match (device, args.precision) {
+        (Some(device), _) => Box::new(Gpu::new(config, args, device, comm, timeline)?),
+        (None, Precision::Bf16) => Box::new(Cpu::<bf16>::new(config, args, comm, timeline, threads)?),
+        (None, _) => Box::new(Cpu::<f32>::new(config, args, comm, timeline, threads)?),
+    })
 }
 
 /// The requested timeline, or one that only counts, which costs next to nothing and gives the communication time. On

@@ -11,6 +11,7 @@ use terminal_size::terminal_size_of;
 
 use super::args::Args;
 use super::byproducts::AppendedFile;
+use super::engine::Engine;
 use super::profile::StepProfile;
 use super::trainer::Trainer;
 use crate::nets::LossReport;
@@ -25,6 +26,9 @@ pub(super) struct EpochReport {
     pub(super) step: u64,
     pub(super) train_loss: f64,
     pub(super) train_acc: f64,
+    /// The L2 penalty of the weights at the end, which is not part of `train_loss`; none if the optimizer has none, and
+    /// where a GPU is working on the next epoch already.
+    pub(super) l2_loss: Option<f64>,
     pub(super) train_s: f64,
     pub(super) images_per_s: f64,
     /// Share of training time in collectives, mean over ranks; none with one rank, and on GPUs.
@@ -51,7 +55,8 @@ impl fmt::Display for TestResult {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "test {:.2}% loss {:.4}", self.score.accuracy() * 100.0, self.score.loss())?;
         if let Some(average) = self.average {
-            write!(f, " (averaged weights {:.2}%)", average.accuracy() * 100.0)?;
+            let (percent, loss) = (average.accuracy() * 100.0, average.loss());
+            write!(f, " (averaged weights {percent:.2}% loss {loss:.4})")?;
         }
         write!(f, " in {:.1} s", self.seconds)
     }
@@ -67,8 +72,9 @@ impl EpochReport {
 
     /// The line printed for an epoch.
     pub(super) fn line(&self, epochs: u64, tested: Option<&TestResult>) -> String {
+        let l2 = self.l2_loss.map_or(String::new(), |l2| format!(" + {l2:.4} (L2)"));
         let train = format!(
-            "epoch {}/{epochs}: train {:.2}% loss {:.4} in {:.1} s ({:.0} images/s)",
+            "epoch {}/{epochs}: train {:.2}% loss {:.4}{l2} in {:.1} s ({:.0} images/s)",
             self.epoch,
             self.train_acc * 100.0,
             self.train_loss,
@@ -82,89 +88,114 @@ impl EpochReport {
     }
 }
 
-/// The last line of standard output with `--json`.
+/// What a training and an evaluation have in common in the last line of standard output with `--json`.
+#[derive(Debug, Serialize)]
+pub(super) struct ModelSummary {
+    #[serde(rename = "impl")]
+    implementation: &'static str,
+    net: String,
+    ranks: u32,
+    /// Batch size of each rank, in images.
+    batch: usize,
+    device: &'static str,
+    dtype: &'static str,
+    steps: u64,
+    test_acc: Option<f64>,
+    test_loss: Option<f64>,
+    /// With the moving average of the weights, if there is one.
+    test_acc_average: Option<f64>,
+    test_loss_average: Option<f64>,
+    /// The L2 penalty of the weights, if the optimizer has one; no loss includes it.
+    pub(super) l2_loss: Option<f64>,
+    /// Name of rank 0's GPU.
+    gpu: Option<String>,
+    #[serde(flatten)]
+    memory: RankMemory,
+    threads: usize,
+    seed: u64,
+    data: String,
+    /// XXH3 checksum of the weights, equal on all ranks.
+    weights: String,
+}
+
+impl ModelSummary {
+    /// `data` is the data source in words, `checksum` that of the weights.
+    pub(super) fn new(
+        args: &Args,
+        engine: &mut dyn Engine,
+        tested: Option<TestResult>,
+        (memory, threads): (RankMemory, usize),
+        data: String,
+        checksum: u64,
+    ) -> mgpu::Result<Self> {
+        let average = tested.and_then(|tested| tested.average);
+        Ok(ModelSummary {
+            implementation: "mgpu",
+            net: args.net().name,
+            ranks: engine.comm().size(),
+            batch: args.batch(),
+            device: if engine.gpu().is_some() { "cuda" } else { "cpu" },
+            dtype: args.precision.name(),
+            steps: engine.steps(),
+            test_acc: tested.map(|tested| tested.score.accuracy()),
+            test_loss: tested.map(|tested| tested.score.loss()),
+            test_acc_average: average.map(|average| average.accuracy()),
+            test_loss_average: average.map(|average| average.loss()),
+            l2_loss: engine.l2_loss()?,
+            gpu: engine.gpu().map(|gpu| gpu.name().to_owned()),
+            memory,
+            threads,
+            seed: args.seed(),
+            data,
+            weights: format!("{checksum:016x}"),
+        })
+    }
+}
+
+/// The last line of standard output of a training with `--json`.
 #[derive(Debug, Serialize)]
 pub(super) struct Summary {
-    #[serde(rename = "impl")]
-    pub(super) implementation: &'static str,
-    pub(super) net: String,
-    pub(super) ranks: u32,
-    /// Batch size of each rank, in images.
-    pub(super) batch: usize,
-    pub(super) device: &'static str,
-    pub(super) dtype: &'static str,
-    pub(super) epochs: u64,
-    pub(super) steps: u64,
-    pub(super) images_per_s: f64,
-    pub(super) ms_per_step: f64,
+    #[serde(flatten)]
+    model: ModelSummary,
+    epochs: u64,
+    images_per_s: f64,
+    ms_per_step: f64,
     /// Shares of the measured time in collectives, and waiting for peers in collectives, mean over ranks; none with
     /// one rank, and on GPUs.
-    pub(super) communication: Option<f64>,
-    pub(super) waiting: Option<f64>,
-    pub(super) train_s: f64,
-    pub(super) test_s: f64,
-    pub(super) test_acc: Option<f64>,
-    pub(super) test_loss: Option<f64>,
-    pub(super) test_acc_average: Option<f64>,
-    /// Peak GPU memory of the rank with the most, as far as this program allocated it; none on the CPU.
-    pub(super) max_gpu_mib: Option<u64>,
-    /// Name of rank 0's GPU.
-    pub(super) gpu: Option<String>,
-    /// Peak resident memory of the rank with the most.
-    pub(super) rss_mib: f64,
-    pub(super) threads: usize,
-    pub(super) seed: u64,
-    pub(super) data: String,
+    communication: Option<f64>,
+    waiting: Option<f64>,
+    train_s: f64,
+    test_s: f64,
+    /// Of each epoch that this run has trained.
+    epochs_train_s: Vec<f64>,
+    epochs_test_s: Vec<f64>,
     /// Number of checkpoints, and the milliseconds that training was blocked by each.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) checkpoints: Option<u32>,
+    checkpoints: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) ms_per_checkpoint: Option<f64>,
-    /// XXH3 checksum of the weights, equal on all ranks.
-    pub(super) weights: String,
+    ms_per_checkpoint: Option<f64>,
     /// With `--profile`.
     #[serde(flatten)]
     pub(super) profile: Option<StepProfile>,
 }
 
 impl Summary {
-    /// `memory` is the peak resident memory and the peak GPU memory in MiB, each the maximum over ranks.
-    pub(super) fn new(
-        args: &Args,
-        trainer: &mut Trainer,
-        tested: Option<TestResult>,
-        [rss_mib, gpu_mib]: [f64; 2],
-        threads: usize,
-        checksum: u64,
-    ) -> Self {
-        let (totals, cost) = (trainer.totals(), trainer.checkpoint_cost());
+    pub(super) fn new(model: ModelSummary, trainer: &Trainer) -> Self {
+        let (totals, times, cost) = (trainer.totals(), trainer.epoch_times(), trainer.checkpoint_cost());
+        let each = |seconds: &[f64]| seconds.iter().copied().map(round).collect();
         Summary {
-            implementation: "mgpu",
-            net: args.net.name.clone(),
-            ranks: trainer.engine().comm().size(),
-            batch: args.batch(),
-            device: if trainer.engine().gpu().is_some() { "cuda" } else { "cpu" },
-            dtype: args.precision.name(),
+            model,
             epochs: trainer.epoch(),
-            steps: trainer.steps(),
             images_per_s: round(totals.images_per_s()),
             ms_per_step: round(totals.ms_per_step()),
             communication: None,
             waiting: None,
             train_s: round(totals.train_s),
             test_s: round(totals.test_s),
-            test_acc: tested.map(|tested| tested.score.accuracy()),
-            test_loss: tested.map(|tested| tested.score.loss()),
-            test_acc_average: tested.and_then(|tested| Some(tested.average?.accuracy())),
-            max_gpu_mib: trainer.engine().gpu().map(|_| gpu_mib.ceil() as u64),
-            gpu: trainer.engine().gpu().map(|gpu| gpu.name().to_owned()),
-            rss_mib: round(rss_mib),
-            threads,
-            seed: args.seed,
-            data: trainer.data().to_owned(),
+            epochs_train_s: each(&times.train_s),
+            epochs_test_s: each(&times.test_s),
             checkpoints: cost.map(|(saved, _)| saved),
             ms_per_checkpoint: cost.map(|(_, ms)| round(ms)),
-            weights: format!("{checksum:016x}"),
             profile: None,
         }
     }
@@ -175,7 +206,35 @@ impl Summary {
     }
 }
 
-fn round(value: f64) -> f64 {
+/// Peak memory of all ranks in MiB.
+#[derive(Debug, Serialize)]
+pub(super) struct RankMemory {
+    /// Resident memory of the rank with the most, and of each.
+    rss_mib: f64,
+    rank_rss_mib: Vec<f64>,
+    /// GPU memory as far as this program allocated it, of the rank with the most, and of each; none on the CPU.
+    max_gpu_mib: Option<u64>,
+    rank_gpu_mib: Option<Vec<u64>>,
+}
+
+impl RankMemory {
+    /// Gathers the memory of all ranks. Collective.
+    pub(super) fn gather(engine: &mut dyn Engine) -> Result<Self, Box<dyn Error>> {
+        let gpu_mib = engine.gpu().map(|gpu| gpu.memory_peak() as f64 / f64::from(1 << 20));
+        let all = engine.comm().all_gather_slice(&[peak_resident_mib()?, gpu_mib.unwrap_or(0.0)])?;
+        let rank_rss_mib: Vec<f64> = all.chunks(2).map(|rank| round(rank[0])).collect();
+        let rank_gpu_mib =
+            gpu_mib.map(|_| all.chunks(2).map(|rank| rank[1].ceil() as u64).collect::<Vec<_>>());
+        Ok(RankMemory {
+            rss_mib: rank_rss_mib.iter().copied().fold(0.0, f64::max),
+            max_gpu_mib: rank_gpu_mib.as_ref().and_then(|ranks| ranks.iter().copied().max()),
+            rank_rss_mib,
+            rank_gpu_mib,
+        })
+    }
+}
+
+pub(super) fn round(value: f64) -> f64 {
     (value * 1e3).round() / 1e3
 }
 
@@ -191,7 +250,7 @@ pub(super) fn check_finite(what: &str, epoch: u64, loss: f64) -> Result<(), Stri
 }
 
 /// Peak resident memory of this process, in MiB (VmHWM of `/proc/self/status`).
-pub(super) fn peak_resident_mib() -> Result<f64, Box<dyn Error>> {
+fn peak_resident_mib() -> Result<f64, Box<dyn Error>> {
     let status = std::fs::read_to_string("/proc/self/status")?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap_or_default();
     let kib: f64 = line.split_whitespace().next().unwrap_or_default().parse().unwrap_or(0.0);

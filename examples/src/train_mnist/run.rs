@@ -54,6 +54,9 @@ struct Update {
     clip_norm: Option<f64>,
     /// Communication dtype of gradients.
     gradients: String,
+    /// How many times the mean the gradients were, and so the optimizer's state, if they were summed.
+    #[serde(default)]
+    gradient_scale: Option<usize>,
     /// Bucket size in bytes, if chosen.
     bucket: Option<usize>,
     /// Which optimizer state was sharded, if chosen.
@@ -69,8 +72,8 @@ struct Update {
 impl Run {
     pub(super) fn new(args: &Args, ranks: u32, length: u64) -> Self {
         Run {
-            net: args.net.name.clone(),
-            seed: args.seed,
+            net: args.net().name,
+            seed: args.seed(),
             batch: args.batch(),
             ranks,
             lr: args.lr(),
@@ -93,14 +96,20 @@ impl Run {
                 schedule: args.schedule.to_string(),
                 warm_up: args.warm_up,
                 clip_norm: args.parallel.clip_norm(),
+                gradient_scale: args.parallel.gradient_scale(self.ranks),
                 gradients: if args.parallel.compresses() { "bf16" } else { "f32" }.to_owned(),
                 bucket: args.parallel.bucket_bytes(),
                 sharding: args.parallel.sharding().map(str::to_owned),
                 micro_batches: args.parallel.describe_micro_batches(),
                 world_size_invariant: args.parallel.is_world_size_invariant(),
-                batch_norm: args.net.layers.iter().any(|layer| matches!(layer, Layer::BatchNorm)),
+                batch_norm: args.net().layers.iter().any(|layer| matches!(layer, Layer::BatchNorm)),
             },
         });
+    }
+
+    /// The precision of the training, if it is known.
+    pub(super) fn precision(&self) -> Option<&str> {
+        self.details.as_ref().map(|details| &details.precision[..])
     }
 
     /// Whether a checkpoint was saved by the same launch, before or after a restart.
@@ -142,6 +151,7 @@ impl Run {
         compare("--warm-up", before.warm_up.to_string(), now.warm_up.to_string());
         compare("--clip-norm", clipped(&before), clipped(&now));
         compare("--gradients", before.gradients.clone(), now.gradients.clone());
+        compare("--reduction", before.reduction(), now.reduction());
         if now.batch_norm {
             // The statistics would differ, and running statistics would be updated another number of times per step.
             compare(
@@ -201,6 +211,7 @@ impl Run {
             warm_up: 0,
             clip_norm: None,
             gradients: "f32".to_owned(),
+            gradient_scale: None,
             bucket: None,
             sharding: None,
             micro_batches: "1 of each rank".to_owned(),
@@ -212,6 +223,13 @@ impl Run {
 
     fn batches(&self) -> String {
         format!("{} images a step, {} on each of {}", self.global_batch(), self.batch, self.ranks)
+    }
+}
+
+impl Update {
+    fn reduction(&self) -> String {
+        self.gradient_scale
+            .map_or("mean".to_owned(), |scale| format!("sum of {scale} micro-batches on all ranks"))
     }
 }
 

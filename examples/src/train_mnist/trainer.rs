@@ -16,6 +16,7 @@ use super::engine::{Engine, Stretch, TrainingConfig, over_ranks};
 use super::report::{EpochReport, TestResult};
 use super::run::Run;
 use super::stopwatch::{Stopwatch, TimeSpent};
+use super::training_log::{LogLine, TrainingLog};
 use crate::data::{Dataset, Mnist};
 
 /// Steps that throughput leaves out: first accesses to memory, caches, clock frequencies.
@@ -45,6 +46,21 @@ impl Totals {
     pub(super) fn communication(&self) -> [f64; 2] {
         self.measured.communication()
     }
+}
+
+/// What happens during an epoch.
+pub(super) enum Event<'a> {
+    Step(&'a ProgressLine),
+    Log(&'a LogLine),
+    /// A checkpoint follows.
+    Saving,
+}
+
+/// Seconds of each epoch.
+#[derive(Debug, Clone, Default)]
+pub(super) struct EpochTimes {
+    pub(super) train_s: Vec<f64>,
+    pub(super) test_s: Vec<f64>,
 }
 
 /// The content of the progress line.
@@ -95,6 +111,7 @@ pub(super) struct Trainer {
     /// The data source, in words.
     data: String,
     checkpoints: Option<Checkpoints>,
+    log: Option<TrainingLog>,
     /// Steps of the whole training.
     length: u64,
     /// Epochs follow each other without an evaluation or a checkpoint.
@@ -104,6 +121,7 @@ pub(super) struct Trainer {
     /// The ranks have compared how far they will train.
     agreed: bool,
     totals: Totals,
+    epoch_times: EpochTimes,
 }
 
 impl Trainer {
@@ -117,14 +135,14 @@ impl Trainer {
     ) -> Result<Self, Box<dyn Error>> {
         let batch = args.batch();
         let samples = data.train.len();
-        let sampler = Sampler::new(SamplerConfig { samples, batch, rank, ranks, seed: args.seed })?;
+        let sampler = Sampler::new(SamplerConfig { samples, batch, rank, ranks, seed: args.seed() })?;
         let length = match args.length() {
             Length::Epochs(epochs) => epochs.saturating_mul(sampler.steps_per_epoch() as u64),
             Length::Steps(steps) => steps,
         };
         let run = Run::new(args, ranks, length);
         let training_config = TrainingConfig {
-            seed: args.seed,
+            seed: args.seed(),
             batch,
             micro_batches: args.parallel.micro_batches(batch, ranks)?,
             first_sample: batch as u64 * u64::from(rank),
@@ -141,11 +159,13 @@ impl Trainer {
             run,
             data,
             checkpoints: None,
+            log: args.log_every.map(TrainingLog::new),
             length,
             runs_on: args.skip_test && args.checkpoint_dir.is_none(),
             running_since: None,
             agreed: false,
             totals: Totals::default(),
+            epoch_times: EpochTimes::default(),
         })
     }
 
@@ -194,6 +214,10 @@ impl Trainer {
         self.totals
     }
 
+    pub(super) fn epoch_times(&self) -> &EpochTimes {
+        &self.epoch_times
+    }
+
     /// The data source, in words.
     pub(super) fn data(&self) -> &str {
         &self.data
@@ -204,12 +228,11 @@ impl Trainer {
         self.steps().div_ceil(self.steps_per_epoch())
     }
 
-    /// Trains to the end of the epoch, or of the training if that comes first. Calls `before_save` before each checkpoint.
+    /// Trains to the end of the epoch, or of the training if that comes first. Tells `observer` what happens.
     pub(super) fn train_epoch(
         &mut self,
         data: &Dataset,
-        mut on_step: impl FnMut(&ProgressLine),
-        mut before_save: impl FnMut(),
+        mut observer: impl FnMut(Event<'_>),
     ) -> Result<EpochReport, Box<dyn Error>> {
         let per_epoch = self.steps_per_epoch();
         let epoch = self.steps() / per_epoch;
@@ -231,31 +254,39 @@ impl Trainer {
         let communicates = self.run.ranks > 1 && self.engine.gpu().is_none();
         let share = |spent: TimeSpent| communicates.then(|| spent.communication()[0]);
         let mut measured_from = (begin >= WARM_UP).then(|| (watch.spent(), begin));
-        let mut note = |step: u64, loss: f64| {
-            let spent = watch.spent();
-            if step >= WARM_UP && measured_from.is_none() {
-                measured_from = Some((spent, step));
-            }
-            let pace = spent.seconds / (step - begin) as f64;
-            let (epoch, images_per_s, communication) = (epoch + 1, global_batch as f64 / pace, share(spent));
-            on_step(&ProgressLine {
-                epoch,
-                step,
-                steps: last,
-                length,
-                loss,
-                images_per_s,
-                pace,
-                communication,
-            });
-        };
         while self.engine.steps() < last {
-            let next = self.checkpoints.as_ref().and_then(|saved| saved.next(self.engine.steps()));
-            let until = next.map_or(last, |next| next.min(last));
-            let stretch = Stretch { until, stop: if self.runs_on { length } else { until } };
+            let mut note = |step: u64, loss: f64| {
+                let spent = watch.spent();
+                if step >= WARM_UP && measured_from.is_none() {
+                    measured_from = Some((spent, step));
+                }
+                let pace = spent.seconds / (step - begin) as f64;
+                let (epoch, images_per_s, communication) =
+                    (epoch + 1, global_batch as f64 / pace, share(spent));
+                observer(Event::Step(&ProgressLine {
+                    epoch,
+                    step,
+                    steps: last,
+                    length,
+                    loss,
+                    images_per_s,
+                    pace,
+                    communication,
+                }));
+            };
+            let step = self.engine.steps();
+            let save_at =
+                self.checkpoints.as_ref().and_then(|saved| saved.next(step)).filter(|at| *at < last);
+            let log_at = self.log.as_ref().map_or(u64::MAX, |log| log.next(step));
+            let until = save_at.unwrap_or(last).min(log_at);
+            let stretch = Stretch { until, stop: if self.runs_on { length.min(log_at) } else { until } };
             self.engine.train(data, &mut self.sampler, stretch, &mut note)?;
-            if until < last {
-                before_save();
+            if let Some(log) = self.log.as_mut().filter(|log| log.is_due(until)) {
+                let score = self.engine.score_so_far()?;
+                observer(Event::Log(&log.line((until, length), score, watch.spent().seconds)));
+            }
+            if save_at == Some(until) {
+                observer(Event::Saving);
                 // Checkpoints are timed separately.
                 watch.leave_out(|| self.save())?;
             }
@@ -263,6 +294,7 @@ impl Trainer {
         let spent = watch.spent();
         self.running_since = (self.runs_on && self.engine.gpu().is_some()).then(Instant::now);
         self.totals.train_s += spent.seconds;
+        self.epoch_times.train_s.push(spent.seconds);
         if let Some((from, step)) = measured_from.filter(|(_, step)| *step < last) {
             self.totals.measured += spent - from;
             self.totals.measured_steps += last - step;
@@ -270,12 +302,19 @@ impl Trainer {
         }
         let (train_s, communication) = (spent.seconds, share(spent));
         let score = self.engine.take_score()?;
+        if let Some(log) = &mut self.log {
+            log.end_epoch(score, train_s);
+        }
+        // A GPU may be working on the next epoch, and have changed the weights.
+        let is_ahead = self.running_since.is_some() && last < length;
+        let l2_loss = if is_ahead { None } else { self.engine.l2_loss()? };
         let communication = communication.map(|share| mean(share, self.engine.comm())).transpose()?;
         Ok(EpochReport {
             epoch: epoch + 1,
             step: last,
             train_loss: score.loss(),
             train_acc: score.accuracy(),
+            l2_loss,
             train_s,
             images_per_s: ((last - begin) * global_batch) as f64 / train_s,
             communication,
@@ -287,17 +326,12 @@ impl Trainer {
         })
     }
 
-    /// Evaluates on the test set, each image once, on one of the ranks.
+    /// Evaluates on the test set.
     pub(super) fn evaluate(&mut self, data: &Dataset) -> mgpu::Result<TestResult> {
-        let start = Instant::now();
-        let (rank, ranks) = (self.engine.comm().rank(), self.run.ranks);
-        let shard: Vec<u32> = evaluation_shard(data.len(), rank, ranks)?.map(|i| i as u32).collect();
-        let (score, average) = self.engine.evaluate(data, &shard)?;
-        let score = over_ranks(score, self.engine.comm())?;
-        let average = average.map(|average| over_ranks(average, self.engine.comm())).transpose()?;
-        let seconds = start.elapsed().as_secs_f64();
-        self.totals.test_s += seconds;
-        Ok(TestResult { score, average, seconds })
+        let tested = evaluate(&mut *self.engine, data)?;
+        self.totals.test_s += tested.seconds;
+        self.epoch_times.test_s.push(tested.seconds);
+        Ok(tested)
     }
 
     /// Starts writing a checkpoint, if requested. Collective.
@@ -319,6 +353,17 @@ impl Trainer {
     pub(super) fn checkpoint_cost(&self) -> Option<(u32, f64)> {
         self.checkpoints.as_ref().map(Checkpoints::cost)
     }
+}
+
+/// Evaluates on `data`, each image once, on one of the ranks. Collective.
+pub(super) fn evaluate(engine: &mut dyn Engine, data: &Dataset) -> mgpu::Result<TestResult> {
+    let start = Instant::now();
+    let (rank, ranks) = (engine.comm().rank(), engine.comm().size());
+    let shard: Vec<u32> = evaluation_shard(data.len(), rank, ranks)?.map(|i| i as u32).collect();
+    let (score, average) = engine.evaluate(data, &shard)?;
+    let score = over_ranks(score, engine.comm())?;
+    let average = average.map(|average| over_ranks(average, engine.comm())).transpose()?;
+    Ok(TestResult { score, average, seconds: start.elapsed().as_secs_f64() })
 }
 
 /// The mean over all ranks.

@@ -203,6 +203,42 @@ impl Optimizer {
             Self::Sgd(o) => o.weight_decay,
         }
     }
+
+    /// The L2 penalty λ whose gradient `λ·p` is added to that of the loss; 0 for AdamW, whose weight decay is not the
+    /// gradient of a penalty.
+    pub fn l2(&self) -> f64 {
+        if matches!(self, Self::AdamW(_)) { 0.0 } else { self.weight_decay() }
+    }
+
+    /// The optimizer that makes of gradients `scale` times as large the updates that this one makes of the gradients
+    /// themselves, such as of a sum over `scale` ranks in place of the mean. The state is scaled with the gradients.
+    ///
+    /// | optimizer | learning rate | ε | λ |
+    /// |---|---|---|---|
+    /// | [`Sgd`] | divided by `scale` | | multiplied |
+    /// | [`Adam`], [`RmsProp`] | unchanged: a quotient of gradients has no scale | multiplied | multiplied |
+    /// | [`AdamW`] | unchanged | multiplied | unchanged: its decay does not pass through the gradient |
+    ///
+    /// RMSprop's momentum holds such quotients, so it has no scale either. If `scale` is a power of two, every
+    /// operation is exact, and the updates have the same bits (unless numbers are so small that they lose digits).
+    ///
+    /// ```
+    /// use mgpu_kernels::optimizer::{Adam, Optimizer, Sgd};
+    /// let sgd = Optimizer::Sgd(Sgd { lr: 0.1, weight_decay: 0.5, ..Sgd::default() });
+    /// assert_eq!((sgd.with_gradient_scale(2.0).lr(), sgd.with_gradient_scale(2.0).weight_decay()), (0.05, 1.0));
+    /// let adam = Optimizer::Adam(Adam { eps: 1e-8, ..Adam::default() });
+    /// assert_eq!(adam.with_gradient_scale(2.0), Optimizer::Adam(Adam { eps: 2e-8, ..Adam::default() }));
+    /// ```
+    #[must_use]
+    pub fn with_gradient_scale(mut self, scale: f64) -> Self {
+        match &mut self {
+            Self::Adam(o) => (o.eps, o.weight_decay) = (o.eps * scale, o.weight_decay * scale),
+            Self::AdamW(o) => o.eps *= scale,
+            Self::RmsProp(o) => (o.eps, o.weight_decay) = (o.eps * scale, o.weight_decay * scale),
+            Self::Sgd(o) => (o.lr, o.weight_decay) = (o.lr / scale, o.weight_decay * scale),
+        }
+        self
+    }
 }
 
 #[cfg(test)]
@@ -308,6 +344,41 @@ mod tests {
                 *b = if t == 1 { g } else { momentum * *b + (1.0 - dampening) * g };
                 *p -= 0.05 * if nesterov { g + momentum * *b } else { *b };
             });
+        }
+    }
+
+    /// The parameters after five steps with gradients `scale` times as large, by the optimizer for them.
+    fn trained(optimizer: Optimizer, scale: f32) -> Vec<f32> {
+        let optimizer = optimizer.with_gradient_scale(f64::from(scale));
+        let mut params = random(LEN, 1);
+        let mut states: Vec<Vec<f32>> = vec![vec![0.0; LEN]; optimizer.states()];
+        for t in 1..=5 {
+            let gradients: Vec<f32> = random(LEN, 10 + t).iter().map(|gradient| scale * gradient).collect();
+            let mut states = states.iter_mut().map(|state| &mut state[..]);
+            let state =
+                State { first: states.next().unwrap_or_default(), second: states.next().unwrap_or_default() };
+            cpu::update(&Threads::new(1), &optimizer, Factors::ONE, t, &mut params, &gradients, state);
+        }
+        params
+    }
+
+    #[test]
+    fn updates_do_not_depend_on_the_scale_of_gradients_with_the_optimizer_for_it() {
+        let (lr, weight_decay) = (0.01, 0.1);
+        // A large ε, so that it matters.
+        let eps = 0.1;
+        for optimizer in [
+            Optimizer::Adam(Adam { lr, weight_decay, eps, ..Adam::default() }),
+            Optimizer::AdamW(AdamW { lr, weight_decay, eps, ..AdamW::default() }),
+            Optimizer::RmsProp(RmsProp { lr, weight_decay, eps, ..RmsProp::default() }),
+            Optimizer::RmsProp(RmsProp { lr, weight_decay, eps, momentum: 0.8, ..RmsProp::default() }),
+            Optimizer::Sgd(Sgd { lr, weight_decay, ..Sgd::default() }),
+            Optimizer::Sgd(Sgd { lr, weight_decay, momentum: 0.9, nesterov: true, ..Sgd::default() }),
+        ] {
+            let expected = trained(optimizer, 1.0);
+            assert_eq!(trained(optimizer, 4.0), expected, "{optimizer:?}");
+            let expected: Vec<f64> = expected.into_iter().map(f64::from).collect();
+            assert_close(&trained(optimizer, 3.0), &expected, 2e-6);
         }
     }
 

@@ -1,7 +1,8 @@
 //! Training curves: collected during training and written where the user asked for them.
 //!
-//! A point is the loss of a step on rank 0 (of its own batch), or the results of an epoch on all ranks. `plot`
-//! redraws everything after each epoch; `events` appends to a file that TensorBoard follows.
+//! A point is the loss of a step on rank 0 (of its own batch), or the results of all ranks in an epoch or, with
+//! `--log-every`, in some steps. `plot` redraws everything after each epoch; `events` appends to a file that
+//! TensorBoard follows.
 
 mod events;
 mod plot;
@@ -13,6 +14,7 @@ use mgpu::output_file;
 
 use super::byproducts::{ByProduct, cannot_write};
 use super::report::EpochReport;
+use super::training_log::LogLine;
 
 const PLOT: &str = "--plot";
 
@@ -70,6 +72,18 @@ impl Curves {
         }
     }
 
+    /// Adds the results of some steps, on all ranks.
+    pub(super) fn log(&mut self, line: &LogLine) {
+        if let Some(events) = &mut self.events {
+            let values = [
+                ("log/loss", line.loss),
+                ("log/accuracy", line.accuracy),
+                ("log/images_per_s", line.images_per_s),
+            ];
+            events.update(|events| events.append(line.step, &values));
+        }
+    }
+
     /// Adds the results of an epoch.
     pub(super) fn epoch(&mut self, report: &EpochReport) {
         if let Some(plot) = &mut self.plot {
@@ -88,6 +102,7 @@ impl Curves {
             let train = [
                 ("train/loss", Some(report.train_loss)),
                 ("train/accuracy", Some(report.train_acc)),
+                ("train/l2_loss", report.l2_loss),
                 ("train/images_per_s", Some(report.images_per_s)),
                 ("train/communication", report.communication),
                 ("test/loss", report.test_loss),

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use mgpu::checkpoint::{Checkpoint, Snapshot};
+use mgpu::optimizer::OptimizerConfig;
 use mgpu::replicate::replicate;
 use mgpu::timeline::{Name, Timeline};
 use mgpu::{Communicator, DataParallel, MicroBatch, Sampler};
@@ -23,6 +24,8 @@ pub(in super::super) struct Cpu<E> {
     /// The timeline that observes the communicator.
     timeline: Timeline,
     training_config: TrainingConfig,
+    /// As for gradients that are averaged.
+    optimizer: OptimizerConfig,
     threads: usize,
     images: Vec<f32>,
     labels: Vec<u8>,
@@ -55,16 +58,15 @@ impl<E: Storage> Cpu<E> {
         threads: usize,
     ) -> mgpu::Result<Self> {
         let micro_batch = training_config.batch / training_config.micro_batches;
-        let mut net = Net::with_conv_policy(&args.net, micro_batch, threads, args.conv);
+        let spec = args.net();
+        let mut net = Net::with_conv_policy(&spec, micro_batch, threads, args.conv);
         if args.timeline.is_some() {
             net.record_on(timeline);
         }
         let (layout, parameters) = (net.layout().clone(), net.initial_parameters(training_config.seed));
-        let config = args.parallel.config(
-            training_config.optimizer(&args.net),
-            threads,
-            training_config.micro_batches,
-        );
+        let optimizer = training_config.optimizer(&spec);
+        let micro_batches = training_config.micro_batches;
+        let config = args.parallel.config(optimizer, threads, (comm.size(), micro_batches));
         let model = DataParallel::with_config(comm, layout, parameters, config)?;
         let model = model.with_buffers(net.initial_buffers())?;
         Ok(Cpu {
@@ -72,6 +74,7 @@ impl<E: Storage> Cpu<E> {
             net,
             timeline: timeline.clone(),
             training_config: *training_config,
+            optimizer,
             threads,
             images: vec![0.0; micro_batch * IMAGE_LEN],
             labels: vec![0; micro_batch],
@@ -144,8 +147,16 @@ impl<E: Storage> Engine for Cpu<E> {
         Ok(())
     }
 
+    fn score_so_far(&mut self) -> mgpu::Result<LossReport> {
+        over_ranks(self.score, self.model.comm())
+    }
+
     fn take_score(&mut self) -> mgpu::Result<LossReport> {
         over_ranks(std::mem::take(&mut self.score), self.model.comm())
+    }
+
+    fn l2_loss(&mut self) -> mgpu::Result<Option<f64>> {
+        Ok(self.optimizer.l2_penalty(self.net.layout(), self.model.parameters()))
     }
 
     fn evaluate(&mut self, data: &Dataset, shard: &[u32]) -> mgpu::Result<(LossReport, Option<LossReport>)> {

@@ -82,12 +82,26 @@ pub(super) trait Engine {
         observer: &mut StepObserver<'_>,
     ) -> mgpu::Result<()>;
 
-    /// The losses of all ranks in this epoch, since the engine was created or restored. To be called once, when the
-    /// last step of an epoch or of the training is done. Collective.
+    /// The losses of all ranks in this epoch so far, since the engine was created or restored. To be called where a
+    /// stretch has stopped. Collective.
+    ///
+    /// # Errors
+    /// Errors of the communicator.
+    fn score_so_far(&mut self) -> mgpu::Result<LossReport>;
+
+    /// As [`score_so_far`](Self::score_so_far), and ends the epoch. To be called once, when the last step of an epoch or
+    /// of the training is done. Collective.
     ///
     /// # Errors
     /// Errors of the communicator.
     fn take_score(&mut self) -> mgpu::Result<LossReport>;
+
+    /// The L2 penalty of the weights after the steps so far, if the optimizer has one. To be called where a stretch has
+    /// stopped.
+    ///
+    /// # Errors
+    /// Errors of the GPU.
+    fn l2_loss(&mut self) -> mgpu::Result<Option<f64>>;
 
     /// Evaluates the samples `shard`, and again with the moving average of the weights if there is one. Collective.
     ///

@@ -15,6 +15,7 @@ use std::sync::Arc;
 use launches::{LaunchMark, TotalScore};
 use mgpu::checkpoint::{Checkpoint, Snapshot};
 use mgpu::device::{DeviceConfig, DeviceDataParallel, StepGraph};
+use mgpu::optimizer::OptimizerConfig;
 use mgpu::replicate::{checksum, replicate, verify_equal};
 use mgpu::timeline::Timeline;
 use mgpu::{Communicator, DeviceCommunicator, Layout, Sampler};
@@ -46,6 +47,8 @@ pub(in super::super) struct Gpu {
     model: DeviceDataParallel,
     net: DeviceNet,
     training_config: TrainingConfig,
+    /// As for gradients that are averaged.
+    optimizer: OptimizerConfig,
     options: Options,
     train: Option<TrainingSet>,
     test: Option<DeviceData>,
@@ -75,11 +78,12 @@ impl Gpu {
     ) -> mgpu::Result<Self> {
         let (set_up, options) = (Stream::new(device.device())?, args.gpu());
         let micro_batch = training_config.batch / training_config.micro_batches;
-        let mut net = DeviceNet::new(&args.net, micro_batch, options.precision, options.choice, &set_up)?;
+        let spec = args.net();
+        let mut net = DeviceNet::new(&spec, micro_batch, options.precision, options.choice, &set_up)?;
         let traces = Traces::new(args, timeline, &mut net)?;
         let parameters = net.to_device(&net.initial_parameters(training_config.seed));
-        let parallel =
-            args.parallel.config(training_config.optimizer(&args.net), 1, training_config.micro_batches);
+        let optimizer = training_config.optimizer(&spec);
+        let parallel = args.parallel.config(optimizer, 1, (device.size(), training_config.micro_batches));
         let config = DeviceConfig::new(parallel)
             .with_steps_per_epoch(training_config.steps_per_epoch * orders::EPOCHS)
             .with_bf16_copy(options.precision == Precision::Bf16);
@@ -95,6 +99,7 @@ impl Gpu {
             model,
             net,
             training_config: *training_config,
+            optimizer,
             options,
             train: None,
             test: None,
@@ -162,8 +167,20 @@ impl Engine for Gpu {
         Ok(())
     }
 
+    fn score_so_far(&mut self) -> mgpu::Result<LossReport> {
+        Ok(self.epoch_score)
+    }
+
     fn take_score(&mut self) -> mgpu::Result<LossReport> {
         Ok(std::mem::take(&mut self.epoch_score))
+    }
+
+    fn l2_loss(&mut self) -> mgpu::Result<Option<f64>> {
+        if self.optimizer.rule.l2() == 0.0 {
+            return Ok(None);
+        }
+        let parameters = self.model.parameters()?;
+        Ok(self.optimizer.l2_penalty(self.model.layout(), &parameters))
     }
 
     fn evaluate(&mut self, data: &Dataset, shard: &[u32]) -> mgpu::Result<(LossReport, Option<LossReport>)> {
