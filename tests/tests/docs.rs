@@ -12,6 +12,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
+use mgpu_tests::example_programs;
 use mgpu_tests::process::{command, run};
 
 const USAGE_ERROR: Option<i32> = Some(2);
@@ -171,23 +172,12 @@ struct Programs {
 impl Programs {
     fn link() -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let programs = [
-            ("mgpurun", env!("CARGO_BIN_EXE_t-mgpurun")),
-            ("all_reduce", env!("CARGO_BIN_EXE_t-all_reduce")),
-            ("allreduce_perf", env!("CARGO_BIN_EXE_t-allreduce_perf")),
-            ("collective_perf", env!("CARGO_BIN_EXE_t-collective_perf")),
-            ("embed", env!("CARGO_BIN_EXE_t-embed")),
-            ("golden_check", env!("CARGO_BIN_EXE_t-golden_check")),
-            ("gpu_check", env!("CARGO_BIN_EXE_t-gpu_check")),
-            ("hello_ring", env!("CARGO_BIN_EXE_t-hello_ring")),
-            ("own_optimizer", env!("CARGO_BIN_EXE_t-own_optimizer")),
-            ("train_mlp", env!("CARGO_BIN_EXE_t-train_mlp")),
-            ("train_mnist", env!("CARGO_BIN_EXE_t-train_mnist")),
-        ];
-        for (name, path) in programs {
+        let mgpurun = ("mgpurun", env!("CARGO_BIN_EXE_t-mgpurun"));
+        let programs: Vec<_> = std::iter::once(mgpurun).chain(example_programs!()).collect();
+        for (name, path) in &programs {
             std::os::unix::fs::symlink(path, folder.path().join(name)).unwrap();
         }
-        Programs { folder, names: programs.map(|(name, _)| name).to_vec() }
+        Programs { folder, names: programs.into_iter().map(|(name, _)| name).collect() }
     }
 
     /// Runs a program of this project with a rendezvous that does not exist.

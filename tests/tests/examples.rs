@@ -1,5 +1,6 @@
 //! The small examples at several world sizes.
 
+use mgpu_tests::example_programs;
 use mgpu_tests::process::{command, run};
 
 fn launched(ranks: u32, program: &str, arguments: &[&str]) -> mgpu_tests::process::Finished {
@@ -66,20 +67,35 @@ fn small_networks_learn_on_one_rank_and_on_two() {
     }
 }
 
+/// On one rank, which trains both networks, and on groups of different sizes.
+#[test]
+fn an_ensemble_averages_networks_of_groups() {
+    let program = env!("CARGO_BIN_EXE_t-ensemble");
+    let arguments = ["--nets", "mlp-gelu,lenet5", "--steps", "60", "--batch", "32"];
+    for (ranks, groups) in [(1, 1), (3, 2)] {
+        let finished = launched(ranks, program, &arguments);
+        let header = format!("2 networks on {ranks} ranks in {groups} groups; generated digits");
+        finished
+            .expect(0, &[&header, "mlp-gelu: test accuracy ", "lenet5: test accuracy ", "average of their"]);
+        let accuracies: Vec<f64> = finished.stdout.lines().filter_map(accuracy).collect();
+        assert_eq!(accuracies.len(), 3, "{}", finished.stdout);
+        // Ten classes: an untrained network has 10%.
+        assert!(accuracies.iter().all(|accuracy| *accuracy > 40.0), "{}", finished.stdout);
+    }
+    // More networks than ranks, of which two differ only by their seeds.
+    let nets = ["--nets", "lenet5,lenet5,mlp-gelu", "--steps", "2", "--batch", "8"];
+    launched(2, program, &nets).expect(0, &["3 networks on 2 ranks in 2 groups"]);
+    run(command(program).args(["--nets", "lenet5,none"])).expect(2, &["none"]);
+}
+
+/// The accuracy at the end of a line, in per cent.
+fn accuracy(line: &str) -> Option<f64> {
+    line.rsplit_once("test accuracy ")?.1.strip_suffix('%')?.parse().ok()
+}
+
 #[test]
 fn every_program_has_help_and_refuses_unknown_arguments() {
-    for (name, program) in [
-        ("all_reduce", env!("CARGO_BIN_EXE_t-all_reduce")),
-        ("allreduce_perf", env!("CARGO_BIN_EXE_t-allreduce_perf")),
-        ("collective_perf", COLLECTIVE_PERF),
-        ("embed", env!("CARGO_BIN_EXE_t-embed")),
-        ("golden_check", env!("CARGO_BIN_EXE_t-golden_check")),
-        ("gpu_check", env!("CARGO_BIN_EXE_t-gpu_check")),
-        ("hello_ring", env!("CARGO_BIN_EXE_t-hello_ring")),
-        ("own_optimizer", env!("CARGO_BIN_EXE_t-own_optimizer")),
-        ("train_mlp", env!("CARGO_BIN_EXE_t-train_mlp")),
-        ("train_mnist", env!("CARGO_BIN_EXE_t-train_mnist")),
-    ] {
+    for (name, program) in example_programs!() {
         run(command(program).arg("--help")).expect(0, &[&format!("Usage: t-{name}"), "--help"]);
         run(command(program).arg("--no-such-option")).expect(2, &["unexpected argument '--no-such-option'"]);
     }
