@@ -31,6 +31,9 @@ impl Devices {
                 list_gpus(Path::new("/")).into_iter().filter_map(|gpu| gpu.model).collect();
             text += &format!(", {}", plural(gpus, models.first().map_or("GPU", String::as_str)));
         }
+        for name in &machine.thread_variables {
+            text += &format!(", {name}={}", std::env::var_os(name).unwrap_or_default().display());
+        }
         let count = if are_gpus { Some(gpus).filter(|gpus| *gpus > 0) } else { Some(cores) };
         Devices { are_gpus, count, machine: text }
     }

@@ -69,10 +69,12 @@ impl Launcher {
         words
     }
 
-    fn command(&self) -> Command {
+    /// A launch that writes its events to the file `events`, without options and program.
+    fn command(&self, events: &str) -> Command {
         let mut command = Command::new(&self.executable);
         command
             .arg0("mgpurun")
+            .args(["--no-prefix", "--color", "never", "--events", events])
             .env_remove(MGPU_PROGRESS)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
@@ -87,7 +89,8 @@ impl Launcher {
     /// # Errors
     /// Its exit code and its error.
     pub(super) fn check(&self, request: &Request<'_>) -> Result<(), (u8, String)> {
-        let output = self.command().arg("--dry-run").args(self.words(request)).output();
+        let mut command = self.command("/dev/null");
+        let output = command.arg("--dry-run").args(self.words(request)).output();
         let output = output.map_err(|error| (exit_code::LAUNCHER, cannot_start(&error)))?;
         if output.status.success() {
             return Ok(());
@@ -105,10 +108,9 @@ impl Launcher {
         let failed = |error: io::Error| cannot_start(&error);
         let (events, writer) = io::pipe().map_err(failed)?;
         let path = format!("/proc/{}/fd/{}", std::process::id(), writer.as_raw_fd());
-        let mut command = self.command();
-        command.args(["--no-prefix", "--color", "never", "--events", &path]).args(self.words(request));
+        let mut command = self.command(&path);
         let started = Instant::now();
-        let child = command.spawn().map_err(failed)?;
+        let child = command.args(self.words(request)).spawn().map_err(failed)?;
         let mut running = Running::new(child, events, request.ranks).map_err(failed)?;
         let (status, signal) = running.wait(signals).map_err(failed)?;
         let wall_s = (started.elapsed().as_secs_f64() * 1e4).round() / 1e4;

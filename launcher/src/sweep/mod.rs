@@ -2,6 +2,8 @@
 //!
 //! | module | part |
 //! |---|---|
+//! | `args` | the command line |
+//! | `plan` | arguments + machine → the runs to make |
 //! | `cells` | arguments → cells, and the command line of each (pure) |
 //! | `devices` | the machine, and how many ranks it has devices for |
 //! | `measure` | runs a cell: a launch of this same executable |
@@ -17,10 +19,12 @@
 //!
 //! A run that fails is a result, too: the sweep goes on.
 
+mod args;
 mod cells;
 mod devices;
 mod figures;
 mod measure;
+mod plan;
 mod plot;
 mod record;
 mod reports;
@@ -30,163 +34,21 @@ mod table;
 
 use std::ffi::OsString;
 use std::io::{self, Write};
-use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{ArgGroup, Parser, ValueEnum};
 use mgpu_control::process::{block_sigxfsz, reset_sigchld};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 
 use crate::interrupt::{ends_the_run, handled_signals};
-use crate::plan::BackendChoice;
 use crate::{exit_code, stdout};
-use cells::{Cell, Grid, Scaling, Vary, first_repeated};
-use devices::Devices;
+use args::Args;
+use cells::Cell;
 use figures::Figure;
-use measure::{Launcher, Measured, Request, read_signal};
-use record::{Conditions, Record, Run};
+use measure::{Measured, read_signal};
+use plan::Plan;
+use record::{Record, Run};
 use results_file::ResultsFile;
-
-const AFTER_HELP: &str = "\
-Examples:
-  mgpurun sweep -n 1,2 --repeat 3 --strong -- train_mnist --json --batch 64 --epochs 2
-  mgpurun sweep -n 1,2,4 --vary=--batch=32,64 --out sweep.jsonl --svg sweep.svg -- train_mnist --json
-  mgpurun sweep -n 1,2,4 --keys loss,tokens_per_s -- python3 train.py
-
-The figures of a program are in the last JSON object (one line) that it prints. If that object has images_per_s, as that
-of train_mnist --json, the table has time of training and of testing an epoch, images/s, share of communication and GPU
-memory. Any other program is compared by its wall time, or by --keys.
-
-A percentage is the speed compared with the smallest number of ranks and the same options: the ratio of rates (keys such
-as images_per_s, busbw_gbps), or the inverse ratio of times (keys such as train_s, p50_us, ms_per_step). With --weak
-the ratio of times is multiplied by the ratio of ranks, since the work has grown as well.
-
-Exit codes:
-  0              all runs finished
-  1              a run failed, or results could not be written
-  2              wrong usage, or a launch that mgpurun refuses; nothing was measured
-  141            the reader of the output exited (SIGPIPE)
-  129, 130, 143  interrupted by SIGHUP, SIGINT, SIGTERM";
-
-/// Run a program on several numbers of ranks and compare: speed, time, memory.
-///
-/// Every cell of the table is a launch of its own: a number of ranks with a value of each varied option. A run that
-/// fails is noted with its exit code and error, and the sweep goes on. After Ctrl-C the table shows what has ended.
-///
-/// To start a program named sweep: mgpurun -- sweep
-#[derive(Debug, Parser)]
-#[command(name = "mgpurun sweep", bin_name = "mgpurun sweep", max_term_width = 100, after_long_help = AFTER_HELP)]
-#[command(override_usage = "mgpurun sweep [OPTIONS] [--] PROGRAM [ARGS]...")]
-#[command(group(ArgGroup::new("scaling").args(["strong", "weak"])))]
-struct Args {
-    /// Numbers of ranks, such as 1,2,4, or auto: powers of two up to the number of devices.
-    #[arg(short = 'n', long = "ranks", value_name = "N,N|auto", default_value = "auto", value_parser = parse_ranks, allow_negative_numbers = true)]
-    ranks: RankList,
-
-    /// Vary an option of the program: --vary=--batch=32,64.
-    ///
-    /// May be repeated: all combinations are run. The value replaces the one in the program's command line; an option
-    /// that is not there is added at the end. Without values (--vary=--overlap) the program is run without the option
-    /// and with it. A comma within a value is written `\,`.
-    #[arg(long, value_name = "FLAG=V,V", allow_hyphen_values = true)]
-    vary: Vec<Vary>,
-
-    /// Strong scaling: divide the program's --batch, or another option, by the number of ranks.
-    ///
-    /// The total work is then the same on any number of ranks. The command line of the program has the total.
-    #[arg(long, value_name = "FLAG", num_args = 0..=1, require_equals = true, default_missing_value = "--batch")]
-    strong: Option<String>,
-
-    /// Weak scaling: each rank does the same work on any number of ranks.
-    ///
-    /// The command line is not changed. The percentages of times count the work of all ranks.
-    #[arg(long)]
-    weak: bool,
-
-    /// Run every cell N times.
-    ///
-    /// All cells are run once, then all again. The table shows the median, and the lowest and highest value.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=10_000))]
-    repeat: u32,
-
-    /// Keys of the program's last JSON object to compare, instead of the default.
-    ///
-    /// A dot enters an inner object: stats.loss. Of a list of numbers the first is left out as warm-up. wall_s is the
-    /// wall time of the launch.
-    #[arg(long, value_name = "KEY,KEY", value_delimiter = ',', value_parser = parse_key)]
-    keys: Vec<String>,
-
-    /// Backend of the launches: auto, nccl or cpu.
-    #[arg(long, value_enum, value_name = "NAME", default_value_t = BackendChoice::Auto, hide_possible_values = true)]
-    backend: BackendChoice,
-
-    /// Another option of mgpurun for all launches: --launch-option=--bind=core. May be repeated.
-    #[arg(long, value_name = "OPTION", allow_hyphen_values = true)]
-    launch_option: Vec<String>,
-
-    /// Allow more ranks than GPUs (nccl) or cores (cpu).
-    ///
-    /// Without this it is an error, because such figures say nothing about scaling. They are marked in table, JSON and
-    /// plot. On GPUs the launches get --share-gpus.
-    #[arg(long)]
-    oversubscribe: bool,
-
-    /// Keep the results in FILE: one JSON object for each run, as soon as it has ended.
-    #[arg(long, value_name = "FILE.jsonl")]
-    out: Option<PathBuf>,
-
-    /// Continue the sweep in --out.
-    ///
-    /// Runs that have finished are not repeated; those that failed are. Program, scaling, options of the launches and
-    /// machine must be the same. More ranks, values and repeats may be added.
-    #[arg(long, requires = "out")]
-    resume: bool,
-
-    /// Plot speed over ranks, beside the ideal line, to this file.
-    #[arg(long, value_name = "FILE.svg")]
-    svg: Option<PathBuf>,
-
-    /// Print JSON lines instead of the table: the sweep, each run when it has ended, and each row of the table.
-    #[arg(long)]
-    json: bool,
-
-    /// Print the command line of every run, and start nothing.
-    #[arg(long)]
-    dry_run: bool,
-
-    /// The program and its arguments.
-    ///
-    /// It is found as by mgpurun. Everything after the program is passed to it.
-    #[arg(required = true, trailing_var_arg = true, value_name = "PROGRAM [ARGS]")]
-    command: Vec<String>,
-}
-
-/// Numbers of ranks.
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum RankList {
-    Auto,
-    /// Ascending.
-    Of(Vec<u32>),
-}
-
-fn parse_ranks(text: &str) -> Result<RankList, String> {
-    if text == "auto" {
-        return Ok(RankList::Auto);
-    }
-    let number = |word: &str| word.trim().parse::<u32>().ok().filter(|ranks| *ranks > 0);
-    let numbers: Option<Vec<u32>> = text.split(',').map(number).collect();
-    let mut numbers = numbers.ok_or("it should be numbers from 1, such as 1,2,4, or auto")?;
-    if let Some(twice) = first_repeated(&numbers) {
-        return Err(format!("{twice} is there twice"));
-    }
-    numbers.sort_unstable();
-    Ok(RankList::Of(numbers))
-}
-
-fn parse_key(text: &str) -> Result<String, String> {
-    if text.is_empty() { Err("a key is empty".into()) } else { Ok(text.to_owned()) }
-}
 
 /// The command, with the arguments from `sweep` on.
 pub(crate) fn main(arguments: &[OsString]) -> Result<ExitCode, Box<dyn std::error::Error>> {
@@ -218,113 +80,6 @@ fn say(text: &str) {
     let _ = writeln!(io::stderr(), "mgpurun sweep: {text}");
 }
 
-/// What is to be measured.
-#[derive(Debug)]
-struct Plan {
-    program: String,
-    grid: Grid,
-    repeat: u32,
-    devices: Devices,
-    launcher: Launcher,
-    conditions: Conditions,
-}
-
-impl Plan {
-    /// # Errors
-    /// Exit code and text, if a cell cannot be run.
-    fn new(args: &Args) -> Result<Self, (u8, String)> {
-        let usage = |error: String| (exit_code::USAGE, error);
-        let devices = Devices::detect(args.backend);
-        let ranks = match &args.ranks {
-            RankList::Auto => devices.rank_numbers().map_err(usage)?,
-            RankList::Of(ranks) => ranks.clone(),
-        };
-        if let Some(most) =
-            ranks.last().filter(|ranks| !args.oversubscribe && devices.are_fewer_than(**ranks))
-        {
-            return Err(usage(devices.refusal(*most)));
-        }
-        let (program, arguments) = args.command.split_first().expect("clap requires a program");
-        let scaling = match &args.strong {
-            Some(flag) => Scaling::Strong(flag.clone()),
-            None if args.weak => Scaling::Weak,
-            None => Scaling::AsGiven,
-        };
-        let flags: Vec<&str> = args.vary.iter().map(|vary| vary.flag.as_str()).collect();
-        if let Some(twice) = first_repeated(&flags) {
-            return Err(usage(format!(
-                "--vary={twice} is there twice; write all values in one: {twice}=V,V"
-            )));
-        }
-        let mut options = args.launch_option.clone();
-        if args.backend != BackendChoice::Auto {
-            let name = args.backend.to_possible_value().expect("no backend is hidden");
-            options.extend(["--backend".to_owned(), name.get_name().to_owned()]);
-        }
-        let conditions = Conditions {
-            command: args.command.clone(),
-            scaling: scaling.to_string(),
-            launch_options: options.clone(),
-            machine: devices.describe(),
-        };
-        let executable = std::env::current_exe()
-            .map_err(|error| (exit_code::LAUNCHER, format!("cannot find mgpurun itself: {error}")))?;
-        let plan = Plan {
-            program: program.clone(),
-            grid: Grid { ranks, vary: args.vary.clone(), scaling, arguments: arguments.to_vec() },
-            repeat: args.repeat,
-            devices,
-            launcher: Launcher { executable, options },
-            conditions,
-        };
-        plan.check()?;
-        Ok(plan)
-    }
-
-    /// Finds out before the first run what would make later ones impossible.
-    fn check(&self) -> Result<(), (u8, String)> {
-        let mut checked = Vec::new();
-        for cell in self.grid.cells() {
-            let command = self.command(&cell).map_err(|error| (exit_code::USAGE, error))?;
-            // Launches differ in their number of ranks only: the program's options are its own business.
-            if !checked.contains(&cell.ranks) {
-                self.launcher.check(&self.request(&cell, &command))?;
-                checked.push(cell.ranks);
-            }
-        }
-        Ok(())
-    }
-
-    /// Program and arguments in a cell.
-    fn command(&self, cell: &Cell) -> Result<Vec<String>, String> {
-        let arguments = self.grid.arguments_of(cell)?;
-        Ok(std::iter::once(self.program.clone()).chain(arguments).collect())
-    }
-
-    fn request<'a>(&self, cell: &Cell, command: &'a [String]) -> Request<'a> {
-        let share_gpus = self.devices.are_gpus() && self.devices.are_fewer_than(cell.ranks);
-        Request { ranks: cell.ranks, share_gpus, command }
-    }
-
-    /// All runs, in order.
-    fn runs(&self) -> Vec<(u32, Cell)> {
-        (1..=self.repeat)
-            .flat_map(|repeat| self.grid.cells().into_iter().map(move |cell| (repeat, cell)))
-            .collect()
-    }
-
-    /// The command lines of one round.
-    fn describe(&self) -> String {
-        let line = |cell: Cell| {
-            let command = self.command(&cell).expect("it was checked");
-            let words = self.launcher.words(&self.request(&cell, &command));
-            let words: Vec<String> = words.iter().map(|word| crate::cli::quote(word)).collect();
-            format!("mgpurun {}\n", words.join(" "))
-        };
-        self.grid.cells().into_iter().map(line).collect()
-    }
-}
-
 /// A sweep that is running.
 struct Sweep {
     args: Args,
@@ -344,6 +99,9 @@ impl Sweep {
         // If the parent of this process ignored SIGCHLD, the kernel would discard the exit statuses of launches.
         reset_sigchld()?;
         block_sigxfsz();
+        if let Some(path) = &args.svg {
+            plot::check(path).map_err(|error| format!("cannot write --svg {}: {error}", path.display()))?;
+        }
         let signals: SigSet = handled_signals().iter().filter(|signal| ends_the_run(*signal)).collect();
         signals.thread_block()?;
         let signals = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
@@ -397,9 +155,10 @@ impl Sweep {
             self.print(&Record::Sweep(self.plan.conditions.clone()))?;
         }
         let runs = self.plan.runs();
-        let signal = self.measure_all(&runs)?;
+        let measured = self.measure_all(&runs);
+        // What there is, also after an error.
         self.report()?;
-        if let Some(signal) = signal {
+        if let Some(signal) = measured? {
             self.say_how_to_continue(runs.len());
             return Ok(ExitCode::from(exit_code::signalled(signal as i32)));
         }
@@ -466,7 +225,7 @@ impl Sweep {
     /// The result of a run in a few words.
     fn progress(&self, run: &Run) -> String {
         if let Some(error) = &run.error {
-            return format!("failed with exit code {}: {error}", run.exit_code);
+            return format!("failed ({}): {error}", run.exit_code);
         }
         let figures = self.figures();
         let first = figures.iter().find(|figure| figure.percent.is_some() && figure.name != "wall_s");
@@ -493,7 +252,7 @@ impl Sweep {
         let (grid, figures, devices) = (&self.plan.grid, self.figures(), self.plan.devices.name());
         let rows = summary::summarise(grid, &figures, &self.done);
         if let Some(path) = &self.args.svg {
-            let svg = plot::plot(&self.plan.conditions.command.join(" "), grid, &figures, &rows, devices);
+            let svg = plot::plot(&self.plan.conditions.command_line(), grid, &figures, &rows, devices);
             if let Err(error) = plot::write(path, &svg) {
                 self.has_lost = true;
                 say(&format!("cannot write --svg {}: {error}", path.display()));

@@ -5,6 +5,8 @@ use std::fs::{self, File};
 use std::io::{self, Write as _};
 use std::path::Path;
 
+use nix::unistd::{AccessFlags, access};
+
 use super::cells::Grid;
 use super::figures::Figure;
 use super::record::Row;
@@ -21,6 +23,9 @@ const RIGHT: f64 = WIDTH - 220.0;
 const COLOURS: [&str; 7] = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"];
 /// Most labels of the axis of speed.
 const TICKS: f64 = 8.0;
+
+/// Characters.
+const LONGEST_TITLE: usize = 90;
 
 /// A line of the plot.
 struct Line {
@@ -41,7 +46,7 @@ pub(super) fn plot(title: &str, grid: &Grid, figures: &[Figure], rows: &[Row], d
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{HEIGHT}\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" \
          font-family=\"sans-serif\" font-size=\"13\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n"
     );
-    svg += &text(LEFT, TOP - 16.0, "start", title);
+    svg += &text(LEFT, TOP - 16.0, "start", &shortened(title));
     axes.draw(&mut svg, grid, figure.map_or("speed", |figure| &figure.title));
     axes.draw_ideal(&mut svg, base);
     for (number, line) in lines.iter().enumerate() {
@@ -49,6 +54,12 @@ pub(super) fn plot(title: &str, grid: &Grid, figures: &[Figure], rows: &[Row], d
     }
     legend(&mut svg, &lines, devices);
     svg + "</svg>\n"
+}
+
+/// A title that fits the plot.
+fn shortened(title: &str) -> String {
+    let short: String = title.chars().take(LONGEST_TITLE).collect();
+    if short.len() < title.len() { short + "…" } else { short }
 }
 
 /// One line for each combination of options.
@@ -168,6 +179,17 @@ fn text(x: f64, y: f64, anchor: &str, text: &str) -> String {
     let text: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
     let text = text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
     format!("<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{text}</text>\n")
+}
+
+/// Whether a plot can be written, so that a long sweep does not find out at its end. Creates nothing.
+pub(super) fn check(path: &Path) -> io::Result<()> {
+    if path.is_dir() {
+        return Err(io::ErrorKind::IsADirectory.into());
+    }
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    // A device or a pipe is written itself, a file is replaced.
+    let is_written_itself = path.exists() && !path.is_file();
+    Ok(access(if is_written_itself { path } else { folder }, AccessFlags::W_OK)?)
 }
 
 /// Writes a plot. A regular file is replaced when the new one is complete.

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::summary::Summary;
+use crate::cli::quote;
 
 /// A line.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -33,9 +34,14 @@ pub(super) struct Conditions {
 }
 
 impl Conditions {
+    /// Program and arguments, quoted for a shell.
+    pub(super) fn command_line(&self) -> String {
+        join_quoted(&self.command)
+    }
+
     /// The first difference to the conditions in a results file, in words.
     pub(super) fn difference(&self, filed: &Conditions) -> Option<String> {
-        let join = |words: &[String]| format!("`{}`", words.join(" "));
+        let join = |words: &[String]| format!("`{}`", join_quoted(words));
         let pairs = [
             ("command", join(&filed.command), join(&self.command)),
             ("scaling", filed.scaling.clone(), self.scaling.clone()),
@@ -45,6 +51,11 @@ impl Conditions {
         let different = pairs.into_iter().find(|(_, filed, now)| filed != now);
         different.map(|(what, filed, now)| format!("its {what}: {filed}, not {now}"))
     }
+}
+
+/// Words, quoted for a shell.
+pub(super) fn join_quoted(words: &[String]) -> String {
+    words.iter().map(|word| quote(word)).collect::<Vec<_>>().join(" ")
 }
 
 /// A run of a cell.

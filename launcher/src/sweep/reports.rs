@@ -87,7 +87,7 @@ impl Reports {
 
     /// A line of standard error.
     pub(super) fn error(&mut self, line: &[u8]) {
-        let line = String::from_utf8_lossy(line).trim().to_owned();
+        let line = String::from_utf8_lossy(line).replace(char::is_control, " ").trim().to_owned();
         if !line.is_empty() {
             self.errors.truncate(ERROR_LINES - 1);
             self.errors.push_front(line);

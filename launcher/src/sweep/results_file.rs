@@ -171,7 +171,7 @@ mod tests {
         };
         let run = line(&Record::Run(run(1, &[], 1, json!({}))));
         for (text, error) in [
-            (of(|other| other.command[1] = "-c".into()), "by its command: `prog -c`, not `prog --a b`"),
+            (of(|other| other.command[1] = "-c".into()), "by its command: `prog -c`, not `prog '--a b'`"),
             (of(|other| other.scaling = "strong".into()), "by its scaling: strong, not weak"),
             (
                 of(|other| other.launch_options.clear()),

@@ -94,7 +94,7 @@ fn compare(rows: &mut [Row], grid: &Grid, figures: &[Figure]) {
                 (Kind::Time, Scaling::Weak) => more_work * first.median / summary.median,
                 (Kind::Time | Kind::FixedTime, _) => first.median / summary.median,
             };
-            summary.percent = Some(100.0 * speed);
+            summary.percent = Some((1e4 * speed).round() / 100.0);
         }
     }
 }

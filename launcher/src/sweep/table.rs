@@ -23,8 +23,7 @@ pub(super) fn table(
     rows: &[Row],
     devices: &str,
 ) -> String {
-    let mut text =
-        format!("{}\n{}\n{}\n", conditions.command.join(" "), conditions.scaling, conditions.machine);
+    let mut text = format!("{}\n{}\n{}\n", conditions.command_line(), conditions.scaling, conditions.machine);
     if rows.is_empty() {
         return text + "no run has ended\n";
     }
@@ -60,7 +59,7 @@ fn line(grid: &Grid, figures: &[Figure], row: &Row) -> Vec<String> {
         line.push(summary.map_or(NOTHING.to_owned(), |summary| value(figure, summary)));
         if figure.percent.is_some() {
             let percent = summary.and_then(|summary| summary.percent);
-            line.push(percent.map_or(NOTHING.to_owned(), |percent| format!("{percent:.0}%")));
+            line.push(percent.map_or(NOTHING.to_owned(), show_percent));
         }
     }
     let known = row.peak_rss_mib.iter().flatten();
@@ -70,7 +69,7 @@ fn line(grid: &Grid, figures: &[Figure], row: &Row) -> Vec<String> {
         _ => NOTHING.to_owned(),
     });
     if row.failed == row.runs {
-        line[grid.vary.len() + 1] = "failed".to_owned();
+        line[grid.vary.len() + 1] = format!("failed ({})", row.exit_code.unwrap_or_default());
     }
     line
 }
@@ -82,6 +81,10 @@ fn value(figure: &Figure, summary: &Summary) -> String {
     };
     let [median, low, high] = [summary.median, summary.min, summary.max].map(show);
     if low == high { median } else { format!("{median} ({low}–{high})") }
+}
+
+fn show_percent(percent: f64) -> String {
+    if percent < 10.0 { format!("{percent:.1}%") } else { format!("{percent:.0}%") }
 }
 
 /// A number with four significant digits, or all digits of its integral part.
@@ -128,12 +131,21 @@ fn notes(grid: &Grid, figures: &[Figure], rows: &[Row], devices: &str) -> String
     let mut note = |text: String| _ = writeln!(notes, "{text}");
     let summaries = || rows.iter().flat_map(|row| row.figures.values());
     if summaries().any(|summary| summary.samples > 1) {
-        note("median (lowest–highest) of all runs, and of their epochs after the first".to_owned());
+        note(
+            "median (lowest–highest) of all runs; of a run with several epochs, of those after the first"
+                .to_owned(),
+        );
     }
     if let Some(base) = grid.ranks.first().filter(|base| **base > 1)
         && figures.iter().any(|figure| figure.percent.is_some())
     {
         note(format!("% of {base} ranks"));
+    }
+    let is_missing = |figure: &&Figure| !rows.iter().any(|row| row.figures.contains_key(&figure.name));
+    if rows.iter().any(|row| row.failed < row.runs) {
+        for figure in figures.iter().filter(is_missing) {
+            note(format!("no run has a number at the key {} of its last JSON object", figure.name));
+        }
     }
     if rows.iter().any(|row| row.oversubscribed) {
         note(format!("{MARK} more ranks than {devices}: these figures say nothing about scaling"));
@@ -143,10 +155,9 @@ fn notes(grid: &Grid, figures: &[Figure], rows: &[Row], devices: &str) -> String
         let name = grid.name(&Cell { ranks: row.ranks, values });
         let what = match (row.failed, row.runs) {
             (1, 1) => "failed".to_owned(),
-            (failed, runs) => format!("{failed} of {runs} runs failed"),
+            (failed, runs) => format!("failed in {failed} of {runs} runs"),
         };
-        let code = row.exit_code.unwrap_or_default();
-        note(format!("{name} {what} with exit code {code}: {}", row.error.as_deref().unwrap_or("no error")));
+        note(format!("{name} {what}: {}", row.error.as_deref().unwrap_or("no error")));
     }
     notes
 }
