@@ -10,16 +10,18 @@ use crate::plan::BackendChoice;
 const AFTER_HELP: &str = "\
 Examples:
   mgpurun sweep -n 1,2 --repeat 3 --strong -- train_mnist --json --batch 64 --epochs 2
-  mgpurun sweep -n 1,2,4 --vary=--batch=32,64 --out sweep.jsonl --svg sweep.svg -- train_mnist --json
+  mgpurun sweep -n 1,2,4 --vary=--net=lenet5,deep --out sweep.jsonl -- train_mnist --json
   mgpurun sweep -n 1,2,4 --keys loss,tokens_per_s -- python3 train.py
 
-The figures of a program are in the last JSON object (one line) that it prints. If that object has images_per_s, as that
-of train_mnist --json, the table has time of training and of testing an epoch, images/s, share of communication and GPU
-memory. Any other program is compared by its wall time, or by --keys.
+The figures of a program are in the last JSON object (one line) that it prints. If that object has
+images_per_s, as that of train_mnist --json, the table has time of training and of testing an epoch,
+images/s, share of communication and GPU memory. Any other program is compared by its wall time, or
+by --keys.
 
-A percentage is the speed compared with the smallest number of ranks and the same options: the ratio of rates (keys such
-as images_per_s, busbw_gbps), or the inverse ratio of times (keys such as train_s, p50_us, ms_per_step). With --weak
-the ratio of times is multiplied by the ratio of ranks, since the work has grown as well.
+A percentage is the speed compared with the smallest number of ranks and the same options: the ratio
+of rates (keys such as images_per_s, busbw_gbps), or the inverse ratio of times (keys such as
+train_s, p50_us, ms_per_step). With --weak the ratio of times is multiplied by the ratio of ranks,
+since the work has grown as well.
 
 Exit codes:
   0              all runs finished
@@ -145,4 +147,26 @@ fn parse_ranks(text: &str) -> Result<RankList, String> {
 
 fn parse_key(text: &str) -> Result<String, String> {
     if text.is_empty() { Err("a key is empty".into()) } else { Ok(text.to_owned()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn long_help() {
+        insta::assert_snapshot!(Args::command().render_long_help());
+    }
+
+    #[test]
+    fn numbers_of_ranks_are_sorted() {
+        assert_eq!(parse_ranks("4, 1,2"), Ok(RankList::Of(vec![1, 2, 4])));
+        assert_eq!(parse_ranks("auto"), Ok(RankList::Auto));
+        for text in ["", "0", "1,", "-1", "1-4", "two"] {
+            assert!(parse_ranks(text).unwrap_err().contains("such as 1,2,4, or auto"), "{text}");
+        }
+        assert_eq!(parse_ranks("1,2,1").unwrap_err(), "1 is there twice");
+    }
 }

@@ -135,6 +135,11 @@ fn code_of(status: ExitStatus) -> u8 {
     status.code().map_or(exit_code::signalled(signal), |code| code as u8)
 }
 
+/// Bytes of a read.
+const READ_SIZE: usize = 1 << 14;
+/// Reads from a pipe before others have their turn: together as much as the largest pipe holds.
+const READS: usize = 64;
+
 /// A stream of a launch that is read.
 #[derive(Debug, Clone, Copy)]
 enum Stream {
@@ -202,9 +207,9 @@ impl Running {
     /// Reads what is in the pipes.
     fn read(&mut self) {
         let Running { pipes, reports, .. } = self;
-        let mut buffer = [0; 1 << 14];
+        let mut buffer = [0; READ_SIZE];
         pipes.retain_mut(|(stream, pipe, splitter)| {
-            loop {
+            for _ in 0..READS {
                 match pipe.read(&mut buffer) {
                     Ok(0) => {
                         splitter.finish(|line| reports.take(*stream, line));
@@ -215,6 +220,7 @@ impl Running {
                     Err(error) => return error.kind() == ErrorKind::WouldBlock,
                 }
             }
+            true
         });
     }
 }

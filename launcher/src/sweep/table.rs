@@ -132,7 +132,7 @@ fn notes(grid: &Grid, figures: &[Figure], rows: &[Row], devices: &str) -> String
     let summaries = || rows.iter().flat_map(|row| row.figures.values());
     if summaries().any(|summary| summary.samples > 1) {
         note(
-            "median (lowest–highest) of all runs; of a run with several epochs, of those after the first"
+            "median (lowest–highest): a value from each run, or from each of its epochs after the first if they are listed"
                 .to_owned(),
         );
     }
