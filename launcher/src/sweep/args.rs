@@ -73,8 +73,8 @@ pub(super) struct Args {
 
     /// Keys of the program's last JSON object to compare, instead of the default.
     ///
-    /// A dot enters an inner object: stats.loss. Of a list of numbers the first is left out as warm-up. wall_s is the
-    /// wall time of the launch.
+    /// A dot enters an inner object: stats.loss. The first number of a list is left out as warm-up. wall_s is the wall
+    /// time of the launch.
     #[arg(long, value_name = "KEY,KEY", value_delimiter = ',', value_parser = parse_key)]
     pub(super) keys: Vec<String>,
 

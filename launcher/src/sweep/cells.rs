@@ -210,7 +210,7 @@ fn divide_option(arguments: &mut [String], flag: &str, ranks: u32) -> Result<(),
     let total: u64 = value.parse().map_err(|_| {
         format!("--strong divides {flag} by the number of ranks, but `{value}` is not a whole number")
     })?;
-    if total == 0 || total % u64::from(ranks) != 0 {
+    if total == 0 || !total.is_multiple_of(u64::from(ranks)) {
         return Err(format!(
             "--strong: {flag} {total} cannot be divided by {ranks} ranks; choose a multiple of every number of ranks"
         ));

@@ -27,7 +27,7 @@ impl Summary {
         samples.retain(|sample| sample.is_finite());
         samples.sort_by(f64::total_cmp);
         let (min, max, middle) = (*samples.first()?, *samples.last()?, samples.len() / 2);
-        let median = if samples.len() % 2 == 0 {
+        let median = if samples.len().is_multiple_of(2) {
             (samples[middle - 1] + samples[middle]) / 2.0
         } else {
             samples[middle]
