@@ -254,9 +254,8 @@ fn results_are_shown_when_the_disk_is_full() {
 
 #[test]
 fn a_dry_run_prints_command_lines_that_can_be_run() {
-    let finished =
-        run(&mut shell(&["-n", "1,2", "--strong=-b", "--dry-run", "--launch-option=--grace=1"], "a b")
-            .args(["-b", "4"]));
+    let finished = run(shell(&["-n", "1,2", "--strong=-b", "--dry-run", "--launch-option=--grace=1"], "a b")
+        .args(["-b", "4"]));
     finished.expect(0, &[]);
     let expected =
         |ranks, batch| format!("mgpurun -n {ranks} --grace=1 --backend cpu -- sh -c 'a b' sh -b {batch}\n");
