@@ -73,7 +73,10 @@ impl Figure {
                 // Warm-up steps are left out of the time of a step, not of the total.
                 Some(number(result, "ms_per_step")? * number(result, "steps")? / 1e3)
             }),
-            Source::TestEpoch => epochs(result, "epochs_test_s", || number(result, "test_s")),
+            // It is 0 if nothing was tested.
+            Source::TestEpoch => {
+                epochs(result, "epochs_test_s", || number(result, "test_s").filter(|time| *time > 0.0))
+            }
         }
     }
 }
@@ -187,6 +190,8 @@ mod tests {
         let figures = choose(&[], std::slice::from_ref(&listed));
         assert_eq!(figures[0].samples(&listed), [2.0, 3.0]);
         assert_eq!(figures[2].samples(&listed), [1.0]);
+        let untested = run(1, &[], 1, json!({"images_per_s": 1, "test_s": 0.0, "epochs": 1}));
+        assert_eq!(names(&choose(&[], std::slice::from_ref(&untested))), ["images_per_s"]);
     }
 
     #[test]
