@@ -19,7 +19,7 @@ use crate::plan::{BackendChoice, LaunchPlan, Ranks, Request, RunContext};
 use crate::ranks::RankSet;
 use crate::restart::RestartPolicy;
 use crate::status::runs;
-use crate::{exit_code, program, stdout};
+use crate::{exit_code, program, stdout, sweep};
 
 const AFTER_HELP: &str = "\
 Example:
@@ -42,6 +42,7 @@ and kills it.
 Commands of mgpurun itself (write -- in front to start a program of that name):
   mgpurun doctor   show this machine's cores, memory, GPUs, drivers and libraries
   mgpurun ps       show what the ranks of this user's runs are doing
+  mgpurun sweep    run a program on several numbers of ranks, and compare speed and memory
 
 SIGQUIT (Ctrl-\\) shows what the ranks of a running mgpurun are doing; the run continues. SIGUSR1 and
 SIGUSR2 are forwarded to the ranks. A second SIGINT or SIGTERM kills the ranks.
@@ -243,6 +244,7 @@ pub fn main() -> ExitCode {
     let done = match arguments.get(1).and_then(|word| word.to_str()) {
         Some("doctor") => doctor::main(&arguments[1..]),
         Some("ps") => runs::main(&arguments[1..]),
+        Some("sweep") => sweep::main(&arguments[1..]),
         _ => stdout::parse(arguments).and_then(|args| args.map_or_else(Ok, run)),
     };
     done.unwrap_or_else(|error| {
@@ -318,7 +320,7 @@ fn describe(plan: &LaunchPlan) -> String {
 }
 
 /// A word, quoted for a shell.
-fn quote(word: &str) -> String {
+pub(crate) fn quote(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,+@%".contains(c);
     if !word.is_empty() && word.chars().all(plain) {
         return word.to_owned();

@@ -70,6 +70,9 @@ pub enum Event {
         signal: Option<i32>,
         /// The launcher had asked it to end or killed it.
         by_launcher: bool,
+        /// Its peak resident memory in MiB, rounded up; absent if the kernel did not tell.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        peak_rss_mib: Option<u64>,
     },
     /// The run is over.
     End {
@@ -89,12 +92,13 @@ pub enum Event {
 
 impl Event {
     /// The end of a rank's process.
-    pub(crate) fn exit(rank: u32, exit: Exit, by_launcher: bool) -> Self {
+    pub(crate) fn exit(rank: u32, exit: Exit, by_launcher: bool, peak_memory: Option<u64>) -> Self {
         let (code, signal) = match exit {
             Exit::Code(code) => (Some(code), None),
             Exit::Signal(signal) => (None, Some(signal)),
         };
-        Event::Exit { rank, code, signal, by_launcher }
+        let peak_rss_mib = peak_memory.map(|bytes| bytes.div_ceil(1 << 20));
+        Event::Exit { rank, code, signal, by_launcher, peak_rss_mib }
     }
 }
 
@@ -203,8 +207,8 @@ mod tests {
         events.record(Event::Join { rank: 1, pid: 7 });
         events.record(Event::Step { rank: 1, step: 1 << 40 });
         events.record(Event::Fault { rank: 0, cause: "why".into(), exit_code: 3 });
-        events.record(Event::exit(0, Exit::Code(3), false));
-        events.record(Event::exit(1, Exit::Signal(15), true));
+        events.record(Event::exit(0, Exit::Code(3), false, Some((5 << 20) + 1)));
+        events.record(Event::exit(1, Exit::Signal(15), true, None));
         events.record(Event::End { exit_code: 0, message: None, culprit: None });
         events.flush();
         let text = std::fs::read_to_string(&path).unwrap();
@@ -228,7 +232,7 @@ mod tests {
                 json!({"event": "join", "rank": 1, "pid": 7}),
                 json!({"event": "step", "rank": 1, "step": 1u64 << 40}),
                 json!({"event": "fault", "rank": 0, "cause": "why", "exit_code": 3}),
-                json!({"event": "exit", "rank": 0, "code": 3, "by_launcher": false}),
+                json!({"event": "exit", "rank": 0, "code": 3, "by_launcher": false, "peak_rss_mib": 6}),
                 json!({"event": "exit", "rank": 1, "signal": 15, "by_launcher": true}),
                 json!({"event": "end", "exit_code": 0, "message": null, "culprit": null}),
             ]

@@ -22,6 +22,7 @@
 //! | [`output`] | bytes → complete lines with their rank |
 //! | [`events`] | events of the run → JSON |
 //! | `writer` | a thread that writes files, so that the loop never blocks on a disk |
+//! | `sweep` | the command that compares numbers of ranks and options: one launch for each |
 //! | `doctor` | the command that reports the machine's hardware and libraries |
 //! | `stdout` | mgpurun's own standard output |
 //! | [`exit_code`] | the exit codes of mgpurun |
@@ -57,6 +58,7 @@ mod spawn;
 mod status;
 mod stdout;
 pub mod supervisor;
+mod sweep;
 mod watch;
 mod writer;
 

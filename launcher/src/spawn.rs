@@ -52,6 +52,8 @@ pub(crate) struct Process {
     pub(crate) reaped: bool,
     /// How it ended, as a predicate. If it has not been reaped, its group may still have processes.
     pub(crate) ended: Option<String>,
+    /// Its peak resident memory in bytes, once it has ended.
+    pub(crate) peak_memory: Option<u64>,
     /// A message for the user about its start.
     pub(crate) notice: Option<String>,
     /// Kills its group if this process is killed.
@@ -133,6 +135,7 @@ fn start(
             step: 0,
             reaped: false,
             ended: None,
+            peak_memory: None,
             notice: None,
             _kill_guard: guard_group(plan, pid),
         }),

@@ -208,6 +208,15 @@ impl Programs {
                 let finished = self.run(&words);
                 (finished.code != Some(0)).then_some(finished.stderr)
             }
+            "mgpurun" if words.get(1).is_some_and(|word| word == "sweep") => {
+                // Also on a machine with fewer devices than the page has ranks. It prints a launch for each cell.
+                words.splice(2..2, ["--dry-run", "--oversubscribe"].map(str::to_owned));
+                let finished = self.run(&words);
+                if finished.code != Some(0) {
+                    return Some(finished.stderr);
+                }
+                self.problem(split(finished.stdout.lines().last()?).first()?)
+            }
             "mgpurun" => {
                 if !words.contains(&"--dry-run".to_owned()) {
                     words.insert(1, "--dry-run".to_owned());
@@ -412,7 +421,9 @@ fn wrong_links_and_commands_are_reported() {
     let text = "# A page\n\n[here](#a-page) [gone](gone.md) [part](#nothing) `[code](gone.md)` [web](https://example.org)\n\n\
         ```console\n$ mgpurun -n 2 train_mnist --steps 5   # a comment\n$ mgpurun -n 2 --nonsense train_mnist\n\
         $ mgpurun -n 2 train_mnist --steps five\n$ train_mnist --resume && echo done\n$ bench/train.sh --wrong\nno command\n\
-        $ cargo frobnicate\n$ srun -n 2 train_mnist\n$ golden_check --conv direct \\\n    --precision f64 FILE\n```\n\n\
+        $ cargo frobnicate\n$ srun -n 2 train_mnist\n$ golden_check --conv direct \\\n    --precision f64 FILE\n\
+        $ mgpurun sweep -n 1,64 --strong -- train_mnist --batch 64\n$ mgpurun sweep -n 1,2 --strong -- train_mnist\n\
+        $ mgpurun sweep --vary=--steps=five -- train_mnist\n```\n\n\
         <!-- not run: no such launcher here -->\n\n```console\n$ srun -n 2 train_mnist --nonsense\n```\n";
     fs::write(&page, text).unwrap();
     let problems = |found: Vec<String>| -> Vec<String> {
@@ -432,6 +443,8 @@ fn wrong_links_and_commands_are_reported() {
         ("12: ", "not in .ci/run or .ci/full"),
         ("13: ", "<!-- not run: why -->"),
         ("14: ", "invalid value 'f64'"),
+        ("17: ", "--strong divides --batch"),
+        ("18: ", "invalid value 'five'"),
     ];
     assert_eq!(commands.len(), expected.len(), "{commands:#?}");
     for (problem, (line, text)) in commands.iter().zip(expected) {

@@ -449,7 +449,7 @@ fn an_events_pipe_without_a_reader_is_an_error() {
     finished.expect(1, &["cannot write the log", "events"]);
 }
 
-/// The events in a file, without their times.
+/// The events in a file, without their times and the memory of ranks that have ended.
 fn events(path: &Path) -> Vec<Value> {
     let text = fs::read_to_string(path).unwrap();
     let event = |line: &str| {
@@ -458,6 +458,9 @@ fn events(path: &Path) -> Vec<Value> {
         let time = object.remove("time").unwrap();
         assert!(humantime::parse_rfc3339(time.as_str().unwrap()).is_ok(), "{time}");
         assert!(object.remove("elapsed_s").unwrap().as_f64().unwrap() >= 0.0);
+        if object["event"] == "exit" {
+            assert!(object.remove("peak_rss_mib").unwrap().as_u64().unwrap() > 0);
+        }
         event
     };
     text.lines().map(event).collect()

@@ -10,6 +10,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use mgpu_control::inject::Injection;
+use mgpu_control::process;
 use mgpu_control::progress::{self, RankState};
 use mgpu_control::rendezvous::{Server, ServerEvent};
 use nix::errno::Errno;
@@ -416,6 +417,7 @@ impl<'a> EventLoop<'a> {
         let rank = &mut self.ranks[number as usize];
         // Check without reaping (WNOWAIT): while the zombie exists, the number of its group is not reused.
         let look = WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT | WaitPidFlag::WNOHANG;
+        rank.peak_memory = process::peak_memory(pid);
         match waitid(Id::Pid(pid), look) {
             Ok(WaitStatus::StillAlive) | Err(Errno::EINTR) => return None,
             // A shell ends at once when asked to, while the program that it runs may need its grace time.
@@ -448,7 +450,7 @@ impl<'a> EventLoop<'a> {
         let rank = &mut self.ranks[number as usize];
         let asked = rank.sent > Sent::Nothing;
         rank.ended = Some(if asked { exit.describe_signalled() } else { exit.describe() });
-        self.events.record(events::Event::exit(number, exit, asked));
+        self.events.record(events::Event::exit(number, exit, asked, rank.peak_memory));
         self.drain(number);
         self.end_quietly(number, exit);
         Event::Exited { rank: number, exit, blame: self.server.blame(number) }

@@ -1,6 +1,7 @@
 //! Operating-system functions for child processes that the standard library lacks.
 
 use std::io;
+use std::mem::MaybeUninit;
 use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -195,6 +196,28 @@ pub fn has_ended(pidfd: &OwnedFd) -> bool {
     poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
 }
 
+/// Peak resident memory in bytes of child process `pid`, which has ended and was not waited for yet; `None` if there is
+/// no such child. It is the maximum over the child and those of its own children that it has waited for.
+///
+/// `/proc` does not have it any more when a process has ended.
+pub fn peak_memory(pid: Pid) -> Option<u64> {
+    let flags = libc::WEXITED | libc::WNOWAIT | libc::WNOHANG;
+    let mut usage = MaybeUninit::<libc::rusage>::zeroed();
+    let no_status = std::ptr::null_mut::<libc::siginfo_t>();
+    // The C library's function has no argument for the usage.
+    // SAFETY: waitid takes four numbers, no place for the status, and a place for the usage that lives for the call.
+    let result = unsafe {
+        libc::syscall(libc::SYS_waitid, libc::P_PID, pid.as_raw(), no_status, flags, usage.as_mut_ptr())
+    };
+    if result != 0 {
+        return None;
+    }
+    // SAFETY: zeros are valid numbers, and the kernel writes numbers only.
+    let kib = unsafe { usage.assume_init() }.ru_maxrss;
+    // It stays 0 while the child runs.
+    u64::try_from(kib).ok().filter(|kib| *kib > 0).map(|kib| kib * 1024)
+}
+
 /// The state of process `pid` as the letter that `ps` shows; `None` if there is no such process.
 pub fn state(pid: u32) -> Option<char> {
     let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
@@ -265,6 +288,7 @@ impl Drop for ForkDetector {
 #[cfg(test)]
 mod tests {
     use std::os::unix::process::ExitStatusExt;
+    use std::process::Stdio;
 
     use nix::sched::sched_getaffinity;
 
@@ -278,6 +302,20 @@ mod tests {
         assert!(child.try_wait().unwrap().is_none());
         drop(guard);
         assert_eq!(child.wait().unwrap().signal(), Some(libc::SIGKILL));
+    }
+
+    #[test]
+    fn the_peak_memory_of_a_child_is_known_between_its_end_and_its_wait() {
+        let mut child = Command::new("sh").args(["-c", "read line"]).stdin(Stdio::piped()).spawn().unwrap();
+        let pid = Pid::from_raw(child.id() as i32);
+        assert_eq!(peak_memory(pid), None);
+        let ended = pidfd_open(child.id()).unwrap();
+        drop(child.stdin.take());
+        poll(&mut [PollFd::new(ended.as_fd(), PollFlags::POLLIN)], PollTimeout::NONE).unwrap();
+        let peak = peak_memory(pid).unwrap();
+        assert!((1 << 16..1 << 30).contains(&peak), "{peak}");
+        child.wait().unwrap();
+        assert_eq!(peak_memory(pid), None);
     }
 
     #[test]
