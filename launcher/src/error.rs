@@ -41,9 +41,7 @@ impl LaunchError {
     /// The launcher's exit code.
     pub(crate) fn exit_code(&self) -> u8 {
         match self {
-            LaunchError::Plan(
-                PlanError::NoRanks | PlanError::TooManyRanks(_) | PlanError::NoRankToInject(..),
-            ) => exit_code::USAGE,
+            LaunchError::Plan(error) if error.is_usage() => exit_code::USAGE,
             _ => exit_code::LAUNCHER,
         }
     }

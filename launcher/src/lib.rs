@@ -65,6 +65,6 @@ pub use interrupt::Interrupter;
 pub use launch::Launch;
 pub use output::{LogError, OutputOptions};
 pub use placement::Bind;
-pub use plan::BackendChoice;
-pub use restart::RestartPolicy;
+pub use plan::{BackendChoice, GpuChoice};
+pub use restart::{FailPolicy, RestartPolicy};
 pub use supervisor::Outcome;

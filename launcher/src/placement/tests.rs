@@ -176,7 +176,7 @@ fn a_placement_is_described_in_one_line() {
         let cores = cores.map(|cores| CoreSet::parse(cores).unwrap());
         describe(&topology, 1, &Placement { cores, threads }, gpu)
     };
-    let gpu = Gpu { name: "0".into(), bus: Some("0000:3b:00.0".into()), node: Some(0) };
+    let gpu = Gpu { name: "0".into(), bus: Some("0000:3b:00.0".into()), node: Some(0), ..Gpu::default() };
     assert_eq!(
         line(Some("0-3"), 4, Some(&gpu)),
         "rank 1: cores 0-3 (NUMA node 0), 4 threads, GPU 0 at 0000:3b:00.0"
