@@ -18,7 +18,7 @@ use crate::program::ProgramError;
 use crate::restart::RestartPolicy;
 use crate::status::runs;
 use crate::{exit_code, program, stdout};
-use args::LaunchArgs;
+use args::CommandLine;
 use jobs::{Job, Jobs, split};
 
 /// The program `mgpurun`.
@@ -29,7 +29,7 @@ pub fn main() -> ExitCode {
         Some("doctor") => doctor::main(&arguments[1..]),
         Some("ps") => runs::main(&arguments[1..]),
         _ => stdout::parse(arguments.iter().cloned())
-            .and_then(|args| args.map_or_else(Ok, |args| run(args, &arguments))),
+            .and_then(|line| line.map_or_else(Ok, |line| run(line, &arguments))),
     };
     done.unwrap_or_else(|error| {
         // Ignored: standard error may be closed.
@@ -39,13 +39,14 @@ pub fn main() -> ExitCode {
     })
 }
 
-/// Runs the jobs of the command line `words`, of which `args` are the options and the rest.
-fn run(args: LaunchArgs, words: &[OsString]) -> Result<ExitCode, Box<dyn std::error::Error>> {
+/// Runs the jobs of a command line that consists of these `words`.
+fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::error::Error>> {
+    let CommandLine { command, ranks, launch: args } = line;
     let search: Vec<PathBuf> =
         std::env::var_os("PATH").map(|path| std::env::split_paths(&path).collect()).unwrap_or_default();
     let own = std::env::current_exe().ok();
     let find = |name: &OsStr| program::find(name, &search, own.as_deref().and_then(|path| path.parent()));
-    let Jobs { jobs, notices } = match split(args.ranks, args.command, words, |name| find(name).is_ok()) {
+    let Jobs { jobs, notices } = match split(ranks, command, words, |name| find(name).is_ok()) {
         Ok(jobs) => jobs,
         Err(error) => return stdout::refuse(&error),
     };
@@ -144,20 +145,20 @@ mod tests {
 
     #[test]
     fn short_help() {
-        insta::assert_snapshot!(LaunchArgs::command().render_help());
+        insta::assert_snapshot!(CommandLine::command().render_help());
     }
 
     #[test]
     fn long_help() {
-        insta::assert_snapshot!(LaunchArgs::command().render_long_help());
+        insta::assert_snapshot!(CommandLine::command().render_long_help());
     }
 
     #[test]
     fn options_after_the_program_belong_to_it() {
-        let args = LaunchArgs::parse_from(["mgpurun", "-n", "2", "prog", "--timeout", "x", "-n", "9"]);
+        let args = CommandLine::parse_from(["mgpurun", "-n", "2", "prog", "--timeout", "x", "-n", "9"]);
         assert_eq!(args.ranks.ranks, Ranks::Count(2));
         assert_eq!(args.command, ["prog", "--timeout", "x", "-n", "9"]);
-        let args = LaunchArgs::parse_from(["mgpurun", "--", "prog", "-h"]);
+        let args = CommandLine::parse_from(["mgpurun", "--", "prog", "-h"]);
         assert_eq!(args.command, ["prog", "-h"]);
     }
 
@@ -181,7 +182,7 @@ mod tests {
             (&["--backend", "mpi", "true"], "possible values: auto, nccl, cpu"),
             (&[], "required arguments were not provided"),
         ] {
-            let error = LaunchArgs::try_parse_from([&["mgpurun"], arguments].concat()).unwrap_err();
+            let error = CommandLine::try_parse_from([&["mgpurun"], arguments].concat()).unwrap_err();
             assert_eq!(error.exit_code(), i32::from(exit_code::USAGE));
             assert!(error.to_string().contains(text), "`{text}` should be in: {error}");
         }

@@ -58,7 +58,7 @@ Exit codes:
 
 /// Options that concern the ranks of one job.
 #[derive(Debug, Args)]
-#[command(next_help_heading = "Options of the ranks, separate for each job")]
+#[command(next_help_heading = "Options of the ranks, for each job its own")]
 pub(super) struct RankArgs {
     /// Number of ranks, or auto: one for each GPU.
     ///
@@ -125,12 +125,9 @@ pub(super) struct JobArgs {
     pub(super) command: Vec<OsString>,
 }
 
-/// Start a program once per GPU, as ranks of one run.
-#[derive(Debug, Parser)]
-#[command(name = "mgpurun", version, after_long_help = AFTER_HELP, max_term_width = 100)]
-#[command(
-    override_usage = "mgpurun [OPTIONS] [--] PROGRAM [ARGS]... [: [OPTIONS OF THE RANKS] PROGRAM [ARGS]...]..."
-)]
+/// Options of the whole launch.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Options of the launch")]
 pub(super) struct LaunchArgs {
     /// Seconds for all ranks to join after the first.
     ///
@@ -246,10 +243,15 @@ pub(super) struct LaunchArgs {
     /// that is restarted (--max-restarts) has not failed.
     #[arg(long, value_enum, value_name = "JOBS", default_value_t = FailPolicy::All, hide_possible_values = true)]
     pub(super) fail: FailPolicy,
+}
 
-    #[command(flatten)]
-    pub(super) ranks: RankArgs,
-
+/// Start a program once per GPU, as ranks of one run.
+#[derive(Debug, Parser)]
+#[command(name = "mgpurun", version, after_long_help = AFTER_HELP, max_term_width = 100)]
+#[command(
+    override_usage = "mgpurun [OPTIONS] [--] PROGRAM [ARGS]... [: [OPTIONS OF THE RANKS] PROGRAM [ARGS]...]..."
+)]
+pub(super) struct CommandLine {
     /// The program and its arguments.
     ///
     /// A name with a slash is a path. Any other name is looked up in PATH, then in the folder of mgpurun itself.
@@ -258,6 +260,12 @@ pub(super) struct LaunchArgs {
     /// every word is passed on as it is.
     #[arg(required = true, trailing_var_arg = true, value_name = "PROGRAM [ARGS]")]
     pub(super) command: Vec<OsString>,
+
+    #[command(flatten)]
+    pub(super) ranks: RankArgs,
+
+    #[command(flatten)]
+    pub(super) launch: LaunchArgs,
 }
 
 fn parse_ranks(text: &str) -> Result<Ranks, String> {

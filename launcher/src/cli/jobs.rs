@@ -10,7 +10,7 @@ use clap::error::ErrorKind;
 use clap::parser::ValueSource;
 use clap::{CommandFactory, Parser};
 
-use super::args::{JobArgs, LaunchArgs, RankArgs};
+use super::args::{CommandLine, JobArgs, RankArgs};
 
 /// A job of the command line.
 #[derive(Debug)]
@@ -49,7 +49,7 @@ pub(super) fn split(
 ) -> Result<Jobs, clap::Error> {
     if command.first().is_some_and(|program| program == ":") {
         let text = "there is no program before the first `:`";
-        return Err(LaunchArgs::command().error(ErrorKind::MissingRequiredArgument, text));
+        return Err(CommandLine::command().error(ErrorKind::MissingRequiredArgument, text));
     }
     let mut is_literal = follows_dashes(words, &command);
     let mut notices = Vec::new();
@@ -124,7 +124,7 @@ fn interpret(words: &[OsString], is_program: &impl Fn(&OsStr) -> bool) -> Result
                 let text = format!(
                     "{option} concerns the whole launch: write it before the first program, not behind a `:` (`\\:` passes a colon to the program)"
                 );
-                Err(LaunchArgs::command().error(ErrorKind::ArgumentConflict, text))
+                Err(CommandLine::command().error(ErrorKind::ArgumentConflict, text))
             }
             None => Ok(Colon::Argument(None)),
         },
@@ -141,14 +141,14 @@ fn launch_option(
     words: impl Iterator<Item = OsString>,
     is_program: &impl Fn(&OsStr) -> bool,
 ) -> Option<String> {
-    let matches = LaunchArgs::command().try_get_matches_from(words).ok()?;
+    let matches = CommandLine::command().try_get_matches_from(words).ok()?;
     let program = matches.get_many::<OsString>("command")?.next()?;
     if !is_program(program) {
         return None;
     }
     let of_ranks = JobArgs::command();
     let is_given = |id: &str| matches.value_source(id) == Some(ValueSource::CommandLine);
-    let of_launch = LaunchArgs::command();
+    let of_launch = CommandLine::command();
     let mut given = of_launch.get_arguments().filter(|option| {
         let id = option.get_id();
         is_given(id.as_str()) && of_ranks.get_arguments().all(|other| other.get_id() != id)
@@ -166,7 +166,7 @@ mod tests {
     /// The jobs of a command line on a machine with the programs `a`, `b` and `c`: ranks and words of each.
     fn jobs(line: &[&str]) -> Result<(Vec<(Ranks, Vec<String>)>, Vec<String>), clap::Error> {
         let words: Vec<OsString> = [&["mgpurun"], line].concat().into_iter().map(OsString::from).collect();
-        let LaunchArgs { ranks, command, .. } = LaunchArgs::try_parse_from(words.clone())?;
+        let CommandLine { ranks, command, .. } = CommandLine::try_parse_from(words.clone())?;
         let is_program = |name: &OsStr| ["a", "b", "c"].iter().any(|program| name == *program);
         let Jobs { jobs, notices } = split(ranks, command, &words, is_program)?;
         let text = |words: Vec<OsString>| words.into_iter().map(|word| word.into_string().unwrap()).collect();
