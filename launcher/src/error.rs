@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use crate::exit_code;
 use crate::output::LogError;
 use crate::plan::PlanError;
+use crate::reservation::ReservationError;
 
 /// Why the ranks could not be started.
 #[derive(thiserror::Error)]
@@ -32,6 +33,12 @@ pub enum LaunchError {
         /// What to try next; may be empty.
         hint: &'static str,
     },
+    /// GPUs could not be reserved.
+    #[error(transparent)]
+    Reservation(#[from] ReservationError),
+    /// It is unknown which GPUs are free.
+    #[error("--gpus free: {0}; --gpus 0,1 names GPUs without asking")]
+    Nvml(#[from] nvml::NvmlError),
     /// Signals could not be set up.
     #[error("cannot wait for signals: {0}")]
     Signals(#[from] nix::Error),

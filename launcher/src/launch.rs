@@ -14,8 +14,9 @@ use crate::events::{Event, EventLog};
 use crate::interrupt::{Interrupter, Signals};
 use crate::output::{Output, OutputOptions};
 use crate::placement::Bind;
-use crate::plan::{BackendChoice, LaunchPlan, Machine, Ranks, Request, plan_jobs};
+use crate::plan::{BackendChoice, GpuChoice, LaunchPlan, Machine, PlanError, Ranks, Request, plan_jobs};
 use crate::port::ReservedPort;
+use crate::reservation::{Register, Reservations};
 use crate::restart::{FailPolicy, RestartPolicy};
 use crate::supervisor::Outcome;
 use crate::{exit_code, nccl, orphans};
@@ -194,18 +195,37 @@ impl Launch {
         Ok(())
     }
 
-    /// What would be started on this machine: a plan for each job.
+    /// What would be started on this machine: a plan for each job. Reserves nothing.
     ///
     /// # Errors
     /// If the requests cannot be met.
     pub fn plan(&self) -> Result<Vec<LaunchPlan>, LaunchError> {
+        let (plans, _) = self.choose()?;
+        Ok(plans)
+    }
+
+    /// Plans all jobs. Until the returned register is dropped, no other launch chooses GPUs.
+    fn choose(&self) -> Result<(Vec<LaunchPlan>, Option<Register>), LaunchError> {
         let mut machine = Machine::detect();
         if self.requests.iter().any(|request| request.share_gpus) {
             machine.nccl = nccl::version();
         }
+        let wanted = Wanted::of(&self.requests, self.one_world);
+        if wanted.is_divided {
+            machine.list_gpus_by_nvml();
+        }
+        let register = match Register::open() {
+            _ if machine.gpus.is_empty() => None,
+            Err(error) if wanted.is_chosen => return Err(error.into()),
+            // A launch that does not choose uses its GPUs in any case.
+            opened => opened.ok(),
+        };
+        if let Some(register) = register.as_ref().filter(|_| wanted.is_chosen) {
+            machine.find_users(register, wanted.is_free)?;
+        }
         let mut plans = plan_jobs(&self.requests, self.one_world, &machine)?;
         plans[0].notices.splice(..0, self.notices.iter().cloned());
-        Ok(plans)
+        Ok((plans, register))
     }
 
     /// Starts the ranks and returns when all have ended. Call it from a thread that stays alive: the kernel kills the
@@ -218,7 +238,9 @@ impl Launch {
     /// # Errors
     /// If the ranks cannot be started; none is left running then.
     pub fn run(self) -> Result<Outcome, LaunchError> {
-        let plans = self.plan()?;
+        let (mut plans, register) = self.choose()?;
+        // Held until the ranks have ended.
+        let _reservations = register.map(|register| reserve(&mut plans, &register)).transpose()?;
         let Launch { output, signals, supervision, report_bindings, fail, .. } = self;
         let signals = signals?;
         if supervision.adopts_orphans {
@@ -285,4 +307,55 @@ fn name_jobs(plans: &[LaunchPlan], supervision: Supervision) -> Result<Vec<JobPl
         JobPlan { id, plan, run_id, port: ReservedPort::reserve(), supervision, launch_ranks }
     };
     Ok((0..).zip(plans).map(job).collect())
+}
+
+/// What the requests want to know about the GPUs.
+struct Wanted {
+    /// Jobs divide the GPUs, or choose some.
+    is_divided: bool,
+    /// Some job has chosen GPUs.
+    is_chosen: bool,
+    /// Some job takes GPUs that nobody uses.
+    is_free: bool,
+}
+
+impl Wanted {
+    fn of(requests: &[Request], one_world: bool) -> Self {
+        let any = |is: fn(&Request) -> bool| requests.iter().any(is);
+        let is_chosen = any(|request| request.gpus != GpuChoice::All);
+        let is_several =
+            requests.len() > 1 && !one_world && any(|request| request.backend != BackendChoice::Cpu);
+        Wanted {
+            is_divided: is_chosen || is_several,
+            is_chosen,
+            is_free: any(|request| request.gpus == GpuChoice::Free),
+        }
+    }
+}
+
+/// Reserves the GPUs of all jobs. A job that has not chosen its GPUs uses them even if another launch has reserved them,
+/// with a notice.
+fn reserve(plans: &mut [LaunchPlan], register: &Register) -> Result<Reservations, LaunchError> {
+    let mut reservations = Reservations::default();
+    for plan in plans {
+        let command = plan.command_line();
+        for gpu in &plan.gpus {
+            match register.reserve(gpu, plan.owns_gpus, &command, &mut reservations) {
+                Ok(None) => {}
+                Ok(Some(holder)) if plan.owns_gpus => {
+                    return Err(PlanError::held(gpu, &holder).into());
+                }
+                Ok(Some(holder)) => {
+                    let name = &gpu.name;
+                    plan.notices.push(format!(
+                        "GPU {name} is reserved by {holder}, and used here, too; --gpus free chooses others"
+                    ));
+                }
+                Err(error) if plan.owns_gpus => return Err(error.into()),
+                // Reserving is a courtesy here.
+                Err(_) => {}
+            }
+        }
+    }
+    Ok(reservations)
 }

@@ -5,6 +5,7 @@
 
 use std::error::Error as _;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_ulonglong, c_void};
+use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW, Symbol};
@@ -67,9 +68,9 @@ pub enum NvmlError {
     },
 }
 
-/// NVML, initialised; shut down on drop.
+/// NVML, initialised; shut down on drop. The library itself is never closed.
 pub struct Nvml {
-    library: Library,
+    library: &'static Library,
     file: PathBuf,
 }
 
@@ -84,11 +85,11 @@ impl Nvml {
             let Ok(file) = place.file else { continue };
             match load(&file) {
                 Ok(library) => {
-                    let init: Symbol<Init> = function(&library, &file, "nvmlInit_v2")?;
-                    let nvml = std::mem::ManuallyDrop::new(Nvml { library, file });
+                    let nvml = ManuallyDrop::new(Nvml { library: Box::leak(Box::new(library)), file });
+                    let init: Symbol<Init> = nvml.function("nvmlInit_v2")?;
                     // SAFETY: it takes no arguments, and counts how often it is called.
                     nvml.check("nvmlInit_v2", unsafe { init() })?;
-                    return Ok(std::mem::ManuallyDrop::into_inner(nvml));
+                    return Ok(ManuallyDrop::into_inner(nvml));
                 }
                 Err(reason) => reasons.push(format!("{}: {reason}", file.display())),
             }
@@ -121,7 +122,9 @@ impl Nvml {
         let get: Symbol<GetUuid> = self.function("nvmlDeviceGetUUID")?;
         let mut text = [0u8; UUID_SIZE];
         // SAFETY: the buffer has the given size, and the handle is one of this library.
-        self.check("nvmlDeviceGetUUID", unsafe { get(device, text.as_mut_ptr().cast(), UUID_SIZE as c_uint) })?;
+        self.check("nvmlDeviceGetUUID", unsafe {
+            get(device, text.as_mut_ptr().cast(), UUID_SIZE as c_uint)
+        })?;
         let text = CStr::from_bytes_until_nul(&text).unwrap_or_default();
         Ok(text.to_string_lossy().into_owned())
     }
@@ -163,8 +166,11 @@ impl Nvml {
         new.or_else(|error| self.function(OLD).map(|function| (OLD, function)).map_err(|_| error))
     }
 
+    /// The function of this name; `F` is its type in `nvml.h`.
     fn function<F>(&self, name: &'static str) -> Result<Symbol<F>, NvmlError> {
-        function(&self.library, &self.file, name)
+        // SAFETY: every caller gives the type that nvml.h declares for the name.
+        unsafe { self.library.get(name.as_bytes()) }
+            .map_err(|_| NvmlError::MissingFunction { function: name, library: self.file.clone() })
     }
 
     fn check(&self, function: &'static str, code: c_int) -> Result<(), NvmlError> {
@@ -200,12 +206,6 @@ fn load(file: &Path) -> Result<Library, String> {
         .map_err(|error| error.source().map_or_else(|| error.to_string(), ToString::to_string))
 }
 
-fn function<F>(library: &Library, file: &Path, name: &'static str) -> Result<Symbol<F>, NvmlError> {
-    // SAFETY: the callers give each function the type that nvml.h declares for its name.
-    unsafe { library.get(name.as_bytes()) }
-        .map_err(|_| NvmlError::MissingFunction { function: name, library: file.to_owned() })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -219,7 +219,9 @@ mod tests {
     fn a_missing_library_is_an_error_that_names_it() {
         match Nvml::open() {
             Ok(nvml) => assert!(nvml.uuids().is_ok()),
-            Err(error) => assert!(error.to_string().contains("NVML") || error.to_string().contains("nvml"), "{error}"),
+            Err(error) => {
+                assert!(error.to_string().contains("NVML") || error.to_string().contains("nvml"), "{error}")
+            }
         }
     }
 }

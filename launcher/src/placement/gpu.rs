@@ -32,7 +32,7 @@ impl Gpu {
 }
 
 /// The driver's information about a GPU.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Listed {
     /// PCI address.
     pub(crate) bus: String,

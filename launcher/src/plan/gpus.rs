@@ -179,8 +179,8 @@ impl Division<'_> {
             if self.taken[index] && !may_share {
                 return Err(failed("another job of this launch has this GPU, too".into()));
             }
-            if let Some(user) = all[index].holder.as_ref().filter(|_| !may_share) {
-                return Err(failed(format!("the GPU is held by {user}; choose another one, or --gpus free")));
+            if let Some(holder) = all[index].holder.as_ref().filter(|_| !may_share) {
+                return Err(PlanError::held(&all[index], holder));
             }
             chosen.push(index);
         }
@@ -200,9 +200,10 @@ impl Division<'_> {
             return Ok(free[..wanted].to_vec());
         }
         let used = all.iter().enumerate().filter(|(index, _)| !free.contains(index));
-        let name = |(index, gpu): (usize, &Gpu)| {
-            let user = gpu.holder.clone().or_else(|| gpu.user.clone());
-            format!("GPU {index} is used by {}", user.unwrap_or_else(|| "another job of this launch".into()))
+        let name = |(index, gpu): (usize, &Gpu)| match (&gpu.holder, &gpu.user) {
+            (Some(holder), _) => format!("GPU {index} is reserved by {holder}"),
+            (None, Some(user)) => format!("GPU {index} is used by {user}"),
+            (None, None) => format!("GPU {index} is used by another job of this launch"),
         };
         let mut users: Vec<String> = used.map(name).collect();
         let others = users.len().saturating_sub(MAX_USERS);

@@ -121,6 +121,10 @@ pub struct LaunchPlan {
     pub commands: Vec<ProgramCommand>,
     /// The ranks, in order.
     pub ranks: Vec<RankPlan>,
+    /// The GPUs that the ranks use or see, as far as they are known.
+    pub gpus: Vec<Gpu>,
+    /// No other launch may choose these GPUs or have chosen them.
+    pub owns_gpus: bool,
     /// Faults to inject.
     pub injections: Vec<Injection>,
     /// Messages to print before the start.
@@ -212,7 +216,7 @@ pub enum PlanError {
         /// Who uses the others.
         users: String,
     },
-    /// A GPU was named that is not there.
+    /// A GPU was named that is not there, or cannot be used.
     #[error("--gpus {name}: {problem}")]
     NoSuchGpu {
         /// As on the command line.
@@ -276,6 +280,12 @@ impl RunContext {
 }
 
 impl PlanError {
+    /// A launch has reserved this GPU.
+    pub(crate) fn held(gpu: &Gpu, holder: &str) -> Self {
+        let problem = format!("the GPU is reserved by {holder}; choose another one, or --gpus free");
+        PlanError::NoSuchGpu { name: gpu.name.clone(), problem }
+    }
+
     /// True if the command line is wrong, whatever the machine has.
     pub(crate) fn is_usage(&self) -> bool {
         match self {
@@ -463,7 +473,11 @@ fn plan_world(parts: &[Part<'_>], machine: &Machine) -> Result<LaunchPlan, PlanE
     let unmet =
         parts.iter().filter_map(|part| placement::unmet(&machine.topology, part.request.bind, &part.places));
     let faults = injections.iter().map(|injection| format!("a fault will be injected: {injection}"));
-    let notices = notice.into_iter().chain(idle).chain(unmet).chain(faults).collect();
+    let used_too = visible
+        .iter()
+        .filter(|_| first.gpus != GpuChoice::All)
+        .filter_map(|gpu| Some(format!("GPU {} is used by {}, too", gpu.name, gpu.user.as_ref()?)));
+    let notices = notice.into_iter().chain(idle).chain(unmet).chain(used_too).chain(faults).collect();
 
     let all = parts
         .iter()
@@ -519,9 +533,15 @@ fn plan_world(parts: &[Part<'_>], machine: &Machine) -> Result<LaunchPlan, PlanE
         program: part.request.program.clone(),
         arguments: part.request.arguments.clone(),
     };
+    let plans: Vec<RankPlan> = (0..).zip(all).map(rank_plan).collect();
+    let is_narrowed = parts.iter().any(|part| part.share.is_narrowed);
+    let used = || plans.iter().filter_map(|rank| rank.gpu.clone());
+    let chosen = parts.iter().any(|part| part.request.gpus != GpuChoice::All);
     Ok(LaunchPlan {
         commands: parts.iter().map(command).collect(),
-        ranks: (0..).zip(all).map(rank_plan).collect(),
+        gpus: if is_narrowed { visible.into_iter().cloned().collect() } else { used().collect() },
+        owns_gpus: chosen && !first.share_gpus,
+        ranks: plans,
         notices,
         injections,
     })
