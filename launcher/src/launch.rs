@@ -311,7 +311,7 @@ fn name_jobs(plans: &[LaunchPlan], supervision: Supervision) -> Result<Vec<JobPl
 
 /// What the requests want to know about the GPUs.
 struct Wanted {
-    /// Jobs divide the GPUs, or choose some.
+    /// Jobs certainly divide the GPUs, or choose some.
     is_divided: bool,
     /// Some job has chosen GPUs.
     is_chosen: bool,
@@ -324,7 +324,7 @@ impl Wanted {
         let any = |is: fn(&Request) -> bool| requests.iter().any(is);
         let is_chosen = any(|request| request.gpus != GpuChoice::All);
         let is_several =
-            requests.len() > 1 && !one_world && any(|request| request.backend != BackendChoice::Cpu);
+            requests.len() > 1 && !one_world && any(|request| request.backend == BackendChoice::Nccl);
         Wanted {
             is_divided: is_chosen || is_several,
             is_chosen,

@@ -12,6 +12,8 @@
 #include <cstdlib>
 #include <cstring>
 
+using namespace fake;
+
 namespace {
 
 enum nvmlReturn : unsigned {

@@ -7,6 +7,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
+use mgpu_tests::fake_gpu;
 use mgpu_tests::process::{command, finish, run, survivors, until};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -231,21 +232,23 @@ fn processes_that_left_their_group_end_with_their_job() {
 fn sigquit_and_ps_show_a_table_for_each_job() {
     let folder = tempfile::tempdir().unwrap();
     let script = ": > ready-$MGPU_RUN_ID; until [ -e go ]; do sleep 0.01; done";
-    let mut child = started(&mut marked(
-        folder.path(),
-        &["-n", "2", "sh", "-c", script, ":", "sh", "-c", script, "other"],
-    ));
+    // The name of the folder marks the lines of this launch.
+    let (mark, sh) = (folder.path().to_str().unwrap(), ["sh", "-c", script]);
+    let words = [&["-n", "2"], &sh[..], &[mark, ":"], &sh[..], &[mark]].concat();
+    let mut child = started(&mut marked(folder.path(), &words));
     until(|| fs::read_dir(folder.path()).unwrap().count() == 2);
     let shown = run(&mut mgpurun(&["ps"])).stdout;
-    let launcher_lines = |text: &str| {
-        shown.lines().filter(|line| line.contains(text) && line.starts_with("launcher ")).count()
-    };
-    assert!(launcher_lines(" on 2 ranks") >= 1 && launcher_lines(" other on 1 rank ") == 1, "{shown}");
     kill(Pid::from_raw(child.id() as i32), Signal::SIGQUIT).unwrap();
     fs::write(folder.path().join("go"), "").unwrap();
     let finished = finish(&mut child);
     finished.expect(0, &["mgpurun: job 0: sh -c ", "mgpurun: job 1: sh -c "]);
     assert_eq!(finished.stderr.matches("mgpurun: rank  pid ").count(), 2, "{finished:#?}");
+    let of_launch = |ranks: &str| {
+        let is_its =
+            |line: &&str| line.starts_with("launcher ") && line.contains(&format!("{mark} on {ranks} for "));
+        shown.lines().filter(is_its).count()
+    };
+    assert_eq!((of_launch("2 ranks"), of_launch("1 rank")), (1, 1), "{shown}");
 }
 
 /// A copy of a program with other bytes at its end.
@@ -301,15 +304,146 @@ fn wrong_jobs_are_usage_errors() {
     for (words, text) in [
         (&["true", ":", "--timeout", "5", "true"][..], "--timeout concerns the whole launch"),
         (&[":", "true"], "there is no program before the first `:`"),
-        (&["true", ":", "-n", "0", "true"], ""),
         (&["true", ":", "--inject", "rank=1,step=1,fault=hang", "true"], "job 1: --inject rank=1"),
         (&["--one-world", "--backend", "cpu", "true", ":", "true"], "--one-world: --backend differs"),
         (&["--backend", "cpu", "--gpus", "0", "true"], "--gpus chooses GPUs, and --backend cpu uses none"),
         (&["--gpus", "x", "true"], "it should be all, free, or numbers"),
         (&["--fail", "none", "true"], "possible values: one, all"),
     ] {
-        let finished = run(&mut mgpurun(words));
-        let code = if text.is_empty() { 0 } else { 2 };
-        finished.expect(code, &[text]);
+        run(&mut mgpurun(words)).expect(2, &[text]);
     }
+}
+
+/// The launcher on a machine with four fake GPUs, whose locks are in `folder`.
+fn with_gpus(folder: &Path, words: &[&str]) -> Command {
+    let mut launcher = fake_gpu::command("env");
+    launcher.args(["--default-signal", env!("CARGO_BIN_EXE_t-mgpurun")]).args(words).current_dir(folder);
+    launcher
+        .env("FAKE_GPU_COUNT", "4")
+        .env("MGPU_LOCK_DIR", folder.join("locks"))
+        .env("MGPU_TEST_MARK", folder);
+    launcher
+}
+
+/// The UUID of a fake GPU.
+fn uuid(gpu: u32) -> String {
+    format!("GPU-46414b45-0000-0000-0000-{gpu:012x}")
+}
+
+/// `CUDA_VISIBLE_DEVICES` of each rank of a dry run.
+fn visible(folder: &Path, words: &[&str]) -> Vec<String> {
+    let finished = run(&mut with_gpus(folder, &[&["--dry-run"], words].concat()));
+    assert_eq!(finished.code, Some(0), "{finished:#?}");
+    let lines = finished.stdout.lines().filter_map(|line| line.strip_prefix("CUDA_VISIBLE_DEVICES="));
+    lines.map(|line| line.trim_end_matches(" \\").to_owned()).collect()
+}
+
+#[test]
+fn jobs_train_on_disjoint_gpus() {
+    let folder = tempfile::tempdir().unwrap();
+    let device = env!("CARGO_BIN_EXE_t-device");
+    let words = ["-n", "2", device, "all", ":", "-n", "1", "--gpus", "0", device, "all"];
+    run(&mut with_gpus(folder.path(), &words)).expect(0, &["[0.1] rank 1 of 2", "[1.0] rank 0 of 1"]);
+    let pair = format!("{},{}", uuid(1), uuid(2));
+    assert_eq!(visible(folder.path(), &words), [pair.clone(), pair, uuid(0)]);
+    let too_many = ["-n", "3", "--backend", "nccl", "true", ":", "-n", "2", "--backend", "nccl", "true"];
+    run(&mut with_gpus(folder.path(), &too_many))
+        .expect(1, &["job 1: 2 ranks, and the other jobs of this launch leave 1 of 4 GPUs"]);
+    // Without several jobs or a choice, nothing is narrowed.
+    assert_eq!(visible(folder.path(), &["-n", "2", "--backend", "nccl", "true"]), [] as [&str; 0]);
+}
+
+#[test]
+fn gpus_are_chosen_by_number_and_by_uuid() {
+    let folder = tempfile::tempdir().unwrap();
+    let pair = format!("{},{}", uuid(3), uuid(1));
+    assert_eq!(visible(folder.path(), &["--gpus", "3,1", "true"]), [pair.clone(), pair]);
+    let last = uuid(2);
+    assert_eq!(visible(folder.path(), &["--gpus", &last, "--isolate-gpus", "true"]), [last.clone()]);
+    let dry = |variable: &str, words: &[&str]| {
+        run(with_gpus(folder.path(), &[&["--dry-run"], words].concat()).env("CUDA_VISIBLE_DEVICES", variable))
+    };
+    dry("2,3", &["--gpus", "1", "true"]).expect(0, &[&format!("CUDA_VISIBLE_DEVICES={} ", uuid(3))]);
+    dry("2,3", &["--gpus", "2", "true"])
+        .expect(1, &["--gpus 2: there is no such GPU among the visible ones, 0 to 1"]);
+    dry("2,3", &["--gpus", "0,0", "true"]).expect(1, &["the GPU is named twice"]);
+    dry("2,3", &["--gpus", "GPU-4", "true"]).expect(1, &["several GPUs have a UUID that begins so"]);
+    dry("0,1", &["-n", "3", "--gpus", "0,1", "true"]).expect(1, &["3 ranks and 2 GPUs: choose -n 2"]);
+}
+
+#[test]
+fn free_gpus_are_those_that_nobody_uses() {
+    let folder = tempfile::tempdir().unwrap();
+    let free = |ranks: &str, processes: &str, more: &[&str]| {
+        let words = [&["--dry-run", "-n", ranks, "--gpus", "free"], more, &["true"]].concat();
+        run(with_gpus(folder.path(), &words).env("FAKE_NVML_PROCESSES", processes))
+    };
+    free("2", "0:1,2:1", &[]).expect(0, &[&format!("CUDA_VISIBLE_DEVICES={},{} ", uuid(1), uuid(3))]);
+    free("3", "0:1,2:4000000,2:4000001", &[]).expect(
+        1,
+        &[
+            "3 ranks and 2 free GPUs of 4: GPU 0 is used by ",
+            "(pid 1), GPU 2 is used by ? (pid 4000000) and 1 more; choose fewer ranks",
+        ],
+    );
+    assert_eq!(free("auto", "3:1", &[]).stdout.matches("\nRANK=").count(), 3);
+    let mut without = with_gpus(folder.path(), &["--gpus", "free", "true"]);
+    run(without.env("FAKE_NVML_NO_DRIVER", "1"))
+        .expect(1, &["--gpus free: neither the driver nor NVML lists a GPU"]);
+}
+
+#[test]
+fn a_reserved_gpu_is_not_chosen_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let wait = ": > ready; until [ -e go ]; do sleep 0.01; done";
+    let mut child = started(&mut with_gpus(folder.path(), &["-n", "2", "--gpus", "free", "sh", "-c", wait]));
+    until(|| folder.path().join("ready").exists());
+    assert_eq!(visible(folder.path(), &["-n", "1", "--gpus", "free", "true"]), [uuid(2)]);
+    let refused = |words: &[&str], text: &str| {
+        let finished = run(&mut with_gpus(folder.path(), words));
+        finished.expect(1, &[text, "reserved by launch ", " (sh -c : > ready; "]);
+    };
+    refused(&["--gpus", "1", "true"], "--gpus 1: the GPU is ");
+    refused(&["-n", "3", "--gpus", "free", "true"], "3 ranks and 2 free GPUs of 4: GPU 0 is ");
+    // A launch that has not chosen is not refused, and one that shares knowingly neither.
+    run(&mut with_gpus(folder.path(), &["--gpus", "1", "--share-gpus", "true"]))
+        .expect(0, &["GPU 1 is reserved by launch "]);
+    run(&mut with_gpus(
+        folder.path(),
+        &["-n", "1", "--backend", "nccl", "true", ":", "-n", "1", "--backend", "nccl", "true"],
+    ))
+    .expect(0, &["job 1: GPU 1 is reserved by "]);
+    fs::write(folder.path().join("go"), "").unwrap();
+    finish(&mut child).expect(0, &[]);
+    run(&mut with_gpus(folder.path(), &["-n", "4", "--gpus", "free", "true"])).expect(0, &[]);
+}
+
+#[test]
+fn launches_at_the_same_moment_get_different_gpus() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = ": > got-$CUDA_VISIBLE_DEVICES; until [ -e go ]; do sleep 0.01; done";
+    let launch =
+        |_| started(&mut with_gpus(folder.path(), &["-n", "1", "--gpus", "free", "sh", "-c", script]));
+    let children: Vec<Child> = (0..4).map(launch).collect();
+    until(|| (0..4).all(|gpu| folder.path().join(format!("got-{}", uuid(gpu))).exists()));
+    run(&mut with_gpus(folder.path(), &["-n", "1", "--gpus", "free", "true"]))
+        .expect(1, &["1 rank and 0 free GPUs of 4"]);
+    fs::write(folder.path().join("go"), "").unwrap();
+    for mut child in children {
+        finish(&mut child).expect(0, &[]);
+    }
+}
+
+#[test]
+fn a_killed_launcher_keeps_its_gpus_until_its_ranks_have_ended() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = "echo $PPID > launcher; : > ready; sleep 1000";
+    let mut child =
+        started(&mut with_gpus(folder.path(), &["-n", "4", "--gpus", "free", "sh", "-c", script]));
+    until(|| folder.path().join("ready").exists());
+    let launcher: i32 = fs::read_to_string(folder.path().join("launcher")).unwrap().trim().parse().unwrap();
+    kill(Pid::from_raw(launcher), Signal::SIGKILL).unwrap();
+    finish(&mut child).expect(137, &["the launcher was killed by SIGKILL"]);
+    run(&mut with_gpus(folder.path(), &["-n", "4", "--gpus", "free", "true"])).expect(0, &[]);
+    assert_eq!(leftover_processes(folder.path()), [] as [u32; 0]);
 }

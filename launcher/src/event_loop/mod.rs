@@ -182,7 +182,7 @@ impl<'a> EventLoop<'a> {
     fn judge(&mut self, index: usize) {
         let Some(failure) = self.jobs[index].failure().filter(|_| self.failed.is_none()) else { return };
         // A signal has reached all jobs.
-        let ends_others = self.fail == FailPolicy::All && !failure.interrupted;
+        let ends_others = self.jobs.len() > 1 && self.fail == FailPolicy::All && !failure.interrupted;
         if ends_others || self.jobs[index].outcome().is_some() {
             self.failed = Some(index);
         }

@@ -192,7 +192,8 @@ pub enum PlanError {
     NoRankToInject(Injection, u32),
     /// There are GPUs, but too few that no other job of the launch takes.
     #[error(
-        "{ranks} ranks, and the other jobs of this launch leave {left} of {gpus} GPUs: choose fewer ranks, or --backend cpu (for tests only, --share-gpus)"
+        "{}, and the other jobs of this launch leave {left} of {gpus} GPUs: choose fewer ranks, or --backend cpu (for tests only, --share-gpus)",
+        count_ranks(*ranks)
     )]
     TooFewGpusLeft {
         /// Requested ranks.
@@ -204,7 +205,8 @@ pub enum PlanError {
     },
     /// Fewer GPUs are free than ranks were requested.
     #[error(
-        "{ranks} ranks and {free} free GPUs of {gpus}: {users}; choose fewer ranks, or name GPUs with --gpus"
+        "{} and {free} free GPUs of {gpus}: {users}; choose fewer ranks, or name GPUs with --gpus",
+        count_ranks(*ranks)
     )]
     TooFewFreeGpus {
         /// Requested ranks.
@@ -572,6 +574,11 @@ fn choose_backend(
         }
         BackendChoice::Auto | BackendChoice::Nccl => Err(PlanError::TooFewGpus { ranks, gpus }),
     }
+}
+
+/// "1 rank" or "2 ranks".
+fn count_ranks(ranks: u32) -> String {
+    format!("{ranks} rank{}", if ranks == 1 { "" } else { "s" })
 }
 
 fn sharing(ranks: u32, gpus: &str) -> String {

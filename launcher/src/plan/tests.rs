@@ -193,3 +193,149 @@ fn requests_that_cannot_be_met_are_errors() {
     let error = plan(&inject, &machine(0)).unwrap_err().to_string();
     assert_eq!(error, "--inject rank=2,step=1,fault=hang: there is no rank 2 among 2 (ranks count from 0)");
 }
+
+/// A request for these GPUs.
+fn choosing(ranks: Ranks, gpus: &str) -> Request {
+    Request { gpus: gpus.parse().unwrap(), ..request(ranks) }
+}
+
+/// A machine with GPUs of the UUIDs GPU-a, GPU-b and so on.
+fn gpus_of(count: u8) -> Machine {
+    let gpu = |index: u8| Gpu {
+        name: index.to_string(),
+        uuid: Some(format!("GPU-{}", char::from(b'a' + index))),
+        ..Gpu::default()
+    };
+    Machine { gpus: (0..count).map(gpu).collect(), ..Machine::default() }
+}
+
+/// The GPUs that the ranks of each job see.
+fn visible(requests: &[Request], machine: &Machine) -> Vec<String> {
+    let plans = plan_jobs(requests, false, machine).unwrap();
+    let seen = |plan: &LaunchPlan| plan.ranks[0].value("CUDA_VISIBLE_DEVICES");
+    plans.iter().map(seen).collect()
+}
+
+fn jobs() -> impl Strategy<Value = Vec<Request>> {
+    let backend = prop_oneof![Just(BackendChoice::Auto), Just(BackendChoice::Cpu)];
+    let job =
+        (1u32..4, backend).prop_map(|(ranks, backend)| Request { backend, ..request(Ranks::Count(ranks)) });
+    prop::collection::vec(job, 1..5)
+}
+
+proptest! {
+    #[test]
+    fn jobs_get_disjoint_gpus_and_cores(jobs in jobs(), cores in 1usize..40) {
+        let node = |number: u32, cores: std::ops::Range<usize>| crate::placement::Node {
+            number,
+            cores: cores.map(|core| CoreSet::from_iter([core])).collect(),
+        };
+        let topology = Topology { nodes: vec![node(0, 0..cores), node(1, cores..2 * cores)], usable: 2 * cores };
+        let machine = Machine { topology, ..gpus_of(20) };
+        let plans = plan_jobs(&jobs, false, &machine).unwrap();
+        prop_assert_eq!(plans.len(), jobs.len());
+        if jobs.len() == 1 || !NCCL_IS_BUILT {
+            return Ok(());
+        }
+        let mut gpus: Vec<&str> = plans.iter().flat_map(|plan| plan.gpus.iter().map(|gpu| gpu.name.as_str())).collect();
+        let with_gpus = jobs.iter().filter(|job| job.backend != BackendChoice::Cpu);
+        prop_assert_eq!(gpus.len() as u32, with_gpus.map(|job| match job.ranks { Ranks::Count(count) => count, Ranks::Auto => 0 }).sum::<u32>());
+        gpus.sort_unstable();
+        gpus.dedup();
+        prop_assert_eq!(gpus.len(), plans.iter().map(|plan| plan.gpus.len()).sum::<usize>());
+        let ranks: usize = plans.iter().map(|plan| plan.ranks.len()).sum();
+        let of_job = |plan: &LaunchPlan| plan.ranks.iter().filter_map(|rank| rank.cores.as_ref()).collect::<CoreSet>();
+        let sets: Vec<CoreSet> = plans.iter().map(of_job).collect();
+        prop_assert_eq!(sets.iter().all(CoreSet::is_empty), ranks > 2 * cores);
+        prop_assert_eq!(sets.iter().map(CoreSet::len).sum::<usize>(), sets.iter().collect::<CoreSet>().len());
+    }
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn gpus_are_divided_in_order_of_the_choice() {
+    let two = Ranks::Count(2);
+    let jobs = [request(Ranks::Auto), choosing(two, "1,GPU-c"), request(two)];
+    assert_eq!(visible(&jobs, &gpus_of(6)), ["GPU-e,GPU-f", "GPU-b,GPU-c", "GPU-a,GPU-d"]);
+    let mut machine = gpus_of(5);
+    machine.gpus[0].holder = Some("launch 7 (x)".into());
+    machine.gpus[2].user = Some("python (pid 8)".into());
+    assert_eq!(visible(&[choosing(two, "free"), request(two)], &machine), ["GPU-b,GPU-d", "GPU-a,GPU-c"]);
+    assert_eq!(visible(&[choosing(Ranks::Auto, "free")], &machine), ["GPU-b,GPU-d,GPU-e"]);
+    let plan = plan(&choosing(Ranks::Auto, "2"), &machine).unwrap();
+    assert_eq!(
+        (plan.notices, plan.owns_gpus),
+        (vec!["GPU 2 is used by python (pid 8), too".to_owned()], true)
+    );
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn gpus_that_cannot_be_chosen_are_errors() {
+    let mut machine = gpus_of(4);
+    machine.gpus[0].holder = Some("launch 7 (x)".into());
+    machine.gpus[2].user = Some("python (pid 8)".into());
+    let (one, two) = (Ranks::Count(1), Ranks::Count(2));
+    for (jobs, text) in [
+        (vec![choosing(one, "4")], "--gpus 4: there is no such GPU among the visible ones, 0 to 3"),
+        (vec![choosing(one, "0")], "--gpus 0: the GPU is reserved by launch 7 (x)"),
+        (vec![choosing(two, "1,GPU-b")], "the GPU is named twice"),
+        (
+            vec![choosing(one, "1"), choosing(one, "1")],
+            "job 1: --gpus 1: another job of this launch has this GPU",
+        ),
+        (
+            vec![choosing(Ranks::Count(3), "free")],
+            "3 ranks and 2 free GPUs of 4: GPU 0 is reserved by launch 7 (x), GPU 2 is used by python (pid 8)",
+        ),
+        (vec![request(Ranks::Auto), request(Ranks::Auto)], "-n auto for two jobs"),
+        (
+            vec![request(Ranks::Count(4)), request(one)],
+            "job 1: 1 rank, and the other jobs of this launch leave 0 of 4 GPUs",
+        ),
+    ] {
+        let error = plan_jobs(&jobs, false, &machine).unwrap_err().to_string();
+        assert!(error.contains(text), "`{text}` should be in: {error}");
+    }
+    let none = plan_jobs(&[choosing(one, "free")], false, &gpus_of(0)).unwrap_err().to_string();
+    assert!(none.starts_with("--gpus free: neither the driver nor NVML lists a GPU"), "{none}");
+    let nccl = Request { backend: BackendChoice::Nccl, ..request(one) };
+    let unknown = plan_jobs(&[nccl.clone(), nccl], false, &gpus_of(0)).unwrap_err();
+    assert!(
+        matches!(unknown, PlanError::InJob { error, .. } if matches!(*error, PlanError::UnknownGpus { .. }))
+    );
+}
+
+#[test]
+fn one_world_has_the_ranks_of_all_parts() {
+    let part = |program: &str, ranks| Request { ranks: Ranks::Count(ranks), ..Request::new(program) };
+    let plans = plan_jobs(&[part("/a", 2), part("/b", 1)], true, &gpus_of(3)).unwrap();
+    let [plan] = &plans[..] else { panic!("{plans:?}") };
+    let of_ranks: Vec<_> = plan
+        .ranks
+        .iter()
+        .map(|rank| (rank.value(RANK), rank.value(WORLD_SIZE), plan.command_of(rank).line()))
+        .collect();
+    let expected = |rank: &str, program: &str| (rank.to_owned(), "3".to_owned(), program.to_owned());
+    assert_eq!(of_ranks, [expected("0", "a"), expected("1", "a"), expected("2", "b")]);
+    // As in a world of one program, every rank sees all GPUs.
+    assert_eq!(plan.ranks[2].value("CUDA_VISIBLE_DEVICES"), "");
+    let few = plan_jobs(&[part("/a", 2), part("/b", 1)], true, &gpus_of(2));
+    assert_eq!(few.unwrap_err(), PlanError::TooFewGpus { ranks: 3, gpus: 2 });
+    let chosen = [Request { gpus: "2".parse().unwrap(), ..part("/a", 1) }, part("/b", 1)];
+    let plan = plan_jobs(&chosen, true, &gpus_of(3)).unwrap().remove(0);
+    let seen: Vec<String> = plan.ranks.iter().map(|rank| rank.value("CUDA_VISIBLE_DEVICES")).collect();
+    assert_eq!(seen, ["GPU-c,GPU-a", "GPU-c,GPU-a"]);
+    let mixed = [part("/a", 1), Request { backend: BackendChoice::Cpu, ..part("/b", 1) }];
+    assert_eq!(plan_jobs(&mixed, true, &gpus_of(3)), Err(PlanError::Mixed { option: "--backend" }));
+}
+
+#[test]
+fn choices_of_gpus_are_parsed() {
+    let parse = |text: &str| text.parse::<GpuChoice>();
+    assert_eq!((parse("all"), parse("free")), (Ok(GpuChoice::All), Ok(GpuChoice::Free)));
+    assert_eq!(parse("2, GPU-ab"), Ok(GpuChoice::Named(vec!["2".into(), "GPU-ab".into()])));
+    for text in ["", "x", "1,", "-1", "GPU-", "free,1"] {
+        assert!(parse(text).is_err(), "{text}");
+    }
+}
