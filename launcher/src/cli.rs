@@ -63,7 +63,7 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
         ..OutputOptions::default()
     };
     let mut launch = Launch::of_requests(requests, args.one_world)
-        .notices(notices)
+        .notices(notices.clone())
         .fail(args.fail)
         .report_bindings(args.report_bindings)
         .output(output)
@@ -73,7 +73,7 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
         .grace(args.grace)
         .adopt_orphans();
     if args.dry_run {
-        return stdout::print(&describe(&launch.plan()?), ExitCode::SUCCESS);
+        return stdout::print(&describe(&notices, &launch.plan()?), ExitCode::SUCCESS);
     }
     match guardian::fork_guardian()? {
         Role::Done(code) => Ok(code),
@@ -104,8 +104,8 @@ fn request(
 }
 
 /// The plans as shell commands, a block for each rank.
-fn describe(plans: &[LaunchPlan]) -> String {
-    let mut text = String::new();
+fn describe(notices: &[String], plans: &[LaunchPlan]) -> String {
+    let mut text: String = notices.iter().map(|notice| format!("# {notice}\n")).collect();
     for (job, plan) in plans.iter().enumerate() {
         if plans.len() > 1 {
             let ranks = if plan.ranks.len() == 1 { "rank" } else { "ranks" };
@@ -197,6 +197,6 @@ mod tests {
             ..Request::new("/bin/echo")
         };
         let plan = crate::plan::plan(&request, &crate::plan::Machine::default()).unwrap();
-        insta::assert_snapshot!(describe(&[plan]));
+        insta::assert_snapshot!(describe(&[], &[plan]));
     }
 }

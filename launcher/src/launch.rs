@@ -223,9 +223,7 @@ impl Launch {
         if let Some(register) = register.as_ref().filter(|_| wanted.is_chosen) {
             machine.find_users(register, wanted.is_free)?;
         }
-        let mut plans = plan_jobs(&self.requests, self.one_world, &machine)?;
-        plans[0].notices.splice(..0, self.notices.iter().cloned());
-        Ok((plans, register))
+        Ok((plan_jobs(&self.requests, self.one_world, &machine)?, register))
     }
 
     /// Starts the ranks and returns when all have ended. Call it from a thread that stays alive: the kernel kills the
@@ -241,7 +239,7 @@ impl Launch {
         let (mut plans, register) = self.choose()?;
         // Held until the ranks have ended.
         let _reservations = register.map(|register| reserve(&mut plans, &register)).transpose()?;
-        let Launch { output, signals, supervision, report_bindings, fail, .. } = self;
+        let Launch { output, signals, supervision, report_bindings, fail, notices, .. } = self;
         let signals = signals?;
         if supervision.adopts_orphans {
             orphans::adopt()?;
@@ -252,6 +250,7 @@ impl Launch {
         };
         let sizes: Vec<u32> = plans.iter().map(|plan| plan.ranks.len() as u32).collect();
         let mut output = Output::new(&sizes, output)?;
+        notices.iter().for_each(|notice| output.say(notice));
         let jobs = name_jobs(&plans, supervision)?;
         for JobPlan { id, plan, .. } in &jobs {
             let locations = plan.ranks.iter().map(|rank| &rank.location).filter(|_| report_bindings);

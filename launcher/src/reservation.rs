@@ -104,7 +104,7 @@ impl Register {
     /// another launch has it for itself.
     ///
     /// # Errors
-    /// If its file cannot be locked or written.
+    /// If its file cannot be locked.
     pub(crate) fn reserve(
         &self,
         gpu: &Gpu,
@@ -119,9 +119,8 @@ impl Register {
             Err(TryLockError::Error(error)) => return Err(self.failed(&error)),
         }
         let line = format!("{} {command}", std::process::id());
-        let written =
-            file.set_len(0).and_then(|()| file.rewind()).and_then(|()| file.write_all(line.as_bytes()));
-        written.map_err(|error| self.failed(&error))?;
+        // On a full disk the lock counts all the same; only errors of other launches do not name this one.
+        let _ = file.set_len(0).and_then(|()| file.rewind()).and_then(|()| file.write_all(line.as_bytes()));
         // The ranks inherit it.
         fcntl(file.as_fd(), FcntlArg::F_SETFD(FdFlag::empty()))
             .map_err(|error| self.failed(&error.into()))?;

@@ -9,31 +9,25 @@ use mgpu_control::inject::Injection;
 use mgpu_control::progress::{self, RankState};
 use mgpu_control::protocol::MGPU_RUN_ID;
 use mgpu_control::rendezvous::{Server, ServerEvent};
-use nix::errno::Errno;
-use nix::fcntl::{FcntlArg, fcntl};
-use nix::sys::signal::{Signal, killpg};
-use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid, waitpid};
-use nix::unistd::{Pid, read};
+use nix::sys::signal::Signal;
+use nix::unistd::Pid;
 
 use super::Shared;
 use super::leftovers::Leftovers;
 use super::wait::JobSource;
 use crate::events;
 use crate::faults;
-use crate::group::{running_in, wait_for_end};
+use crate::group::wait_for_end;
 use crate::interrupt::ends_the_run;
 use crate::launch::Supervision;
 use crate::mpi::MpiWatch;
-use crate::output::{Output, STREAMS, Stream};
+use crate::output::Output;
 use crate::restart::Reached;
 use crate::spawn::{Process, Sent, send};
 use crate::status::{Row, is_stopped, table};
-use crate::supervisor::{Action, Event, Exit, Outcome, Supervisor};
+use crate::supervisor::{Action, Event, Outcome, Supervisor};
 use crate::watch::{self, Verdict, WatchedRank};
 use crate::{exit_code, mpi, orphans};
-
-/// Size of the read buffer, and the assumed capacity of a pipe if the kernel does not tell it.
-pub(super) const PIPE_CAPACITY: usize = 64 << 10;
 
 /// Interval at which the ranks' steps are polled if events are recorded.
 const STEP_POLL_INTERVAL: Duration = Duration::from_secs(1);
@@ -78,8 +72,8 @@ impl JobId {
 pub(super) struct Attempt<'a> {
     pub(super) job: JobId,
     pub(super) ranks: Vec<Process>,
-    server: Server,
-    supervisor: Supervisor,
+    pub(super) server: Server,
+    pub(super) supervisor: Supervisor,
     pub(super) supervision: Supervision,
     /// Earliest time at which a rank may have exceeded the progress timeout.
     next_progress_check: Option<Instant>,
@@ -291,7 +285,7 @@ impl<'a> Attempt<'a> {
     fn check_for_mpi(&mut self, shared: &mut Shared<'_>) {
         match self.ranks.first().filter(|rank| !rank.reaped) {
             Some(rank) if self.mpi.check(rank.pid.as_raw(), Instant::now()) => {
-                self.job.say(shared, mpi::ADVICE)
+                self.job.say(shared, mpi::ADVICE);
             }
             Some(_) => {}
             None => self.mpi.end(),
@@ -367,16 +361,6 @@ impl<'a> Attempt<'a> {
         }
     }
 
-    /// The ranks' pipes to read: those whose output has room at its reader and its disk.
-    fn pipes<'s>(&'s self, shared: &'s Shared<'_>) -> impl Iterator<Item = (JobSource, BorrowedFd<'s>)> {
-        let all = (0..).zip(&self.ranks).flat_map(|(number, rank)| {
-            STREAMS.map(|stream| (number, stream, rank.pipes[stream as usize].as_ref()))
-        });
-        let open = all.filter_map(|(number, stream, pipe)| Some((number, stream, pipe?)));
-        open.filter(|(number, stream, _)| shared.output.has_room(self.job.first_rank + *number, *stream))
-            .map(|(number, stream, pipe)| (JobSource::Pipe(number, stream), pipe.as_fd()))
-    }
-
     fn serve(&mut self, shared: &mut Shared<'_>) -> Vec<Event> {
         let mut events = Vec::new();
         for event in self.server.service() {
@@ -408,98 +392,6 @@ impl<'a> Attempt<'a> {
         let rank = self.ranks.iter().position(is_its);
         let whose = rank.map_or(String::new(), |rank| format!(" of rank {rank}"));
         self.job.say(shared, &format!("rejected {what}{whose}: {why}"));
-    }
-
-    /// Reads once. Returns the number of bytes; 0 if there are none now or the pipe is closed.
-    fn read_pipe(&mut self, number: u32, stream: Stream, shared: &mut Shared<'_>) -> usize {
-        let writer = self.job.first_rank + number;
-        let pipe = &mut self.ranks[number as usize].pipes[stream as usize];
-        let Some(open) = pipe else { return 0 };
-        match read(open, &mut shared.bytes) {
-            Ok(count) if count > 0 => {
-                shared.output.push(writer, stream, &shared.bytes[..count]);
-                if !shared.output.is_wanted(writer, stream) {
-                    *pipe = None;
-                }
-                count
-            }
-            Err(Errno::EAGAIN | Errno::EINTR) => 0,
-            Ok(_) | Err(_) => {
-                *pipe = None;
-                shared.output.finish(writer, stream);
-                0
-            }
-        }
-    }
-
-    /// Reads everything that a rank wrote before it ended. That is at most the capacity of its pipes; the limit matters
-    /// because a process that left the rank's group may continue to write.
-    fn drain(&mut self, number: u32, shared: &mut Shared<'_>) {
-        for stream in STREAMS {
-            let pipe = self.ranks[number as usize].pipes[stream as usize].as_ref();
-            let capacity = pipe.and_then(|pipe| fcntl(pipe, FcntlArg::F_GETPIPE_SZ).ok());
-            let mut left = capacity.map_or(PIPE_CAPACITY, |capacity| capacity as usize);
-            while left > 0 {
-                match self.read_pipe(number, stream, shared) {
-                    0 => break,
-                    count => left = left.saturating_sub(count),
-                }
-            }
-        }
-    }
-
-    /// Handles a process that has ended.
-    fn reap(&mut self, number: u32, shared: &mut Shared<'_>) -> Option<Event> {
-        let (pid, may_have_leftovers) = (self.ranks[number as usize].pid, self.may_have_leftovers(shared));
-        let rank = &mut self.ranks[number as usize];
-        // Check without reaping (WNOWAIT): while the zombie exists, the number of its group is not reused.
-        let look = WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT | WaitPidFlag::WNOHANG;
-        match waitid(Id::Pid(pid), look) {
-            Ok(WaitStatus::StillAlive) | Err(Errno::EINTR) => return None,
-            // A shell ends at once when asked to, while the program that it runs may need its grace time.
-            Ok(_) if rank.sent == Sent::Request => {
-                rank.group = running_in(&[pid.as_raw()]);
-                if !rank.group.is_empty() {
-                    return None;
-                }
-            }
-            // Its children may still be writing; they are handled at the end of the run.
-            Ok(WaitStatus::Exited(_, 0)) if rank.sent == Sent::Nothing && may_have_leftovers => {
-                return Some(self.note_end(number, Exit::Code(0), shared));
-            }
-            Ok(_) => _ = killpg(pid, Signal::SIGKILL),
-            // Another part of this process has reaped our child: its group's number may have been reused.
-            Err(_) => {}
-        }
-        let exit = match waitpid(pid, None) {
-            Ok(WaitStatus::Exited(_, code)) => Exit::Code(code),
-            Ok(WaitStatus::Signaled(_, signal, _)) => Exit::Signal(signal as i32),
-            // Its exit code is lost, too.
-            Ok(_) | Err(_) => Exit::Code(i32::from(exit_code::LAUNCHER)),
-        };
-        rank.reaped = true;
-        Some(self.note_end(number, exit, shared))
-    }
-
-    /// Reads the remaining output of a rank that has ended, and returns the event of its end.
-    fn note_end(&mut self, number: u32, exit: Exit, shared: &mut Shared<'_>) -> Event {
-        let rank = &mut self.ranks[number as usize];
-        let asked = rank.sent > Sent::Nothing;
-        rank.ended = Some(if asked { exit.describe_signalled() } else { exit.describe() });
-        shared.events.record_of(self.job.number, events::Event::exit(number, exit, asked));
-        self.drain(number, shared);
-        self.end_quietly(number, exit, shared);
-        Event::Exited { rank: number, exit, blame: self.server.blame(number) }
-    }
-
-    /// Mutes the output if the rank ended because the launcher's own reader has exited, as `head` does. The errors of the
-    /// other ranks about that are of no use.
-    fn end_quietly(&mut self, number: u32, exit: Exit, shared: &mut Shared<'_>) {
-        let is_first = self.supervisor.is_undecided();
-        let is_unread = !shared.output.is_wanted(self.job.first_rank + number, Stream::Stdout);
-        if is_first && is_unread && exit.code() == exit_code::BROKEN_PIPE {
-            shared.output.mute();
-        }
     }
 
     fn carry_out(&mut self, action: Action, shared: &mut Shared<'_>) -> Option<Outcome> {
@@ -542,15 +434,5 @@ impl<'a> Attempt<'a> {
             outcome.message.iter().for_each(|message| self.job.say_end(shared, &outcome, message));
         }
         self.settled = Some(outcome);
-    }
-
-    /// Reads what is left in the pipes. Does not wait for a process that left its group and holds a pipe open.
-    fn drain_all(&mut self, shared: &mut Shared<'_>) {
-        for number in 0..self.ranks.len() as u32 {
-            self.drain(number, shared);
-            for stream in STREAMS {
-                shared.output.finish(self.job.first_rank + number, stream);
-            }
-        }
     }
 }

@@ -7,6 +7,7 @@
 mod attempt;
 mod job;
 mod leftovers;
+mod processes;
 mod wait;
 
 use std::time::{Duration, Instant};
@@ -23,9 +24,9 @@ use crate::output::Output;
 use crate::restart::FailPolicy;
 use crate::supervisor::Outcome;
 pub(crate) use attempt::JobId;
-use attempt::PIPE_CAPACITY;
 use job::Job;
 pub(crate) use job::JobPlan;
+use processes::PIPE_CAPACITY;
 pub(crate) use wait::flush;
 use wait::{JobSource, Source, output_sources, poll_sources, signal_sources};
 

@@ -1,5 +1,9 @@
 use proptest::prelude::*;
 
+use mgpu_control::protocol::{
+    LOCAL_RANK, MGPU_BACKEND, MGPU_DEVICE, MGPU_SHARE_GPUS, MGPU_THREADS, OMP_NUM_THREADS, RANK,
+};
+
 use super::*;
 
 fn request(ranks: Ranks) -> Request {
