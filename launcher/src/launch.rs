@@ -171,6 +171,13 @@ impl Launch {
 
     /// Adds a job to be started together with this one, as a world of its own. The jobs get disjoint GPUs and cores. Of
     /// the options of `other` only those of its ranks count: program, arguments, number, backend, binding and faults.
+    ///
+    /// ```no_run
+    /// use mgpurun::Launch;
+    /// let small = Launch::new("/usr/bin/true").ranks(2);
+    /// small.and(Launch::new("/usr/bin/true").ranks(1)).run()?;
+    /// # Ok::<(), mgpurun::LaunchError>(())
+    /// ```
     pub fn and(mut self, other: Launch) -> Self {
         self.requests.extend(other.requests);
         self
@@ -214,11 +221,11 @@ impl Launch {
         if wanted.is_divided {
             machine.list_gpus_by_nvml();
         }
-        let register = match Register::open() {
-            _ if machine.gpus.is_empty() => None,
+        let opened = (!machine.gpus.is_empty()).then(Register::open);
+        let register = match opened.transpose() {
             Err(error) if wanted.is_chosen => return Err(error.into()),
             // A launch that does not choose uses its GPUs in any case.
-            opened => opened.ok(),
+            opened => opened.ok().flatten(),
         };
         if let Some(register) = register.as_ref().filter(|_| wanted.is_chosen) {
             machine.find_users(register, wanted.is_free)?;

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use mgpu_tests::fake_gpu;
-use mgpu_tests::process::{command, finish, run, survivors, until};
+use mgpu_tests::process::{Finished, command, finish, run, survivors, until};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
@@ -34,8 +34,28 @@ fn leftover_processes(folder: &Path) -> Vec<u32> {
     survivors(&format!("MGPU_TEST_MARK={}", folder.display()))
 }
 
-fn started(launcher: &mut Command) -> Child {
-    launcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+/// A running launcher. A test that fails leaves none behind.
+struct Launched(Child);
+
+impl Launched {
+    fn signal(&self, signal: Signal) {
+        kill(Pid::from_raw(self.0.id() as i32), signal).unwrap();
+    }
+
+    fn finish(mut self) -> Finished {
+        finish(&mut self.0)
+    }
+}
+
+impl Drop for Launched {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn started(launcher: &mut Command) -> Launched {
+    Launched(launcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap())
 }
 
 fn events(path: &Path) -> Vec<Value> {
@@ -137,13 +157,13 @@ fn a_failure_ends_all_jobs_unless_only_one_should_fail() {
         (&3.into(), &0.into(), &1.into(), &Value::Null)
     );
 
-    let mut child = started(&mut marked(folder.path(), &words("one")));
+    let child = started(&mut marked(folder.path(), &words("one")));
     let has_ended = |line: &Value| line["event"] == "end" && line["job"] == 1 && line["exit_code"] == 3;
     until(|| {
         events(&folder.path().join("events")).iter().skip(1).filter(|line| has_ended(line)).count() == 2
     });
     fs::write(folder.path().join("go"), "").unwrap();
-    finish(&mut child).expect(3, &["job 1: rank 0 exited with code 3"]);
+    child.finish().expect(3, &["job 1: rank 0 exited with code 3"]);
     assert!(folder.path().join("done").exists());
 }
 
@@ -153,18 +173,18 @@ fn a_signal_ends_all_jobs_and_is_reported_once() {
         let folder = tempfile::tempdir().unwrap();
         let script = format!("trap '{trap}' INT; : > ready-$MGPU_RUN_ID; while :; do sleep 0.02; done");
         let words = ["--grace", "1000", "sh", "-c", &script, ":", "-n", "1", "sh", "-c", &script];
-        let mut child = started(&mut marked(folder.path(), &words));
+        let child = started(&mut marked(folder.path(), &words));
         let count = |prefix: &str| {
             let names = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name());
             names.filter(|name| name.to_string_lossy().starts_with(prefix)).count()
         };
         until(|| count("ready") == 2);
-        kill(Pid::from_raw(child.id() as i32), Signal::SIGINT).unwrap();
+        child.signal(Signal::SIGINT);
         if times == 2 {
             until(|| count("got") == 2);
-            kill(Pid::from_raw(child.id() as i32), Signal::SIGINT).unwrap();
+            child.signal(Signal::SIGINT);
         }
-        let finished = finish(&mut child);
+        let finished = child.finish();
         finished.expect(code, &["mgpurun: stopped by SIGINT\n"]);
         assert_eq!(finished.stderr.matches("stopped").count(), 1, "{finished:#?}");
         assert_eq!(leftover_processes(folder.path()), [] as [u32; 0]);
@@ -213,7 +233,7 @@ fn processes_that_left_their_group_end_with_their_job() {
     let folder = tempfile::tempdir().unwrap();
     let daemon = "setsid sh -c 'echo $$ > daemon; sleep 1000' & until [ -s daemon ]; do sleep 0.01; done";
     let wait = "until [ -e go ]; do sleep 0.01; done";
-    let mut child = started(&mut marked(
+    let child = started(&mut marked(
         folder.path(),
         &["--events", "events", "sh", "-c", daemon, ":", "sh", "-c", wait],
     ));
@@ -224,7 +244,7 @@ fn processes_that_left_their_group_end_with_their_job() {
     let daemon: i32 = fs::read_to_string(folder.path().join("daemon")).unwrap().trim().parse().unwrap();
     assert!(kill(Pid::from_raw(daemon), None).is_err(), "the daemon of job 0 runs beyond its end");
     fs::write(folder.path().join("go"), "").unwrap();
-    finish(&mut child).expect(0, &[]);
+    child.finish().expect(0, &[]);
     assert_eq!(leftover_processes(folder.path()), [] as [u32; 0]);
 }
 
@@ -235,12 +255,12 @@ fn sigquit_and_ps_show_a_table_for_each_job() {
     // The name of the folder marks the lines of this launch.
     let (mark, sh) = (folder.path().to_str().unwrap(), ["sh", "-c", script]);
     let words = [&["-n", "2"], &sh[..], &[mark, ":"], &sh[..], &[mark]].concat();
-    let mut child = started(&mut marked(folder.path(), &words));
+    let child = started(&mut marked(folder.path(), &words));
     until(|| fs::read_dir(folder.path()).unwrap().count() == 2);
     let shown = run(&mut mgpurun(&["ps"])).stdout;
-    kill(Pid::from_raw(child.id() as i32), Signal::SIGQUIT).unwrap();
+    child.signal(Signal::SIGQUIT);
     fs::write(folder.path().join("go"), "").unwrap();
-    let finished = finish(&mut child);
+    let finished = child.finish();
     finished.expect(0, &["mgpurun: job 0: sh -c ", "mgpurun: job 1: sh -c "]);
     assert_eq!(finished.stderr.matches("mgpurun: rank  pid ").count(), 2, "{finished:#?}");
     let of_launch = |ranks: &str| {
@@ -358,8 +378,7 @@ fn gpus_are_chosen_by_number_and_by_uuid() {
     let folder = tempfile::tempdir().unwrap();
     let pair = format!("{},{}", uuid(3), uuid(1));
     assert_eq!(visible(folder.path(), &["--gpus", "3,1", "true"]), [pair.clone(), pair]);
-    let last = uuid(2);
-    assert_eq!(visible(folder.path(), &["--gpus", &last, "--isolate-gpus", "true"]), [last.clone()]);
+    assert_eq!(visible(folder.path(), &["--gpus", &uuid(2), "--isolate-gpus", "true"]), [uuid(2)]);
     let dry = |variable: &str, words: &[&str]| {
         run(with_gpus(folder.path(), &[&["--dry-run"], words].concat()).env("CUDA_VISIBLE_DEVICES", variable))
     };
@@ -396,7 +415,7 @@ fn free_gpus_are_those_that_nobody_uses() {
 fn a_reserved_gpu_is_not_chosen_again() {
     let folder = tempfile::tempdir().unwrap();
     let wait = ": > ready; until [ -e go ]; do sleep 0.01; done";
-    let mut child = started(&mut with_gpus(folder.path(), &["-n", "2", "--gpus", "free", "sh", "-c", wait]));
+    let child = started(&mut with_gpus(folder.path(), &["-n", "2", "--gpus", "free", "sh", "-c", wait]));
     until(|| folder.path().join("ready").exists());
     assert_eq!(visible(folder.path(), &["-n", "1", "--gpus", "free", "true"]), [uuid(2)]);
     let refused = |words: &[&str], text: &str| {
@@ -414,7 +433,7 @@ fn a_reserved_gpu_is_not_chosen_again() {
     ))
     .expect(0, &["job 1: GPU 1 is reserved by "]);
     fs::write(folder.path().join("go"), "").unwrap();
-    finish(&mut child).expect(0, &[]);
+    child.finish().expect(0, &[]);
     run(&mut with_gpus(folder.path(), &["-n", "4", "--gpus", "free", "true"])).expect(0, &[]);
 }
 
@@ -424,13 +443,13 @@ fn launches_at_the_same_moment_get_different_gpus() {
     let script = ": > got-$CUDA_VISIBLE_DEVICES; until [ -e go ]; do sleep 0.01; done";
     let launch =
         |_| started(&mut with_gpus(folder.path(), &["-n", "1", "--gpus", "free", "sh", "-c", script]));
-    let children: Vec<Child> = (0..4).map(launch).collect();
+    let children: Vec<Launched> = (0..4).map(launch).collect();
     until(|| (0..4).all(|gpu| folder.path().join(format!("got-{}", uuid(gpu))).exists()));
     run(&mut with_gpus(folder.path(), &["-n", "1", "--gpus", "free", "true"]))
         .expect(1, &["1 rank and 0 free GPUs of 4"]);
     fs::write(folder.path().join("go"), "").unwrap();
-    for mut child in children {
-        finish(&mut child).expect(0, &[]);
+    for child in children {
+        child.finish().expect(0, &[]);
     }
 }
 
@@ -438,12 +457,12 @@ fn launches_at_the_same_moment_get_different_gpus() {
 fn a_killed_launcher_keeps_its_gpus_until_its_ranks_have_ended() {
     let folder = tempfile::tempdir().unwrap();
     let script = "echo $PPID > launcher; : > ready; sleep 1000";
-    let mut child =
+    let child =
         started(&mut with_gpus(folder.path(), &["-n", "4", "--gpus", "free", "sh", "-c", script]));
     until(|| folder.path().join("ready").exists());
     let launcher: i32 = fs::read_to_string(folder.path().join("launcher")).unwrap().trim().parse().unwrap();
     kill(Pid::from_raw(launcher), Signal::SIGKILL).unwrap();
-    finish(&mut child).expect(137, &["the launcher was killed by SIGKILL"]);
+    child.finish().expect(137, &["the launcher was killed by SIGKILL"]);
     run(&mut with_gpus(folder.path(), &["-n", "4", "--gpus", "free", "true"])).expect(0, &[]);
     assert_eq!(leftover_processes(folder.path()), [] as [u32; 0]);
 }

@@ -163,8 +163,11 @@ mod tests {
     use super::*;
     use crate::plan::Ranks;
 
-    /// The jobs of a command line on a machine with the programs `a`, `b` and `c`: ranks and words of each.
-    fn jobs(line: &[&str]) -> Result<(Vec<(Ranks, Vec<String>)>, Vec<String>), clap::Error> {
+    /// Ranks and words of a job.
+    type Words = (Ranks, Vec<String>);
+
+    /// The jobs of a command line on a machine with the programs `a`, `b` and `c`, and the messages about it.
+    fn jobs(line: &[&str]) -> Result<(Vec<Words>, Vec<String>), clap::Error> {
         let words: Vec<OsString> = [&["mgpurun"], line].concat().into_iter().map(OsString::from).collect();
         let CommandLine { ranks, command, .. } = CommandLine::try_parse_from(words.clone())?;
         let is_program = |name: &OsStr| ["a", "b", "c"].iter().any(|program| name == *program);

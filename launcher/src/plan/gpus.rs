@@ -78,6 +78,16 @@ pub(super) fn divide(
     if requests.iter().filter(|request| takes_the_rest(request) && !machine.gpus.is_empty()).count() > 1 {
         return Err(PlanError::TwoAutos);
     }
+    for request in requests {
+        match request.ranks {
+            Ranks::Count(0) => return Err(PlanError::NoRanks),
+            Ranks::Count(count) if count > MAX_RANKS => return Err(PlanError::TooManyRanks(count)),
+            _ => {}
+        }
+    }
+    if !is_narrowed {
+        return Ok(share_all(requests, &machine.gpus));
+    }
     let mut order: Vec<usize> = (0..requests.len()).collect();
     order.sort_by_key(|index| match &requests[*index] {
         Request { gpus: GpuChoice::Named(_), .. } => 0,
@@ -85,7 +95,7 @@ pub(super) fn divide(
         _ => 1,
     });
     let taken = vec![false; machine.gpus.len()];
-    let mut division = Division { machine, several, one_world, is_narrowed, taken };
+    let mut division = Division { machine, one_world, taken };
     let mut shares = vec![Share::default(); requests.len()];
     for index in order {
         let in_job = |error| PlanError::InJob { job: index, error: Box::new(error) };
@@ -93,6 +103,24 @@ pub(super) fn divide(
         shares[index] = share.map_err(|error| if several && !one_world { in_job(error) } else { error })?;
     }
     Ok(shares)
+}
+
+/// The shares of one world whose ranks see all GPUs.
+fn share_all(requests: &[Request], all: &[Gpu]) -> Vec<Share> {
+    let given: usize = requests
+        .iter()
+        .map(|request| match request.ranks {
+            Ranks::Count(count) => count as usize,
+            Ranks::Auto => 0,
+        })
+        .sum();
+    let left = all.len().saturating_sub(given);
+    let share = |request: &Request| Share {
+        ranks: count(request.ranks, left),
+        gpus: all.to_vec(),
+        is_narrowed: false,
+    };
+    requests.iter().map(share).collect()
 }
 
 /// True for a request of one rank for each GPU that is left.
@@ -103,29 +131,19 @@ fn takes_the_rest(request: &Request) -> bool {
 
 struct Division<'a> {
     machine: &'a Machine,
-    several: bool,
     one_world: bool,
-    is_narrowed: bool,
     /// The GPUs that earlier requests got.
     taken: Vec<bool>,
 }
 
 impl Division<'_> {
     fn share(&mut self, request: &Request) -> Result<Share, PlanError> {
-        match request.ranks {
-            Ranks::Count(0) => return Err(PlanError::NoRanks),
-            Ranks::Count(count) if count > MAX_RANKS => return Err(PlanError::TooManyRanks(count)),
-            _ => {}
-        }
         let all = &self.machine.gpus;
         if request.backend == BackendChoice::Cpu && request.gpus != GpuChoice::All {
             return Err(PlanError::GpusForCpu);
         }
-        if !self.is_narrowed && !self.several || request.backend == BackendChoice::Cpu {
-            let ranks = count(request.ranks, all.len());
-            // Only the ranks of a single job may look at GPUs that they do not use.
-            let gpus = if self.several { Vec::new() } else { all.clone() };
-            return Ok(Share { ranks, gpus, is_narrowed: false });
+        if request.backend == BackendChoice::Cpu {
+            return Ok(Share { ranks: count(request.ranks, all.len()), ..Share::default() });
         }
         let chosen = match &request.gpus {
             GpuChoice::Named(names) => self.named(names, request.share_gpus)?,
@@ -135,14 +153,14 @@ impl Division<'_> {
         };
         chosen.iter().for_each(|index| self.taken[*index] = true);
         let gpus: Vec<Gpu> = chosen.into_iter().map(|index| all[index].clone()).collect();
-        Ok(Share { ranks: count(request.ranks, gpus.len()), gpus, is_narrowed: self.is_narrowed })
+        Ok(Share { ranks: count(request.ranks, gpus.len()), gpus, is_narrowed: true })
     }
 
     /// The share of a request on a machine on which no GPU is known.
     fn without_gpus(&self, request: &Request) -> Result<Share, PlanError> {
         match request.gpus {
             GpuChoice::Free => Err(no_gpu("free")),
-            _ if request.backend == BackendChoice::Nccl && self.is_narrowed => Err(PlanError::UnknownGpus {
+            _ if request.backend == BackendChoice::Nccl => Err(PlanError::UnknownGpus {
                 hint: "start the jobs one by one, with CUDA_VISIBLE_DEVICES for each",
             }),
             _ => Ok(Share { ranks: count(request.ranks, 0), gpus: Vec::new(), is_narrowed: false }),

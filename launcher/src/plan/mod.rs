@@ -260,8 +260,7 @@ pub fn plan_jobs(
 ) -> Result<Vec<LaunchPlan>, PlanError> {
     let several = requests.len() > 1;
     let shares = gpus::divide(requests, one_world, machine)?;
-    let mut parts: Vec<Part<'_>> =
-        requests.iter().zip(shares).map(|(request, share)| Part::new(request, share)).collect();
+    let mut parts = Part::all(requests, shares, one_world);
     if one_world {
         check_same(requests)?;
     }
