@@ -254,14 +254,21 @@ fn sigquit_and_ps_show_a_table_for_each_job() {
     // The name of the folder marks the lines of this launch.
     let (mark, sh) = (folder.path().to_str().unwrap(), ["sh", "-c", script]);
     let words = [&["-n", "2"], &sh[..], &[mark, ":"], &sh[..], &[mark]].concat();
-    let child = started(&mut marked(folder.path(), &words));
-    until(|| fs::read_dir(folder.path()).unwrap().count() == 2);
+    let mut launcher = command("sh");
+    launcher.args(["-c", r#"exec "$0" "$@" 2> messages"#, env!("CARGO_BIN_EXE_t-mgpurun")]).args(words);
+    let child = started(launcher.current_dir(folder.path()));
+    let ready = || {
+        let names = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name());
+        names.filter(|name| name.to_string_lossy().starts_with("ready-")).count()
+    };
+    until(|| ready() == 2);
     let shown = run(&mut mgpurun(&["ps"])).stdout;
     child.signal(Signal::SIGQUIT);
+    let messages = || fs::read_to_string(folder.path().join("messages")).unwrap();
+    until(|| messages().matches("mgpurun: rank  pid ").count() == 2);
+    assert!(messages().contains("mgpurun: job 0: sh -c ") && messages().contains("mgpurun: job 1: sh -c "));
     fs::write(folder.path().join("go"), "").unwrap();
-    let finished = child.finish();
-    finished.expect(0, &["mgpurun: job 0: sh -c ", "mgpurun: job 1: sh -c "]);
-    assert_eq!(finished.stderr.matches("mgpurun: rank  pid ").count(), 2, "{finished:#?}");
+    child.finish().expect(0, &[]);
     let of_launch = |ranks: &str| {
         let is_its =
             |line: &&str| line.starts_with("launcher ") && line.contains(&format!("{mark} on {ranks} for "));

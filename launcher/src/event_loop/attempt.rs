@@ -2,6 +2,8 @@
 //!
 //! It passes events to the [`Supervisor`] and carries out its actions. It never blocks: all waiting is in the loop.
 
+use std::cell::RefCell;
+use std::collections::HashSet;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
@@ -242,7 +244,14 @@ impl<'a> Attempt<'a> {
     /// only those that were started with the identifier of this one; the others are killed at the end of the last job.
     fn end_orphans(&self, shared: &mut Shared<'_>) {
         let others_run = shared.unreaped_elsewhere > 0;
-        let is_kept = |child| others_run && !orphans::has_variable(child, MGPU_RUN_ID, self.run_id);
+        // A process that is ending has no environment any more.
+        let known = RefCell::new(HashSet::new());
+        let is_own = |child: Pid| {
+            let mut known = known.borrow_mut();
+            known.contains(&child)
+                || orphans::has_variable(child, MGPU_RUN_ID, self.run_id) && known.insert(child)
+        };
+        let is_kept = |child| others_run && !is_own(child);
         if let Some(problem) = orphans::end_all(is_kept, |notice| self.job.say(shared, notice)) {
             self.job.say(shared, &problem);
         }
