@@ -1,241 +1,25 @@
 //! The command line of `mgpurun`.
 
-use std::ffi::OsString;
+mod args;
+mod jobs;
+
+use std::ffi::{OsStr, OsString};
 use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::Duration;
-
-use clap::Parser;
-use mgpu_control::inject::Injection;
 
 use crate::doctor;
 use crate::error::LaunchError;
 use crate::guardian::{self, Role};
-use crate::launch::{Launch, MAX_DURATION};
-use crate::output::{Color, OutputOptions};
-use crate::placement::Bind;
-use crate::plan::{BackendChoice, LaunchPlan, Ranks, Request, RunContext};
-use crate::ranks::RankSet;
+use crate::launch::Launch;
+use crate::output::OutputOptions;
+use crate::plan::{LaunchPlan, Request, RunContext};
+use crate::program::ProgramError;
 use crate::restart::RestartPolicy;
 use crate::status::runs;
 use crate::{exit_code, program, stdout, sweep};
-
-const AFTER_HELP: &str = "\
-Example:
-  mgpurun -n 2 train_mnist --net lenet5
-
-Every rank gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT (reserved
-for the run), the other variables of torchrun and the MGPU_* variables of the rendezvous. Unless you
-have set them, it also gets MGPU_THREADS and OMP_NUM_THREADS (its share of the cores) and
-PYTHONUNBUFFERED=1 (Python's output is shown when it is printed). --dry-run shows all of them.
-
-The standard input of every rank is /dev/null: a rank that reads it gets end of file.
-
-Every line of a rank's output starts with its rank, such as [0], also a line of JSON (`--json` of
-train_mnist): a program that reads the output needs --no-prefix.
-
-If a rank exits with code 0 and leaves a process running in its process group, such as tee at the
-end of a pipe, that process may run until 2 s after the last rank has ended. Then mgpurun names it
-and kills it.
-
-Commands of mgpurun itself (write -- in front to start a program of that name):
-  mgpurun doctor   show this machine's cores, memory, GPUs, drivers and libraries
-  mgpurun ps       show what the ranks of this user's runs are doing
-  mgpurun sweep    run a program on several numbers of ranks, and compare speed and memory
-
-SIGQUIT (Ctrl-\\) shows what the ranks of a running mgpurun are doing; the run continues. SIGUSR1 and
-SIGUSR2 are forwarded to the ranks. A second SIGINT or SIGTERM kills the ranks.
-
-Exit codes:
-  0              all ranks finished
-  1              the launcher itself failed
-  2              wrong usage
-  64             a rank never joined in time
-  65             a rank stopped making progress
-  66             a rank uses another version of the protocol than mgpurun
-  67             ranks run different programs
-  68             a rank expects another world size
-  69             two ranks use one GPU
-  70             ranks use different versions of the NVIDIA driver or of NCCL
-  141            the reader of the output exited (SIGPIPE)
-  129, 130, 143  interrupted by SIGHUP, SIGINT, SIGTERM
-  other          the first failing rank's own code, or 128 + its signal";
-
-/// Start a program once per GPU, as ranks of one run.
-#[derive(Debug, Parser)]
-#[command(name = "mgpurun", version, after_long_help = AFTER_HELP, max_term_width = 100)]
-#[command(override_usage = "mgpurun [OPTIONS] [--] PROGRAM [ARGS]...")]
-struct Args {
-    /// Number of ranks, or auto: one for each GPU.
-    ///
-    /// `auto` counts the GPUs that CUDA_VISIBLE_DEVICES leaves visible, and is 1 on a machine without GPUs.
-    #[arg(short = 'n', long = "ranks", value_name = "N|auto", default_value = "auto", value_parser = parse_ranks, allow_negative_numbers = true)]
-    ranks: Ranks,
-
-    /// Backend of the collectives: auto, nccl or cpu.
-    ///
-    /// `auto` is NCCL if there are at least N GPUs, and the CPU if there are none. Fewer than N GPUs are an error,
-    /// since silently using only some of the GPUs is never what was meant. `nccl` is also accepted if the driver lists
-    /// no GPU: the ranks then look for GPUs themselves.
-    #[arg(long, value_enum, value_name = "NAME", default_value_t = BackendChoice::Auto, hide_possible_values = true)]
-    backend: BackendChoice,
-
-    /// Seconds for all ranks to join after the first.
-    ///
-    /// The time counts from the first rank that joins, so a slow disk at the start does not matter. A program that
-    /// never joins (`mgpurun -n 8 hostname`) is not waited for. Exit code 64 if a rank does not join in time.
-    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = parse_seconds)]
-    timeout: Duration,
-
-    /// Seconds that a rank may make no progress; unlimited if absent.
-    ///
-    /// A rank that has joined makes progress when it begins a step, a collective or another phase. A rank that waits
-    /// for another one is not stuck. mgpurun names the stuck rank, shows the state of all ranks, and ends the run with
-    /// exit code 65. (A rank that waits for a stuck rank in a collective gives up after MGPU_TIMEOUT seconds, 300 by
-    /// default, with the same exit code.)
-    #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
-    progress_timeout: Option<Duration>,
-
-    /// Restart all ranks up to N times when one fails.
-    ///
-    /// Ranks that joined the rendezvous are restarted only if a training step was completed since the last start: a run
-    /// that fails before its first step would fail again. Programs that never join, such as PyTorch scripts, are
-    /// restarted in any case. The ranks get MGPU_RESTART_COUNT; train_mnist resumes from its last checkpoint. There is
-    /// a pause of 0.5 to 30 s before each restart.
-    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
-    max_restarts: u32,
-
-    /// Restart even if the ranks have joined and completed no step.
-    #[arg(long, requires = "max_restarts")]
-    restart_always: bool,
-
-    /// Inject a fault into a rank, to test how the job handles it.
-    ///
-    /// FAULT is rank=R, step=N or phase=PHASE, and fault=KIND, separated by commas. The option may be repeated. PHASE
-    /// is start (before the rank joins), join, collective (its first), checkpoint or finalise. KIND is abort, exit:N,
-    /// exit0, sigkill, sigstop, hang, segv, oom, panic or leak-child. restart=K injects the fault after the K-th
-    /// restart. A fault that has not happened by the end of the run is reported.
-    #[arg(long, value_name = "FAULT")]
-    inject: Vec<Injection>,
-
-    /// Seconds between SIGTERM and SIGKILL.
-    ///
-    /// When a rank fails or mgpurun is interrupted, the other ranks are asked to end. Those that are still running
-    /// after this time are killed.
-    #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = parse_seconds)]
-    grace: Duration,
-
-    /// Do not put the rank in front of each line.
-    ///
-    /// For output that a program reads. By default a line of `train_mnist --json` arrives as `[0] {...}`.
-    #[arg(long)]
-    no_prefix: bool,
-
-    /// Pass output on unchanged, byte by byte, as it arrives.
-    ///
-    /// For binary data and for a single rank's carriage returns: no prefix, no line feed that the rank has not written,
-    /// and no dropped byte, however long a reader or a disk stalls. The bytes of several ranks are interleaved as they
-    /// arrive; --rank-filter shows one rank's, --log-dir separates them. The last lines of a failed rank are not
-    /// repeated. Incompatible with --no-prefix, --color and --timestamps.
-    #[arg(long, conflicts_with_all = ["no_prefix", "color", "timestamps"])]
-    raw: bool,
-
-    /// Colour the ranks' prefixes: auto, always or never.
-    ///
-    /// `auto` colours on a terminal, unless NO_COLOR is set.
-    #[arg(long, value_enum, value_name = "WHEN", default_value_t = Color::Auto, hide_possible_values = true)]
-    color: Color,
-
-    /// Write each rank's output to DIR/rank-N.log instead of showing it.
-    ///
-    /// A log holds both streams in the order in which they arrive, without prefix. DIR is created if it is missing;
-    /// logs of an earlier run are overwritten. The last lines of a failed rank are still shown.
-    #[arg(long, value_name = "DIR")]
-    log_dir: Option<PathBuf>,
-
-    /// Show the output that is logged, too.
-    ///
-    /// A rank whose output is logged continues after the reader of mgpurun's own output exits, as `head` does. Without
-    /// a log it finds its output closed.
-    #[arg(long, requires = "log_dir")]
-    tee: bool,
-
-    /// Show only these ranks' output: 0 or 1- or 0,2-3.
-    ///
-    /// The output of the other ranks is still logged. The last lines of a failed rank are shown in any case.
-    #[arg(long, value_name = "RANKS")]
-    rank_filter: Option<RankSet>,
-
-    /// Put the time in front of each line, in logs too.
-    ///
-    /// The time is that at which mgpurun read the end of the line, in UTC, such as 2026-11-21T08:15:30.123Z.
-    #[arg(long)]
-    timestamps: bool,
-
-    /// Append the run's events to FILE, one JSON object a line.
-    ///
-    /// The key `event` is start, join, step, fault, exit, end or lost. Steps are sampled once a second. `lost` counts
-    /// events that were dropped because the disk was too slow. Each object has `time` (UTC) and `elapsed_s`, seconds
-    /// since mgpurun's start.
-    #[arg(long, value_name = "FILE")]
-    events: Option<PathBuf>,
-
-    /// Let each rank see only its own GPU.
-    ///
-    /// Sets CUDA_VISIBLE_DEVICES to one GPU for each rank, and MGPU_DEVICE=0. Programs that use device LOCAL_RANK do
-    /// not need it.
-    #[arg(long)]
-    isolate_gpus: bool,
-
-    /// Let several ranks use one GPU: for tests, never for timings.
-    ///
-    /// Rank r uses GPU r modulo the number of GPUs. NCCL gets the variables that make it allow this; they depend on its
-    /// version, and --dry-run shows them. NCCL_* variables that you have set stay as they are.
-    #[arg(long)]
-    share_gpus: bool,
-
-    /// Bind ranks to cores: auto, none, core or numa.
-    ///
-    /// `core` gives each rank a share of the cores, `numa` all cores of one NUMA node. Ranks with a GPU are placed on
-    /// its node. `auto` binds to NUMA nodes if there are several and the GPUs or the ranks match them; otherwise it
-    /// does not bind, since the kernel schedules better within a node. More ranks than cores are never bound. Only the
-    /// cores in mgpurun's own affinity mask are used.
-    #[arg(long, value_enum, value_name = "TO", default_value_t = Bind::Auto, hide_possible_values = true)]
-    bind: Bind,
-
-    /// Print the cores and the GPU of each rank at the start.
-    #[arg(long)]
-    report_bindings: bool,
-
-    /// Print what each rank would run, and start nothing.
-    #[arg(long)]
-    dry_run: bool,
-
-    /// The program and its arguments.
-    ///
-    /// A name with a slash is a path. Any other name is looked up in PATH, then in the folder of mgpurun itself.
-    /// Everything after the program is passed to it.
-    #[arg(required = true, trailing_var_arg = true, value_name = "PROGRAM [ARGS]")]
-    command: Vec<OsString>,
-}
-
-fn parse_ranks(text: &str) -> Result<Ranks, String> {
-    match text.parse() {
-        _ if text == "auto" => Ok(Ranks::Auto),
-        Ok(0) => Err("at least one rank is needed".into()),
-        Ok(count) => Ok(Ranks::Count(count)),
-        Err(_) => Err("it should be a number from 1, or auto".into()),
-    }
-}
-
-fn parse_seconds(text: &str) -> Result<Duration, String> {
-    let seconds = text.parse().map(Duration::try_from_secs_f64);
-    match seconds {
-        Ok(Ok(seconds)) if seconds <= MAX_DURATION => Ok(seconds),
-        _ => Err("it should be a number of seconds, such as 5 or 0.5".into()),
-    }
-}
+use args::CommandLine;
+use jobs::{Job, Jobs, split};
 
 /// The program `mgpurun`.
 pub fn main() -> ExitCode {
@@ -245,7 +29,8 @@ pub fn main() -> ExitCode {
         Some("doctor") => doctor::main(&arguments[1..]),
         Some("ps") => runs::main(&arguments[1..]),
         Some("sweep") => sweep::main(&arguments[1..]),
-        _ => stdout::parse(arguments).and_then(|args| args.map_or_else(Ok, run)),
+        _ => stdout::parse(arguments.iter().cloned())
+            .and_then(|line| line.map_or_else(Ok, |line| run(line, &arguments))),
     };
     done.unwrap_or_else(|error| {
         // Ignored: standard error may be closed.
@@ -255,22 +40,18 @@ pub fn main() -> ExitCode {
     })
 }
 
-fn run(args: Args) -> Result<ExitCode, Box<dyn std::error::Error>> {
-    let (name, arguments) = args.command.split_first().ok_or("no program")?;
+/// Runs the jobs of a command line that consists of these `words`.
+fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::error::Error>> {
+    let CommandLine { command, ranks, launch: args } = line;
     let search: Vec<PathBuf> =
         std::env::var_os("PATH").map(|path| std::env::split_paths(&path).collect()).unwrap_or_default();
     let own = std::env::current_exe().ok();
-    let program = program::find(name, &search, own.as_deref().and_then(|path| path.parent()))?;
-    let request = Request {
-        program: program.clone(),
-        arguments: arguments.to_vec(),
-        ranks: args.ranks,
-        backend: args.backend,
-        isolate_gpus: args.isolate_gpus,
-        share_gpus: args.share_gpus,
-        injections: args.inject,
-        bind: args.bind,
+    let find = |name: &OsStr| program::find(name, &search, own.as_deref().and_then(|path| path.parent()));
+    let Jobs { jobs, notices } = match split(ranks, command, words, |name| find(name).is_ok()) {
+        Ok(jobs) => jobs,
+        Err(error) => return stdout::refuse(&error),
     };
+    let requests: Vec<Request> = jobs.into_iter().map(|job| request(job, find)).collect::<Result<_, _>>()?;
     let output = OutputOptions {
         raw: args.raw,
         prefix: !args.no_prefix,
@@ -282,8 +63,9 @@ fn run(args: Args) -> Result<ExitCode, Box<dyn std::error::Error>> {
         events: args.events,
         ..OutputOptions::default()
     };
-    let mut launch = Launch::new(program)
-        .with_request(request)
+    let mut launch = Launch::of_requests(requests, args.one_world)
+        .notices(notices.clone())
+        .fail(args.fail)
         .report_bindings(args.report_bindings)
         .output(output)
         .join_timeout(args.timeout)
@@ -292,7 +74,7 @@ fn run(args: Args) -> Result<ExitCode, Box<dyn std::error::Error>> {
         .grace(args.grace)
         .adopt_orphans();
     if args.dry_run {
-        return stdout::print(&describe(&launch.plan()?), ExitCode::SUCCESS);
+        return stdout::print(&describe(&notices, &launch.plan()?), ExitCode::SUCCESS);
     }
     match guardian::fork_guardian()? {
         Role::Done(code) => Ok(code),
@@ -303,18 +85,45 @@ fn run(args: Args) -> Result<ExitCode, Box<dyn std::error::Error>> {
     }
 }
 
-/// The plan as shell commands, a block for each rank.
-fn describe(plan: &LaunchPlan) -> String {
-    let mut text: String = plan.notices.iter().map(|notice| format!("# {notice}\n")).collect();
-    for rank in &plan.ranks {
-        text += &format!("# {}\n", rank.location);
-        for (name, value) in rank.full_environment(&RunContext::placeholder()) {
-            text += &format!("{name}={} \\\n", quote(&value));
+fn request(
+    job: Job,
+    find: impl Fn(&OsStr) -> Result<PathBuf, ProgramError>,
+) -> Result<Request, ProgramError> {
+    let Job { ranks, command } = job;
+    let mut words = command.into_iter();
+    Ok(Request {
+        program: find(&words.next().unwrap_or_default())?,
+        arguments: words.collect(),
+        ranks: ranks.ranks,
+        backend: ranks.backend,
+        gpus: ranks.gpus,
+        isolate_gpus: ranks.isolate_gpus,
+        share_gpus: ranks.share_gpus,
+        injections: ranks.inject,
+        bind: ranks.bind,
+    })
+}
+
+/// The plans as shell commands, a block for each rank.
+fn describe(notices: &[String], plans: &[LaunchPlan]) -> String {
+    let mut text: String = notices.iter().map(|notice| format!("# {notice}\n")).collect();
+    for (job, plan) in plans.iter().enumerate() {
+        if plans.len() > 1 {
+            let ranks = if plan.ranks.len() == 1 { "rank" } else { "ranks" };
+            text += &format!("# job {job}: {} {ranks} of {}\n", plan.ranks.len(), plan.command_line());
         }
-        let words =
-            std::iter::once(plan.program.as_os_str()).chain(plan.arguments.iter().map(OsString::as_os_str));
-        let words: Vec<String> = words.map(|word| quote(&word.to_string_lossy())).collect();
-        text += &format!("{}\n", words.join(" "));
+        text.extend(plan.notices.iter().map(|notice| format!("# {notice}\n")));
+        for rank in &plan.ranks {
+            text += &format!("# {}\n", rank.location);
+            for (name, value) in rank.full_environment(&RunContext::placeholder()) {
+                text += &format!("{name}={} \\\n", quote(&value));
+            }
+            let command = plan.command_of(rank);
+            let words = std::iter::once(command.program.as_os_str());
+            let words = words.chain(command.arguments.iter().map(OsString::as_os_str));
+            let words: Vec<String> = words.map(|word| quote(&word.to_string_lossy())).collect();
+            text += &format!("{}\n", words.join(" "));
+        }
     }
     text
 }
@@ -330,26 +139,27 @@ pub(crate) fn quote(word: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
+    use clap::{CommandFactory, Parser};
 
     use super::*;
+    use crate::plan::{BackendChoice, Ranks};
 
     #[test]
     fn short_help() {
-        insta::assert_snapshot!(Args::command().render_help());
+        insta::assert_snapshot!(CommandLine::command().render_help());
     }
 
     #[test]
     fn long_help() {
-        insta::assert_snapshot!(Args::command().render_long_help());
+        insta::assert_snapshot!(CommandLine::command().render_long_help());
     }
 
     #[test]
     fn options_after_the_program_belong_to_it() {
-        let args = Args::parse_from(["mgpurun", "-n", "2", "prog", "--timeout", "x", "-n", "9"]);
-        assert_eq!(args.ranks, Ranks::Count(2));
+        let args = CommandLine::parse_from(["mgpurun", "-n", "2", "prog", "--timeout", "x", "-n", "9"]);
+        assert_eq!(args.ranks.ranks, Ranks::Count(2));
         assert_eq!(args.command, ["prog", "--timeout", "x", "-n", "9"]);
-        let args = Args::parse_from(["mgpurun", "--", "prog", "-h"]);
+        let args = CommandLine::parse_from(["mgpurun", "--", "prog", "-h"]);
         assert_eq!(args.command, ["prog", "-h"]);
     }
 
@@ -373,7 +183,7 @@ mod tests {
             (&["--backend", "mpi", "true"], "possible values: auto, nccl, cpu"),
             (&[], "required arguments were not provided"),
         ] {
-            let error = Args::try_parse_from([&["mgpurun"], arguments].concat()).unwrap_err();
+            let error = CommandLine::try_parse_from([&["mgpurun"], arguments].concat()).unwrap_err();
             assert_eq!(error.exit_code(), i32::from(exit_code::USAGE));
             assert!(error.to_string().contains(text), "`{text}` should be in: {error}");
         }
@@ -382,16 +192,12 @@ mod tests {
     #[test]
     fn dry_runs_can_be_pasted() {
         let request = Request {
-            program: "/bin/echo".into(),
             arguments: vec!["it's".into(), "a b".into(), "".into(), "x=1".into()],
             ranks: Ranks::Count(1),
             backend: BackendChoice::Cpu,
-            isolate_gpus: false,
-            share_gpus: false,
-            injections: vec![],
-            bind: Bind::Auto,
+            ..Request::new("/bin/echo")
         };
         let plan = crate::plan::plan(&request, &crate::plan::Machine::default()).unwrap();
-        insta::assert_snapshot!(describe(&plan));
+        insta::assert_snapshot!(describe(&[], &[plan]));
     }
 }

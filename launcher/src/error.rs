@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use crate::exit_code;
 use crate::output::LogError;
 use crate::plan::PlanError;
+use crate::reservation::ReservationError;
 
 /// Why the ranks could not be started.
 #[derive(thiserror::Error)]
@@ -32,6 +33,12 @@ pub enum LaunchError {
         /// What to try next; may be empty.
         hint: &'static str,
     },
+    /// GPUs could not be reserved.
+    #[error(transparent)]
+    Reservation(#[from] ReservationError),
+    /// It is unknown which GPUs are free.
+    #[error("--gpus free: {0}; --gpus 0,1 names GPUs without asking")]
+    Nvml(#[from] nvml::NvmlError),
     /// Signals could not be set up.
     #[error("cannot wait for signals: {0}")]
     Signals(#[from] nix::Error),
@@ -41,9 +48,7 @@ impl LaunchError {
     /// The launcher's exit code.
     pub(crate) fn exit_code(&self) -> u8 {
         match self {
-            LaunchError::Plan(
-                PlanError::NoRanks | PlanError::TooManyRanks(_) | PlanError::NoRankToInject(..),
-            ) => exit_code::USAGE,
+            LaunchError::Plan(error) if error.is_usage() => exit_code::USAGE,
             _ => exit_code::LAUNCHER,
         }
     }

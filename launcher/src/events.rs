@@ -1,9 +1,10 @@
 //! The events of a run for programs: one JSON object per line.
 //!
 //! Messages for people may change their words; the keys here are stable. Events are appended, so a file may hold several
-//! runs, distinguished by the `run_id` of their `start`. A separate thread writes each line as soon as it is recorded: a
-//! program that follows the file sees a fault when it happens, and a disk that hangs does not block the run. Events are
-//! dropped then, and their number is recorded as `lost` once the disk works again.
+//! runs, distinguished by the `run_id` of their `start`. If a launch has several jobs, an event of one of them has its
+//! number as `job`. A separate thread writes each line as soon as it is recorded: a program that follows the file sees a
+//! fault when it happens, and a disk that hangs does not block the run. Events are dropped then, and their number is
+//! recorded as `lost` once the disk works again.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -74,7 +75,7 @@ pub enum Event {
         #[serde(skip_serializing_if = "Option::is_none")]
         peak_rss_mib: Option<u64>,
     },
-    /// The run is over.
+    /// The launch is over, or one of its jobs.
     End {
         /// The exit code of mgpurun.
         exit_code: u8,
@@ -82,6 +83,9 @@ pub enum Event {
         message: Option<String>,
         /// The culprit.
         culprit: Option<u32>,
+        /// Its job, if this is the end of a launch of several.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        culprit_job: Option<u32>,
     },
     /// Events were dropped because the disk was too slow.
     Lost {
@@ -109,6 +113,9 @@ struct Record<'a> {
     time: String,
     /// Seconds since the launcher's start, by the monotonic clock.
     elapsed_s: f64,
+    /// The job, if the launch has several and the event concerns one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    job: Option<u32>,
     #[serde(flatten)]
     event: &'a Event,
 }
@@ -145,26 +152,31 @@ impl EventLog {
         self.file.is_some()
     }
 
-    /// Records an event without blocking.
+    /// Records an event of the whole launch without blocking.
     pub(crate) fn record(&mut self, event: Event) {
+        self.record_of(None, event);
+    }
+
+    /// Records an event of a job without blocking; `None` if the launch has only one.
+    pub(crate) fn record_of(&mut self, job: Option<u32>, event: Event) {
         let Some((_, writer)) = &self.file else { return };
         if writer.waiting() > LONG_QUEUE {
             self.lost += 1;
             return;
         }
         if self.lost > 0 {
-            self.write(&Event::Lost { events: self.lost });
+            self.write(None, &Event::Lost { events: self.lost });
             self.lost = 0;
         }
-        self.write(&event);
+        self.write(job, &event);
     }
 
-    fn write(&self, event: &Event) {
+    fn write(&self, job: Option<u32>, event: &Event) {
         let Some((_, writer)) = &self.file else { return };
         let time = humantime::format_rfc3339_millis(SystemTime::now()).to_string();
         let elapsed_s = self.started.elapsed().as_millis() as f64 / 1000.0;
         let mut line =
-            serde_json::to_vec(&Record { time, elapsed_s, event }).expect("strings and numbers only");
+            serde_json::to_vec(&Record { time, elapsed_s, job, event }).expect("strings and numbers only");
         line.push(b'\n');
         writer.push(0, &line, 1);
     }
@@ -209,7 +221,7 @@ mod tests {
         events.record(Event::Fault { rank: 0, cause: "why".into(), exit_code: 3 });
         events.record(Event::exit(0, Exit::Code(3), false, Some((5 << 20) + 1)));
         events.record(Event::exit(1, Exit::Signal(15), true, None));
-        events.record(Event::End { exit_code: 0, message: None, culprit: None });
+        events.record(Event::End { exit_code: 0, message: None, culprit: None, culprit_job: None });
         events.flush();
         let text = std::fs::read_to_string(&path).unwrap();
         let mut lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();

@@ -102,7 +102,7 @@ fn run_guardian(launcher: Pid, others: &[Pid], signals: &SigSet) -> io::Result<E
         WaitStatus::Exited(_, code) => ExitCode::from(code as u8),
         WaitStatus::Signaled(_, signal, _) => {
             let say = |text: &str| _ = writeln!(io::stderr(), "mgpurun: {text}");
-            orphans::end_all(others, say).iter().for_each(|problem| say(problem));
+            orphans::end_all(|child| others.contains(&child), say).iter().for_each(|problem| say(problem));
             mgpu_control::rendezvous::remove_abandoned();
             let line = format!("mgpurun: the launcher was killed by {signal}, and its ranks with it\n");
             let _ = io::stderr().write_all(line.as_bytes());

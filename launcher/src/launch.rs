@@ -6,21 +6,20 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use mgpu_control::inject::Injection;
-use mgpu_control::rendezvous::Server;
 use nix::sys::signal::SigSet;
 
 use crate::error::LaunchError;
-use crate::event_loop::{Attempt, AttemptEnd, EventLoop, flush, wait_out};
+use crate::event_loop::{EventLoop, JobId, JobPlan, LaunchEnd, flush};
 use crate::events::{Event, EventLog};
 use crate::interrupt::{Interrupter, Signals};
 use crate::output::{Output, OutputOptions};
 use crate::placement::Bind;
-use crate::plan::{BackendChoice, LaunchPlan, Machine, Ranks, Request, RunContext, plan};
+use crate::plan::{BackendChoice, GpuChoice, LaunchPlan, Machine, PlanError, Ranks, Request, plan_jobs};
 use crate::port::ReservedPort;
-use crate::restart::{Decision, RestartPolicy};
-use crate::spawn::{Process, spawn};
+use crate::reservation::{Register, Reservations};
+use crate::restart::{FailPolicy, RestartPolicy};
 use crate::supervisor::Outcome;
-use crate::{exit_code, faults, nccl, orphans};
+use crate::{exit_code, nccl, orphans};
 
 /// About 30 years: an `Instant` much further away may not be representable.
 pub(crate) const MAX_DURATION: Duration = Duration::from_secs(1_000_000_000);
@@ -35,7 +34,11 @@ pub(crate) const MAX_DURATION: Duration = Duration::from_secs(1_000_000_000);
 /// ```
 #[derive(Debug)]
 pub struct Launch {
-    request: Request,
+    /// One for each job, or for each part of a single world.
+    requests: Vec<Request>,
+    one_world: bool,
+    notices: Vec<String>,
+    fail: FailPolicy,
     output: OutputOptions,
     report_bindings: bool,
     supervision: Supervision,
@@ -59,17 +62,16 @@ pub(crate) struct Supervision {
 impl Launch {
     /// Copies of `program`, by default one for each GPU.
     pub fn new(program: impl Into<PathBuf>) -> Self {
+        Launch::of_requests(vec![Request::new(program)], false)
+    }
+
+    /// A job for each request, or one world of all.
+    pub(crate) fn of_requests(requests: Vec<Request>, one_world: bool) -> Self {
         Launch {
-            request: Request {
-                program: program.into(),
-                arguments: Vec::new(),
-                ranks: Ranks::Auto,
-                backend: BackendChoice::Auto,
-                isolate_gpus: false,
-                share_gpus: false,
-                injections: Vec::new(),
-                bind: Bind::Auto,
-            },
+            requests,
+            one_world,
+            notices: Vec::new(),
+            fail: FailPolicy::default(),
             report_bindings: false,
             output: OutputOptions::default(),
             supervision: Supervision {
@@ -85,25 +87,25 @@ impl Launch {
 
     /// The program's arguments.
     pub fn arguments(mut self, arguments: impl IntoIterator<Item = impl Into<OsString>>) -> Self {
-        self.request.arguments = arguments.into_iter().map(Into::into).collect();
+        self.requests[0].arguments = arguments.into_iter().map(Into::into).collect();
         self
     }
 
     /// Starts `count` copies.
     pub fn ranks(mut self, count: u32) -> Self {
-        self.request.ranks = Ranks::Count(count);
+        self.requests[0].ranks = Ranks::Count(count);
         self
     }
 
     /// Chooses the backend.
     pub fn backend(mut self, backend: BackendChoice) -> Self {
-        self.request.backend = backend;
+        self.requests[0].backend = backend;
         self
     }
 
     /// Chooses which cores each rank may use.
     pub fn bind(mut self, bind: Bind) -> Self {
-        self.request.bind = bind;
+        self.requests[0].bind = bind;
         self
     }
 
@@ -147,7 +149,7 @@ impl Launch {
 
     /// Faults to inject into ranks, to test how the job handles them.
     pub fn inject(mut self, injections: Vec<Injection>) -> Self {
-        self.request.injections = injections;
+        self.requests[0].injections = injections;
         self
     }
 
@@ -167,8 +169,29 @@ impl Launch {
         self.signals.as_ref().expect("an event descriptor").interrupter()
     }
 
-    pub(crate) fn with_request(mut self, request: Request) -> Self {
-        self.request = request;
+    /// Adds a job to be started together with this one, as a world of its own. The jobs get disjoint GPUs and cores. Of
+    /// the options of `other` only those of its ranks count: program, arguments, number, backend, binding and faults.
+    ///
+    /// ```no_run
+    /// use mgpurun::Launch;
+    /// let small = Launch::new("/usr/bin/true").ranks(2);
+    /// small.and(Launch::new("/usr/bin/true").ranks(1)).run()?;
+    /// # Ok::<(), mgpurun::LaunchError>(())
+    /// ```
+    pub fn and(mut self, other: Launch) -> Self {
+        self.requests.extend(other.requests);
+        self
+    }
+
+    /// What the failure of one of several jobs means for the others (by default they end).
+    pub fn fail(mut self, policy: FailPolicy) -> Self {
+        self.fail = policy;
+        self
+    }
+
+    /// Messages to print before the start.
+    pub(crate) fn notices(mut self, notices: Vec<String>) -> Self {
+        self.notices = notices;
         self
     }
 
@@ -179,29 +202,51 @@ impl Launch {
         Ok(())
     }
 
-    /// What would be started on this machine.
+    /// What would be started on this machine: a plan for each job. Reserves nothing.
     ///
     /// # Errors
-    /// If the request cannot be met.
-    pub fn plan(&self) -> Result<LaunchPlan, LaunchError> {
+    /// If the requests cannot be met.
+    pub fn plan(&self) -> Result<Vec<LaunchPlan>, LaunchError> {
+        let (plans, _) = self.choose()?;
+        Ok(plans)
+    }
+
+    /// Plans all jobs. Until the returned register is dropped, no other launch chooses GPUs.
+    fn choose(&self) -> Result<(Vec<LaunchPlan>, Option<Register>), LaunchError> {
         let mut machine = Machine::detect();
-        if self.request.share_gpus {
+        if self.requests.iter().any(|request| request.share_gpus) {
             machine.nccl = nccl::version();
         }
-        Ok(plan(&self.request, &machine)?)
+        let wanted = Wanted::of(&self.requests, self.one_world);
+        if wanted.is_divided {
+            machine.list_gpus_by_nvml();
+        }
+        let opened = (!machine.gpus.is_empty()).then(Register::open);
+        let register = match opened.transpose() {
+            Err(error) if wanted.is_chosen => return Err(error.into()),
+            // A launch that does not choose uses its GPUs in any case.
+            opened => opened.ok().flatten(),
+        };
+        if let Some(register) = register.as_ref().filter(|_| wanted.is_chosen) {
+            machine.find_users(register, wanted.is_free)?;
+        }
+        Ok((plan_jobs(&self.requests, self.one_world, &machine)?, register))
     }
 
     /// Starts the ranks and returns when all have ended. Call it from a thread that stays alive: the kernel kills the
     /// ranks when it ends.
     ///
     /// The ranks' output goes to this process's standard output and error, according to the [`OutputOptions`]. After a
-    /// failure, a line about it and the last lines of the culprit are printed, too.
+    /// failure, a line about it and the last lines of the culprit are printed, too. The outcome is that of the first job
+    /// that failed.
     ///
     /// # Errors
     /// If the ranks cannot be started; none is left running then.
     pub fn run(self) -> Result<Outcome, LaunchError> {
-        let plan = self.plan()?;
-        let Launch { request, output, signals, supervision, report_bindings } = self;
+        let (mut plans, register) = self.choose()?;
+        // Held until the ranks have ended.
+        let _reservations = register.map(|register| reserve(&mut plans, &register)).transpose()?;
+        let Launch { output, signals, supervision, report_bindings, fail, notices, .. } = self;
         let signals = signals?;
         if supervision.adopts_orphans {
             orphans::adopt()?;
@@ -210,32 +255,32 @@ impl Launch {
             Some(path) => EventLog::open(path)?,
             None => EventLog::disabled(),
         };
-        let mut output = Output::new(plan.ranks.len() as u32, output)?;
-        for notice in &plan.notices {
-            output.say(notice);
+        let sizes: Vec<u32> = plans.iter().map(|plan| plan.ranks.len() as u32).collect();
+        let mut output = Output::new(&sizes, output)?;
+        notices.iter().for_each(|notice| output.say(notice));
+        let jobs = name_jobs(&plans, supervision)?;
+        for JobPlan { id, plan, .. } in &jobs {
+            let locations = plan.ranks.iter().map(|rank| &rank.location).filter(|_| report_bindings);
+            plan.notices.iter().chain(locations).for_each(|line| id.say_to(&mut output, line));
         }
-        if report_bindings {
-            plan.ranks.iter().for_each(|rank| output.say(&rank.location));
+        let started = EventLoop::start(&jobs, fail, &signals, &mut output, &mut events);
+        let result = started.and_then(EventLoop::run);
+        if result.is_err() && supervision.adopts_orphans {
+            // Other jobs may have left processes.
+            orphans::end_all(|_| false, |notice| output.say(notice))
+                .iter()
+                .for_each(|problem| output.say(problem));
         }
-        // Held until the ranks have ended.
-        let port = ReservedPort::reserve();
-        let run = Run {
-            plan: &plan,
-            signals: &signals,
-            run_id: mgpu_control::protocol::new_run_id()?,
-            master_port: port.number().to_string(),
-            supervision,
-            injections: &request.injections,
-        };
-        let result = run.run_with_restarts(&mut output, &mut events);
-        let outcome = result.as_ref().ok();
+        let outcome = result.as_ref().ok().map(|end| &end.outcome);
+        let failed = result.as_ref().ok().and_then(|end| end.job);
         events.record(Event::End {
             exit_code: outcome.map_or(exit_code::LAUNCHER, |outcome| outcome.exit_code),
             message: match &result {
-                Ok(outcome) => outcome.message.clone(),
+                Ok(end) => end.outcome.message.clone(),
                 Err(error) => Some(error.to_string()),
             },
             culprit: outcome.and_then(|outcome| outcome.culprit),
+            culprit_job: failed.and_then(|failed| jobs[failed].id.number),
         });
         // A slow reader, such as a pager, may delay the end of the run, but not of an interrupted one.
         let is_over = outcome.is_some_and(|outcome| outcome.interrupted);
@@ -244,7 +289,7 @@ impl Launch {
         if let Some(notice) = events.failure() {
             output.say(&notice);
         }
-        result.map(|outcome| match outcome.exit_code {
+        result.map(|LaunchEnd { outcome, .. }| match outcome.exit_code {
             exit_code::SUCCESS if output.is_incomplete() => {
                 Outcome { exit_code: exit_code::LAUNCHER, ..outcome }
             }
@@ -253,89 +298,70 @@ impl Launch {
     }
 }
 
-/// The parts of a run that stay the same over restarts.
-struct Run<'a> {
-    plan: &'a LaunchPlan,
-    signals: &'a Signals,
-    run_id: String,
-    master_port: String,
-    supervision: Supervision,
-    injections: &'a [Injection],
+/// Gives each job its number, identifier and port. The identifier of one of several jobs is that of the launch with the
+/// number behind it.
+fn name_jobs(plans: &[LaunchPlan], supervision: Supervision) -> Result<Vec<JobPlan<'_>>, LaunchError> {
+    let launch_id = mgpu_control::protocol::new_run_id()?;
+    let launch_ranks = plans.iter().map(|plan| plan.ranks.len() as u32).sum();
+    let mut first_rank = 0;
+    let job = |(number, plan): (u32, _)| {
+        let plan: &LaunchPlan = plan;
+        let number = (plans.len() > 1).then_some(number);
+        let id = JobId { number, first_rank };
+        first_rank += plan.ranks.len() as u32;
+        let run_id = number.map_or(launch_id.clone(), |number| format!("{launch_id}.{number}"));
+        JobPlan { id, plan, run_id, port: ReservedPort::reserve(), supervision, launch_ranks }
+    };
+    Ok((0..).zip(plans).map(job).collect())
 }
 
-impl Run<'_> {
-    /// Starts the ranks, and restarts them as often as the policy allows.
-    fn run_with_restarts(&self, output: &mut Output, events: &mut EventLog) -> Result<Outcome, LaunchError> {
-        let mut restarts = 0;
-        loop {
-            let AttemptEnd { outcome, reached, missed_faults } = self.attempt(restarts, output, events)?;
-            if output.is_muted() {
-                // The reader has exited, so the run ends quietly and without a restart, as `cat` would.
-                return Ok(Outcome { message: None, ..outcome });
-            }
-            missed_faults.iter().for_each(|fault| output.say(fault));
-            if let Some(culprit) = outcome.culprit {
-                output.repeat_last_lines(culprit);
-            }
-            let policy = self.supervision.restart;
-            match policy.decide(&outcome, reached, restarts) {
-                Decision::Restart(pause) => {
-                    restarts += 1;
-                    let (most, seconds) = (policy.max_restarts, pause.as_secs_f64());
-                    output.say(&format!("restart {restarts} of {most} in {seconds} s"));
-                    if let Some(signal) = wait_out(pause, self.signals, output) {
-                        let outcome = Outcome::interruption(signal);
-                        outcome.message.iter().for_each(|message| output.say(message));
-                        return Ok(outcome);
-                    }
-                }
-                Decision::Stop(why) => {
-                    why.into_iter().for_each(|why| output.say(why));
-                    faults::of_later_starts(self.injections, restarts)
-                        .iter()
-                        .for_each(|fault| output.say(fault));
-                    return Ok(outcome);
-                }
-            }
-        }
-    }
+/// What the requests want to know about the GPUs.
+struct Wanted {
+    /// Jobs certainly divide the GPUs, or choose some.
+    is_divided: bool,
+    /// Some job has chosen GPUs.
+    is_chosen: bool,
+    /// Some job takes GPUs that nobody uses.
+    is_free: bool,
+}
 
-    /// Starts all ranks and supervises them to their end. No process of theirs is left then, and their resources, such
-    /// as GPU memory, are free for the next attempt: the kernel closes a process's devices before it reports its end.
-    fn attempt(
-        &self,
-        restarts: u32,
-        output: &mut Output,
-        events: &mut EventLog,
-    ) -> Result<AttemptEnd, LaunchError> {
-        let plan = self.plan;
-        let ranks = plan.ranks.len() as u32;
-        let server = Server::bind(ranks, &self.run_id)?;
-        server.describe(&plan.command_line(), restarts);
-        let context = RunContext {
-            rendezvous: server.address().to_owned(),
-            run_id: self.run_id.clone(),
-            master_port: self.master_port.clone(),
-            progress: output.shows_progress(),
-            restart_count: restarts,
-            max_restarts: self.supervision.restart.max_restarts,
-        };
-        // All or none: if one rank cannot be started, dropping the others kills them.
-        let processes: Vec<Process> =
-            plan.ranks.iter().map(|rank| spawn(plan, rank, &context)).collect::<Result<_, _>>()?;
-        for (process, rank) in processes.iter().zip(0..) {
-            server.rank_started(rank, process.pid.as_raw() as u32);
-            process.notice.iter().for_each(|notice| output.say(notice));
+impl Wanted {
+    fn of(requests: &[Request], one_world: bool) -> Self {
+        let any = |is: fn(&Request) -> bool| requests.iter().any(is);
+        let is_chosen = any(|request| request.gpus != GpuChoice::All);
+        let is_several =
+            requests.len() > 1 && !one_world && any(|request| request.backend == BackendChoice::Nccl);
+        Wanted {
+            is_divided: is_chosen || is_several,
+            is_chosen,
+            is_free: any(|request| request.gpus == GpuChoice::Free),
         }
-        events.record(Event::Start {
-            ranks,
-            program: plan.program.to_string_lossy().into_owned(),
-            arguments: plan.arguments.iter().map(|word| word.to_string_lossy().into_owned()).collect(),
-            run_id: self.run_id.clone(),
-            restart: restarts,
-        });
-        let attempt =
-            Attempt { processes, server, injections: self.injections, supervision: self.supervision };
-        Ok(EventLoop::new(attempt, self.signals, output, events).run())
     }
+}
+
+/// Reserves the GPUs of all jobs. A job that has not chosen its GPUs uses them even if another launch has reserved them,
+/// with a notice.
+fn reserve(plans: &mut [LaunchPlan], register: &Register) -> Result<Reservations, LaunchError> {
+    let mut reservations = Reservations::default();
+    for plan in plans {
+        let command = plan.command_line();
+        for gpu in &plan.gpus {
+            match register.reserve(gpu, plan.owns_gpus, &command, &mut reservations) {
+                Ok(None) => {}
+                Ok(Some(holder)) if plan.owns_gpus => {
+                    return Err(PlanError::held(gpu, &holder).into());
+                }
+                Ok(Some(holder)) => {
+                    let name = &gpu.name;
+                    plan.notices.push(format!(
+                        "GPU {name} is reserved by {holder}, and used here, too; --gpus free chooses others"
+                    ));
+                }
+                Err(error) if plan.owns_gpus => return Err(error.into()),
+                // Reserving is a courtesy here.
+                Err(_) => {}
+            }
+        }
+    }
+    Ok(reservations)
 }

@@ -9,6 +9,7 @@
 //! | [`program`] | name → path |
 //! | [`placement`] | ranks + topology → the cores of each rank (pure except for reading the topology) |
 //! | [`plan`] | request + machine → what each rank runs and sees (pure) |
+//! | `reservation` | no two launches choose the same GPU |
 //! | `port` | reserves a TCP port for PyTorch |
 //! | `spawn` | plan → processes, each in its own process group, killed with this process |
 //! | `event_loop` | one loop for exits, output, messages, signals and deadlines |
@@ -53,6 +54,7 @@ pub mod plan;
 mod port;
 pub mod program;
 pub mod ranks;
+mod reservation;
 mod restart;
 mod spawn;
 mod status;
@@ -67,6 +69,7 @@ pub use interrupt::Interrupter;
 pub use launch::Launch;
 pub use output::{LogError, OutputOptions};
 pub use placement::Bind;
-pub use plan::BackendChoice;
-pub use restart::RestartPolicy;
+pub use plan::{BackendChoice, GpuChoice};
+pub use reservation::ReservationError;
+pub use restart::{FailPolicy, RestartPolicy};
 pub use supervisor::Outcome;

@@ -1,12 +1,16 @@
-//! Detects cores, GPUs and environment of this machine. Opens no NVIDIA library.
+//! Detects cores, GPUs and environment of this machine. Opens NVML only to list or choose GPUs, and no other NVIDIA library.
 
 use std::path::Path;
 
 use mgpu_control::protocol::{MGPU_RENDEZVOUS, MGPU_THREADS, OMP_NUM_THREADS};
+use nvml::Nvml;
 
+use crate::error::LaunchError;
+use crate::group::name_of;
 use crate::nccl;
-use crate::placement::{Topology, list_gpus, visible_gpus};
+use crate::placement::{Listed, Topology, list_gpus, visible_gpus};
 use crate::plan::{Machine, PYTHONUNBUFFERED};
+use crate::reservation::Register;
 
 impl Machine {
     /// This machine. `CUDA_VISIBLE_DEVICES` narrows its GPUs as in the CUDA runtime.
@@ -33,6 +37,53 @@ impl Machine {
         let python_unbuffered_is_set = variable(PYTHONUNBUFFERED).is_some();
         Machine { gpus, topology, thread_variables, nccl_variables, python_unbuffered_is_set, nccl: None }
     }
+}
+
+impl Machine {
+    /// Lists the GPUs by NVML if the driver lists none in `/proc`, as in some containers.
+    pub(crate) fn list_gpus_by_nvml(&mut self) {
+        if !self.gpus.is_empty() {
+            return;
+        }
+        let uuids = Nvml::open().and_then(|nvml| nvml.uuids()).unwrap_or_default();
+        let listed = |uuid| Listed { uuid: Some(uuid), ..Listed::default() };
+        let present: Vec<Listed> = uuids.into_iter().map(listed).collect();
+        let visible =
+            std::env::var_os("CUDA_VISIBLE_DEVICES").map(|list| list.to_string_lossy().into_owned());
+        self.gpus = visible_gpus(&present, visible.as_deref());
+        self.gpus.iter_mut().for_each(|gpu| gpu.bus = None);
+    }
+
+    /// Finds out which GPUs are reserved or used. Without NVML only reservations are known, which is an error if GPUs
+    /// that nobody uses are wanted.
+    ///
+    /// # Errors
+    /// If reservations cannot be read, or NVML is needed and fails.
+    pub(crate) fn find_users(&mut self, register: &Register, needs_nvml: bool) -> Result<(), LaunchError> {
+        let nvml = match Nvml::open() {
+            Err(error) if needs_nvml => return Err(error.into()),
+            opened => opened.ok(),
+        };
+        for gpu in &mut self.gpus {
+            gpu.holder = register.holder(gpu)?;
+            let processes = nvml.as_ref().map(|nvml| nvml.processes(gpu.lasting_name()));
+            gpu.user = match processes.transpose() {
+                Err(error) if needs_nvml => return Err(error.into()),
+                processes => describe(processes.ok().flatten().unwrap_or_default()),
+            };
+        }
+        Ok(())
+    }
+}
+
+/// "python (pid 4711)", of the first of these processes.
+fn describe(processes: Vec<u32>) -> Option<String> {
+    let first = processes.first()?;
+    let more = match processes.len() {
+        1 => String::new(),
+        several => format!(" and {} more", several - 1),
+    };
+    Some(format!("{} (pid {first}){more}", name_of(*first)))
 }
 
 #[cfg(test)]

@@ -36,18 +36,18 @@ pub(crate) fn reap(is_ours: impl Fn(Pid) -> bool) {
     }
 }
 
-/// Kills this process's children except `others`, and their descendants, until there are none. Returns an error text if
-/// some remain. Calls `say` if it takes long.
+/// Kills this process's children, and their descendants, until there are none but those for which `is_kept` is true.
+/// Returns an error text if some remain. Calls `say` if it takes long.
 ///
 /// Processes that keep starting others do not win: some are killed before they have started the next one, so there are
 /// fewer each time.
-pub(crate) fn end_all(others: &[Pid], mut say: impl FnMut(&str)) -> Option<String> {
+pub(crate) fn end_all(is_kept: impl Fn(Pid) -> bool, mut say: impl FnMut(&str)) -> Option<String> {
     let started = Instant::now();
     let (mut known, mut last_news) = (HashSet::new(), started);
     let mut is_told = false;
     loop {
-        reap(|child| others.contains(&child));
-        let left: Vec<Pid> = children().into_iter().filter(|child| !others.contains(child)).collect();
+        reap(&is_kept);
+        let left: Vec<Pid> = children().into_iter().filter(|child| !is_kept(*child)).collect();
         if left.is_empty() {
             return None;
         }
@@ -81,6 +81,14 @@ fn wait_for_one(children: &HashSet<Pid>) {
     let ends: Vec<OwnedFd> = children.iter().filter_map(open).collect();
     let mut fds: Vec<PollFd<'_>> = ends.iter().map(|fd| PollFd::new(fd.as_fd(), PollFlags::POLLIN)).collect();
     let _ = poll(&mut fds, POLL_INTERVAL_MS);
+}
+
+/// True if a process, or the one that it was forked from, was started with this environment variable. Unknown for a
+/// process that has ended or has changed its user: false.
+pub(crate) fn has_variable(process: Pid, name: &str, value: &str) -> bool {
+    let environment = fs::read(format!("/proc/{process}/environ")).unwrap_or_default();
+    let wanted = format!("{name}={value}");
+    environment.split(|byte| *byte == 0).any(|variable| variable == wanted.as_bytes())
 }
 
 /// The children of this process, including zombies.

@@ -11,6 +11,9 @@
 //! without a launcher, unless their output is also logged: a user who wants the run to outlive the reader asks for a
 //! log.
 //!
+//! A launch may have several worlds, one for each job. The output numbers the ranks of all jobs consecutively; how a
+//! rank is called in prefixes, messages and file names is in `name`.
+//!
 //! Memory per rank: one incomplete line of each stream, at most 1 MiB, and the last lines.
 
 use std::collections::VecDeque;
@@ -25,6 +28,7 @@ mod destination;
 mod formatter;
 mod lines;
 mod logs;
+mod name;
 mod options;
 mod prefix;
 mod sink;
@@ -35,6 +39,7 @@ use destination::Destination;
 use formatter::LineFormatter;
 pub use lines::{LineSplitter, Piece};
 use logs::Logs;
+pub(crate) use name::RankName;
 pub use options::{Color, LogError, OutputOptions};
 use prefix::prefix;
 use sink::Sink;
@@ -63,6 +68,7 @@ impl Stream {
 /// The state of one rank's output.
 #[derive(Debug, Default)]
 struct RankOutput {
+    name: RankName,
     splitters: [LineSplitter; 2],
     last: VecDeque<Vec<u8>>,
 }
@@ -84,23 +90,25 @@ pub struct Output {
 }
 
 impl Output {
-    /// The output of `ranks` ranks, to this process's standard output and error.
+    /// The output of the ranks of all jobs, given the number of ranks of each, to this process's standard output and
+    /// error.
     ///
     /// # Errors
     /// If a log file cannot be created.
-    pub fn new(ranks: u32, options: OutputOptions) -> Result<Self, LogError> {
+    pub fn new(jobs: &[u32], options: OutputOptions) -> Result<Self, LogError> {
         let destinations = [
             Destination::new(io::stdout(), options.color, options.stall_timeout()),
             Destination::new(io::stderr(), options.color, options.stall_timeout()),
         ];
-        Output::to(destinations, ranks, options)
+        Output::to(destinations, jobs, options)
     }
 
-    fn to(destinations: [Destination; 2], ranks: u32, options: OutputOptions) -> Result<Self, LogError> {
-        let create = |folder| Logs::create(folder, ranks, options.stall_timeout());
+    fn to(destinations: [Destination; 2], jobs: &[u32], options: OutputOptions) -> Result<Self, LogError> {
+        let names = RankName::of(jobs);
+        let create = |folder| Logs::create(folder, &names, options.stall_timeout());
         let logs = options.log_dir.as_deref().map(create).transpose()?;
-        let width = ranks.saturating_sub(1).to_string().len();
-        let ranks = (0..ranks).map(|_| RankOutput::default()).collect();
+        let width = names.iter().map(|name| name.short().len()).max().unwrap_or(0);
+        let ranks = names.into_iter().map(|name| RankOutput { name, ..RankOutput::default() }).collect();
         let same_target = destinations[0].sink.is_same_as(&destinations[1].sink);
         Ok(Output {
             options,
@@ -129,13 +137,13 @@ impl Output {
 
     /// False while a rank's stream should not be read, because the reader or the disk is slower than the rank.
     pub fn has_room(&self, rank: u32, stream: Stream) -> bool {
-        let shown = !self.options.shows(rank) || !self.sink(stream).is_behind();
+        let shown = !self.is_selected(rank) || !self.sink(stream).is_behind();
         shown && self.logs.as_ref().is_none_or(|logs| logs.has_room() || !logs.is_open(rank))
     }
 
     /// False once the reader of a rank's stream has exited and the stream is not logged.
     pub fn is_wanted(&self, rank: u32, stream: Stream) -> bool {
-        let seen = !self.options.shows(rank) || self.sink(stream).failure() != Some(Errno::EPIPE);
+        let seen = !self.is_selected(rank) || self.sink(stream).failure() != Some(Errno::EPIPE);
         seen || self.logs.as_ref().is_some_and(|logs| logs.is_open(rank))
     }
 
@@ -210,11 +218,14 @@ impl Output {
 
     fn formatter(&mut self, rank: u32, stream: Stream) -> LineFormatter {
         let destination = &mut self.destinations[stream as usize];
-        let (erase, color) = (destination.measure(), destination.color);
+        let (erase, color, name) = (destination.measure(), destination.color, self.ranks[rank as usize].name);
         LineFormatter {
             erase,
             columns: destination.terminal.then(|| destination.columns()),
-            prefix: if self.options.prefix { prefix(rank, self.width, color) } else { Vec::new() },
+            prefix: match self.options.prefix {
+                true => prefix(&name.short(), rank, self.width, color),
+                false => Vec::new(),
+            },
             stamp: self.stamp(),
             shown: self.shows(rank).then(Vec::new),
             logged: self.logs.as_ref().filter(|logs| logs.is_open(rank)).map(|_| Vec::new()),
@@ -229,8 +240,12 @@ impl Output {
         self.pass_on(rank, stream, &shown, &logged, formatter.lines);
     }
 
+    fn is_selected(&self, rank: u32) -> bool {
+        self.options.shows(self.ranks[rank as usize].name.rank)
+    }
+
     fn shows(&self, rank: u32) -> bool {
-        self.options.shows(rank) && !self.muted
+        self.is_selected(rank) && !self.muted
     }
 
     /// Writes a rank's `shown` bytes to its stream and its `logged` bytes to its log.
@@ -304,11 +319,12 @@ impl Output {
         if self.options.raw {
             return;
         }
-        let last = std::mem::take(&mut self.ranks[rank as usize].last);
+        let RankOutput { name, last, .. } = &mut self.ranks[rank as usize];
+        let (name, last) = (*name, std::mem::take(last));
         if last.is_empty() {
-            return self.say(&format!("rank {rank} has written nothing"));
+            return self.say(&format!("{name} has written nothing"));
         }
-        self.say(&format!("the last lines of rank {rank}:"));
+        self.say(&format!("the last lines of {name}:"));
         let end = self.destinations[Stream::Stderr as usize].measure().line_end();
         for line in last {
             self.sink_mut(Stream::Stderr).push_important(&[&line[..], end].concat());

@@ -20,6 +20,16 @@ pub struct RestartPolicy {
     pub always: bool,
 }
 
+/// What the failure of one of several jobs means for the others.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum FailPolicy {
+    /// They run on.
+    One,
+    /// They end.
+    #[default]
+    All,
+}
+
 /// How far the ranks came before they ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Reached {

@@ -20,7 +20,7 @@ use nix::unistd::Pid;
 
 use crate::error::LaunchError;
 use crate::placement::CoreSet;
-use crate::plan::{LaunchPlan, RankPlan, RunContext};
+use crate::plan::{ProgramCommand, RankPlan, RunContext};
 
 /// The strongest signal that the launcher has sent to a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -71,14 +71,14 @@ const DESCRIPTORS_OF_A_RANK: u64 = 6;
 /// The rank is bound to its cores. If the kernel refuses that (the cores may have been removed since the plan was made,
 /// or a sandbox forbids the call), it starts unbound, with a notice: a slower run is better than none.
 pub(crate) fn spawn(
-    plan: &LaunchPlan,
+    command: &ProgramCommand,
     rank: &RankPlan,
     context: &RunContext,
 ) -> Result<Process, LaunchError> {
-    let Some(cores) = &rank.cores else { return start(plan, rank, context, None) };
-    start(plan, rank, context, Some(cores)).or_else(|refusal| {
+    let Some(cores) = &rank.cores else { return start(command, rank, context, None) };
+    start(command, rank, context, Some(cores)).or_else(|refusal| {
         // If it does not start unbound either, the binding was not the reason.
-        let mut process = start(plan, rank, context, None)?;
+        let mut process = start(command, rank, context, None)?;
         if let LaunchError::Spawn { error, .. } = refusal {
             process.notice = Some(format!("rank {} is not bound to cores {cores}: {error}", rank.rank));
         }
@@ -87,20 +87,20 @@ pub(crate) fn spawn(
 }
 
 fn start(
-    plan: &LaunchPlan,
+    program: &ProgramCommand,
     rank: &RankPlan,
     context: &RunContext,
     cores: Option<&CoreSet>,
 ) -> Result<Process, LaunchError> {
     let failed = |error: io::Error| LaunchError::Spawn {
         rank: rank.rank,
-        program: plan.program.clone(),
+        program: program.program.clone(),
         hint: hint(&error),
         error,
     };
-    let mut command = Command::new(&plan.program);
+    let mut command = Command::new(&program.program);
     command
-        .args(&plan.arguments)
+        .args(&program.arguments)
         // If this launcher is a rank of another launcher: its own output settings apply to its ranks, and the other
         // launcher's faults do not.
         .env_remove(MGPU_PROGRESS)
@@ -137,7 +137,7 @@ fn start(
             ended: None,
             peak_memory: None,
             notice: None,
-            _kill_guard: guard_group(plan, pid),
+            _kill_guard: guard_group(context.launch_ranks, pid),
         }),
         Err(error) => {
             end(pid);
@@ -147,10 +147,10 @@ fn start(
 }
 
 /// Makes the kernel kill a rank's group when this process ends. This matters only if guardian and launcher are killed at
-/// once, so it must not use descriptors that the run itself needs.
-fn guard_group(plan: &LaunchPlan, group: Pid) -> Option<GroupKillGuard> {
+/// once, so it must not use descriptors that the launch itself needs, with all its `ranks`.
+fn guard_group(ranks: u32, group: Pid) -> Option<GroupKillGuard> {
     let (limit, _) = getrlimit(Resource::RLIMIT_NOFILE).ok()?;
-    let needed = OWN_DESCRIPTORS + DESCRIPTORS_OF_A_RANK * plan.ranks.len() as u64;
+    let needed = OWN_DESCRIPTORS + DESCRIPTORS_OF_A_RANK * u64::from(ranks);
     if limit < needed { None } else { GroupKillGuard::new(group).ok() }
 }
 

@@ -19,14 +19,18 @@ pub(crate) fn print(text: &str, code: ExitCode) -> Result<ExitCode, Box<dyn Erro
 pub(crate) fn parse<P: Parser>(
     arguments: impl IntoIterator<Item = OsString>,
 ) -> Result<Result<P, ExitCode>, Box<dyn Error>> {
-    let error = match P::try_parse_from(arguments) {
-        Ok(parsed) => return Ok(Ok(parsed)),
-        Err(error) => error,
-    };
+    match P::try_parse_from(arguments) {
+        Ok(parsed) => Ok(Ok(parsed)),
+        Err(error) => refuse(&error).map(Err),
+    }
+}
+
+/// Prints help, or what is wrong with the arguments. Returns the exit code.
+pub(crate) fn refuse(error: &clap::Error) -> Result<ExitCode, Box<dyn Error>> {
     let printed = error.print();
     let code = ExitCode::from(error.exit_code() as u8);
     // Errors of writing to standard error cannot be reported.
-    if error.use_stderr() { Ok(Err(code)) } else { after(printed, code).map(Err) }
+    if error.use_stderr() { Ok(code) } else { after(printed, code) }
 }
 
 fn after(printed: io::Result<()>, code: ExitCode) -> Result<ExitCode, Box<dyn Error>> {

@@ -1,6 +1,6 @@
 //! A fake GPU for machines without one: NVIDIA's libraries as one shared object, built from `tests/gpu`.
 //!
-//! The object contains the driver, NVRTC, NCCL and the other `tests/gpu/fake_*.cpp`, together with the project's
+//! The object contains the driver, NVRTC, NCCL, NVML and the other `tests/gpu/fake_*.cpp`, together with the project's
 //! kernels, which a C++ compiler reads with `tests/gpu/shim.h`. It is built on first use in the target folder, under
 //! a name derived from all of its inputs, with a symbolic link for each library name. [`command`] makes a program
 //! find it. Its output contains the device's name, `FAKE GPU (tests only)`, and says nothing about the speed of a
@@ -21,7 +21,7 @@ use std::thread;
 const OBJECT: &str = "libmgpu_fake_gpu.so";
 
 /// The names that the project and cudarc pass to the loader.
-const NAMES: [&str; 12] = [
+const NAMES: [&str; 13] = [
     "libcuda.so",
     "libcuda.so.1",
     "libnvrtc.so",
@@ -34,6 +34,7 @@ const NAMES: [&str; 12] = [
     "libcublas.so.13",
     "libcublasLt.so",
     "libcublasLt.so.13",
+    "libnvidia-ml.so.1",
 ];
 
 /// Contraction into fused multiply-adds is off, because it would depend on the machine: GPUs contract, baseline

@@ -14,23 +14,19 @@ use crate::output::{Output, Stream};
 pub(super) enum Source {
     Signals,
     Guardian,
-    Server,
-    Exit(u32),
-    Pipe(u32, Stream),
+    /// Of the job with this index.
+    Job(usize, JobSource),
     Writable(Stream),
     Log,
 }
 
-/// Waits for `pause` while pending output is written. Returns a signal that ends the run, if one arrives meanwhile.
-pub(crate) fn wait_out(pause: Duration, signals: &Signals, output: &mut Output) -> Option<Signal> {
-    let deadline = Instant::now() + pause;
-    while Instant::now() < deadline {
-        let signal = pass_on(output, signals, Some(deadline));
-        if signal.is_some() {
-            return signal;
-        }
-    }
-    None
+/// A source of one job.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum JobSource {
+    Server,
+    /// A rank; a leftover process once all ranks have ended.
+    Exit(u32),
+    Pipe(u32, Stream),
 }
 
 /// Waits until all output and logs are written, `timeout` has passed or a signal that ends the run arrives.

@@ -8,6 +8,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use super::LogError;
+use super::name::RankName;
 use super::stall::StallDetector;
 use crate::writer::{LONG_QUEUE, Start, Writer, open};
 
@@ -17,6 +18,7 @@ const THREAD: &str = "mgpurun-log";
 /// One rank's log.
 #[derive(Debug, Clone, Copy, Default)]
 struct Log {
+    name: RankName,
     ended: bool,
     /// Dropped lines that were not reported yet.
     lost: u64,
@@ -34,19 +36,20 @@ pub(super) struct Logs {
 }
 
 impl Logs {
-    /// Creates empty files `rank-N.log` in `folder`, which is created if it is missing.
-    pub(super) fn create(folder: &Path, ranks: u32, timeout: Duration) -> Result<Self, LogError> {
+    /// Creates empty files in `folder`, which is created if it is missing.
+    pub(super) fn create(folder: &Path, names: &[RankName], timeout: Duration) -> Result<Self, LogError> {
         let failed = |path: &Path| {
             let path = path.to_owned();
             |error| LogError { path, error }
         };
-        let create = |rank: u32| {
-            let path = folder.join(format!("rank-{rank}.log"));
-            std::fs::create_dir_all(folder).and_then(|()| open(&path, Start::Empty)).map_err(failed(&path))
+        let create = |name: &RankName| {
+            let path = folder.join(name.log_file());
+            let parent = path.parent().unwrap_or(folder);
+            std::fs::create_dir_all(parent).and_then(|()| open(&path, Start::Empty)).map_err(failed(&path))
         };
-        let files = (0..ranks).map(create).collect::<Result<_, _>>()?;
+        let files = names.iter().map(create).collect::<Result<_, _>>()?;
         let writer = Writer::start(THREAD, files).map_err(failed(folder))?;
-        let logs = vec![Log::default(); ranks as usize];
+        let logs = names.iter().map(|name| Log { name: *name, ..Log::default() }).collect();
         Ok(Logs { writer, stall: StallDetector::new(timeout), taken: 0, logs, closing: false })
     }
 
@@ -89,8 +92,10 @@ impl Logs {
         self.writer.silence();
         let mut notices = Vec::new();
         for (rank, error) in self.writer.failures() {
-            self.logs[rank].ended = true;
-            notices.push(format!("the log of rank {rank} ends here: {error}; the run continues"));
+            let log = &mut self.logs[rank];
+            log.ended = true;
+            let name = log.name;
+            notices.push(format!("the log of {name} ends here: {error}; the run continues"));
         }
         self.observe_writer(now);
         self.stall.expire(now);
@@ -135,8 +140,9 @@ impl Logs {
             let lost = std::mem::take(&mut log.lost);
             if lost > 0 && !log.ended {
                 self.writer.push(rank, format!("mgpurun: {lost} lines are missing here\n").as_bytes(), 0);
+                let name = log.name;
                 notices.push(format!(
-                    "the log of rank {rank} lost {lost} lines: its disk accepted nothing for {seconds} s"
+                    "the log of {name} lost {lost} lines: its disk accepted nothing for {seconds} s"
                 ));
             }
         }
@@ -160,7 +166,8 @@ mod tests {
         let file = File::from(OwnedFd::from(pipe));
         let writer = Writer::start(THREAD, vec![file.try_clone().unwrap(), file]).unwrap();
         let stall = StallDetector::new(Duration::from_secs(30));
-        (reader, Logs { writer, stall, taken: 0, logs: vec![Log::default(); 2], closing: false })
+        let logs = RankName::of(&[2]).into_iter().map(|name| Log { name, ..Log::default() }).collect();
+        (reader, Logs { writer, stall, taken: 0, logs, closing: false })
     }
 
     const LINE: [u8; 1000] = [b'\n'; 1000];

@@ -4,13 +4,13 @@
 /// error.
 const COLORS: [u8; 6] = [30, 133, 136, 33, 64, 99];
 
-/// `[7] `, with the number padded to `width`.
-pub(super) fn prefix(rank: u32, width: usize, color: bool) -> Vec<u8> {
-    let text = format!("[{rank:>width$}]");
+/// `[7] `, with the name padded to `width`. The colour is that of the `index`-th rank.
+pub(super) fn prefix(name: &str, index: u32, width: usize, color: bool) -> Vec<u8> {
+    let text = format!("[{name:>width$}]");
     if !color {
         return format!("{text} ").into_bytes();
     }
-    let color = COLORS[rank as usize % COLORS.len()];
+    let color = COLORS[index as usize % COLORS.len()];
     format!("\x1b[38;5;{color}m{text}\x1b[0m ").into_bytes()
 }
 

@@ -17,7 +17,7 @@ fn output(ranks: u32, options: OutputOptions) -> (Output, [PipeReader; 2]) {
         (reader, Destination::new(OwnedFd::from(writer), options.color, options.stall_timeout()))
     };
     let ((stdout, to_stdout), (stderr, to_stderr)) = (pipe(), pipe());
-    (Output::to([to_stdout, to_stderr], ranks, options).unwrap(), [stdout, stderr])
+    (Output::to([to_stdout, to_stderr], &[ranks], options).unwrap(), [stdout, stderr])
 }
 
 /// The whole output, after it was closed.
@@ -61,7 +61,7 @@ fn logs_replace_the_terminal() {
         assert_eq!([stdout.as_str(), stderr.as_str()], shown);
     }
     let nowhere = OutputOptions { log_dir: Some("/proc/none".into()), ..OutputOptions::default() };
-    let error = Output::new(1, nowhere).err().unwrap();
+    let error = Output::new(&[1], nowhere).err().unwrap();
     assert!(error.to_string().starts_with("cannot write the log /proc/none/rank-0.log: "), "{error}");
 }
 

@@ -16,10 +16,23 @@ pub struct Gpu {
     pub bus: Option<String>,
     /// NUMA node, if the machine tells.
     pub node: Option<u32>,
+    /// Its identifier, if it is known.
+    pub uuid: Option<String>,
+    /// The launch that has reserved it, as a phrase.
+    pub holder: Option<String>,
+    /// A process that computes on it, as a phrase.
+    pub user: Option<String>,
+}
+
+impl Gpu {
+    /// A name that means this GPU in whatever order CUDA numbers GPUs: its UUID if it is known.
+    pub(crate) fn lasting_name(&self) -> &str {
+        self.uuid.as_deref().unwrap_or(&self.name)
+    }
 }
 
 /// The driver's information about a GPU.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Listed {
     /// PCI address.
     pub(crate) bus: String,
@@ -65,6 +78,8 @@ pub(crate) fn visible(present: &[Listed], visible: Option<&str>) -> Vec<Gpu> {
         name: name.to_owned(),
         bus: listed.map(|listed| listed.bus.clone()),
         node: listed.and_then(|listed| listed.node),
+        uuid: listed.and_then(|listed| listed.uuid.clone()),
+        ..Gpu::default()
     };
     let Some(visible) = visible else {
         let all = present.iter().enumerate();

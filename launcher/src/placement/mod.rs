@@ -28,6 +28,9 @@
 //! **More ranks than cores** are never bound: two ranks bound to one core would wait for each other while another core is
 //! idle.
 //!
+//! **Several jobs** get disjoint cores, so that ranks of one job do not wait for those of another. `auto` does not bind
+//! within a job's share of the cores, for the reason above.
+//!
 //! A rank also gets the number of threads it should use (`MGPU_THREADS`, `OMP_NUM_THREADS`): its cores, divided by the
 //! number of ranks on the same cores, and never more than its share of the control group's quota.
 //!
@@ -105,6 +108,55 @@ pub fn place(topology: &Topology, bind: Bind, gpus: &[Option<u32>]) -> Vec<Place
         share.min(quota).max(1)
     };
     sets.iter().map(|set| Placement { cores: set.clone(), threads: threads(set) }).collect()
+}
+
+/// Ranks that are placed together: those of a job.
+#[derive(Debug, Clone)]
+pub(crate) struct Group {
+    /// How they are bound.
+    pub(crate) bind: Bind,
+    /// For each rank the NUMA node of its GPU, as for [`place`].
+    pub(crate) gpus: Vec<Option<u32>>,
+}
+
+/// Places the ranks of several jobs, one after the other. The jobs get disjoint cores if there is one for each rank:
+/// every rank has a share of the cores as with `core`, and a job has those of its ranks. Only `none` uses all cores, as
+/// for one job; `numa` and `auto` give a rank the shares that its job has in one node, or in all.
+pub(crate) fn place_groups(topology: &Topology, groups: &[Group]) -> Vec<Placement> {
+    let gpus: Vec<Option<u32>> = groups.iter().flat_map(|group| group.gpus.iter().copied()).collect();
+    let shares = match groups {
+        [only] => return place(topology, only.bind, &gpus),
+        _ => place(topology, Bind::Core, &gpus),
+    };
+    let mut rest = &shares[..];
+    let mut places = Vec::new();
+    for group in groups {
+        let (own, others) = rest.split_at(group.gpus.len());
+        rest = others;
+        places.extend(own.iter().map(|share| within_group(topology, group.bind, own, share)));
+    }
+    places
+}
+
+/// The place of a rank that has `share`, one of the shares of its job.
+fn within_group(topology: &Topology, bind: Bind, shares: &[Placement], share: &Placement) -> Placement {
+    if share.cores.is_none() {
+        // There are more ranks than cores.
+        return share.clone();
+    }
+    let node = |place: &Placement| {
+        let core = place.cores.as_ref().and_then(CoreSet::first)?;
+        topology.nodes.iter().position(|node| node.all().contains(core))
+    };
+    let joined: Vec<&Placement> = match bind {
+        Bind::None => return Placement { cores: None, ..share.clone() },
+        Bind::Core => return share.clone(),
+        Bind::Numa => shares.iter().filter(|other| node(other) == node(share)).collect(),
+        Bind::Auto => shares.iter().collect(),
+    };
+    let threads = joined.iter().map(|place| place.threads).sum::<usize>() / joined.len();
+    let cores = joined.iter().filter_map(|place| place.cores.as_ref()).collect();
+    Placement { cores: Some(cores), threads: threads.max(1) }
 }
 
 /// The binding that `auto` chooses for these ranks.

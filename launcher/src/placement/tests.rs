@@ -176,7 +176,7 @@ fn a_placement_is_described_in_one_line() {
         let cores = cores.map(|cores| CoreSet::parse(cores).unwrap());
         describe(&topology, 1, &Placement { cores, threads }, gpu)
     };
-    let gpu = Gpu { name: "0".into(), bus: Some("0000:3b:00.0".into()), node: Some(0) };
+    let gpu = Gpu { name: "0".into(), bus: Some("0000:3b:00.0".into()), node: Some(0), ..Gpu::default() };
     assert_eq!(
         line(Some("0-3"), 4, Some(&gpu)),
         "rank 1: cores 0-3 (NUMA node 0), 4 threads, GPU 0 at 0000:3b:00.0"
@@ -185,4 +185,27 @@ fn a_placement_is_described_in_one_line() {
     assert_eq!(line(Some("0-7"), 8, Some(&unknown)), "rank 1: cores 0-7 (NUMA nodes 0-1), 8 threads, GPU 0");
     assert_eq!(line(Some("5"), 1, None), "rank 1: core 5 (NUMA node 1), 1 thread");
     assert_eq!(line(None, 4, None), "rank 1: not bound (cores 0-7), 4 threads");
+}
+
+/// The cores of each rank of jobs of these bindings and numbers of ranks, without GPUs.
+fn groups(topology: &Topology, jobs: &[(Bind, usize)]) -> String {
+    let groups: Vec<Group> =
+        jobs.iter().map(|(bind, ranks)| Group { bind: *bind, gpus: vec![None; *ranks] }).collect();
+    let shown = |place: &Placement| {
+        let cores = place.cores.as_ref().map_or("all".into(), CoreSet::to_string);
+        format!("{cores}/{}", place.threads)
+    };
+    place_groups(topology, &groups).iter().map(shown).collect::<Vec<_>>().join(" ")
+}
+
+#[test]
+fn jobs_share_the_cores_without_overlap() {
+    let (one, two) = (machine(&[4], 1), machine(&[4, 4], 1));
+    assert_eq!(groups(&one, &[(Bind::Auto, 1), (Bind::Auto, 1)]), "0-1/2 2-3/2");
+    assert_eq!(groups(&one, &[(Bind::Auto, 3), (Bind::Auto, 1)]), "0-2/1 0-2/1 0-2/1 3/1");
+    assert_eq!(groups(&one, &[(Bind::Core, 2), (Bind::None, 1)]), "0/1 1/1 all/2");
+    assert_eq!(groups(&two, &[(Bind::Numa, 3), (Bind::Auto, 1)]), "0-3/2 0-3/2 4-5/2 6-7/2");
+    assert_eq!(groups(&one, &[(Bind::Core, 3), (Bind::Auto, 2)]), "all/1 all/1 all/1 all/1 all/1");
+    // One job is placed as without any other.
+    assert_eq!(groups(&one, &[(Bind::Auto, 2)]), "all/2 all/2");
 }

@@ -4,11 +4,13 @@
 //! the descriptors of a user's own processes. So the page can be opened through `/proc` and read without the launcher's
 //! help, even if the launcher is stopped.
 
+use std::collections::HashSet;
 use std::error::Error;
 use std::ffi::OsString;
 use std::fs::{self, File};
 use std::os::fd::AsFd;
-use std::path::PathBuf;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -68,20 +70,28 @@ fn pages() -> impl Iterator<Item = ProgressPage> {
     let is_process = |path: &PathBuf| {
         path.file_name().is_some_and(|name| name.as_encoded_bytes().iter().all(u8::is_ascii_digit))
     };
-    processes.map(|entry| entry.path()).filter(is_process).filter_map(|process| {
-        let name = format!("/memfd:{PAGE_NAME}");
-        // Other users' descriptors cannot be listed.
-        let descriptors = fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
-        let is_page = |path: &PathBuf| {
-            let target = fs::read_link(path).unwrap_or_default();
-            target.to_str().is_some_and(|target| target.trim_end_matches(" (deleted)") == name)
-        };
-        let path = descriptors.map(|entry| entry.path()).find(is_page)?;
-        let page = ProgressPage::inspect(File::open(path).ok()?.as_fd()).ok()?;
+    processes.map(|entry| entry.path()).filter(is_process).flat_map(|process| pages_of(&process))
+}
+
+/// The pages of the runs that this process has launched, one for each job.
+fn pages_of(process: &Path) -> Vec<ProgressPage> {
+    let launcher = process.file_name().and_then(|name| name.to_str()?.parse::<u32>().ok());
+    let name = format!("/memfd:{PAGE_NAME}");
+    // Other users' descriptors cannot be listed.
+    let descriptors = fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
+    let is_page = |path: &PathBuf| {
+        let target = fs::read_link(path).unwrap_or_default();
+        target.to_str().is_some_and(|target| target.trim_end_matches(" (deleted)") == name)
+    };
+    let mut known = HashSet::new();
+    let open = |path: PathBuf| {
+        let file = File::open(path).ok()?;
+        let is_new = known.insert(file.metadata().ok()?.ino());
+        let page = ProgressPage::inspect(file.as_fd()).ok().filter(|_| is_new)?;
         // A rank that is mapping the page also holds it open for a short time.
-        let launcher: u32 = process.file_name()?.to_str()?.parse().ok()?;
-        (page.run().launcher == launcher).then_some(page)
-    })
+        (Some(page.run().launcher) == launcher).then_some(page)
+    };
+    descriptors.map(|entry| entry.path()).filter(is_page).filter_map(open).collect()
 }
 
 fn title(run: &RunInfo) -> String {

@@ -92,6 +92,8 @@ pub enum Event {
     },
     /// The launcher got a signal.
     Signalled(Signal),
+    /// The ranks have to end because of something outside their world, as the text says.
+    Stopped(String),
     /// A deadline may have passed.
     Tick,
 }
@@ -139,7 +141,7 @@ impl Outcome {
         }
     }
 
-    fn success() -> Self {
+    pub(crate) fn success() -> Self {
         Outcome {
             exit_code: exit_code::SUCCESS,
             culprit: None,
@@ -272,6 +274,7 @@ impl Supervisor {
             Event::Silent { rank, idle, doing } => self.silent(rank, idle, &doing, now),
             Event::GuardianEnded => self.guardian_ended(),
             Event::Signalled(signal) => self.signalled(signal, now),
+            Event::Stopped(why) => self.stopped(why, now),
             Event::Tick => self.tick(now),
         }
     }
@@ -427,6 +430,20 @@ impl Supervisor {
         self.interrupted = true;
         self.stage = Stage::Terminating(now + self.grace);
         [self.settle(), self.to_all(signal), self.to_all(Signal::SIGCONT)].concat()
+    }
+
+    /// Ends ranks that have not failed themselves.
+    fn stopped(&mut self, why: String, now: Instant) -> Vec<Action> {
+        if self.stage != Stage::Running {
+            return Vec::new();
+        }
+        self.outcome = Some(Outcome {
+            interrupted: false,
+            message: Some(why),
+            ..Outcome::interruption(Signal::SIGTERM)
+        });
+        self.stage = Stage::Terminating(now + self.grace);
+        [self.settle(), self.to_all(Signal::SIGTERM), self.to_all(Signal::SIGCONT)].concat()
     }
 
     fn tick(&mut self, now: Instant) -> Vec<Action> {

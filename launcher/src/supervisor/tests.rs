@@ -258,3 +258,26 @@ fn sigquit_only_prints_the_table() {
     assert_eq!(supervisor.handle(Event::Signalled(Signal::SIGQUIT), now), [Action::Report]);
     assert_eq!(supervisor.next_deadline(), None);
 }
+
+#[test]
+fn ranks_are_stopped_for_a_reason_outside_their_world() {
+    let (mut run, now) = supervisor(2);
+    let stop = || Event::Stopped("stopped, since job 1 has failed".into());
+    let actions = run.handle(stop(), now);
+    let Action::Settle(outcome) = &actions[0] else { panic!("{actions:?}") };
+    assert_eq!((outcome.exit_code, outcome.culprit, outcome.interrupted), (143, None, false));
+    assert_eq!(actions[1..3], [Action::Send(0, Signal::SIGTERM), Action::Send(1, Signal::SIGTERM)]);
+    assert_eq!(run.next_deadline(), Some(now + GRACE));
+    run.handle(exited(0, 0), now);
+    let outcome = finish(&run.handle(exited(1, 9), now)).cloned().unwrap();
+    assert_eq!(outcome.message.as_deref(), Some("stopped, since job 1 has failed"));
+    // A failure that came before stays the reason.
+    let (mut run, now) = supervisor(2);
+    run.handle(exited(1, 3), now);
+    assert_eq!(run.handle(stop(), now), []);
+    assert_eq!(finish(&run.handle(exited(0, 0), now)).unwrap().exit_code, 3);
+    // A signal kills ranks that are being stopped.
+    let (mut run, now) = supervisor(1);
+    run.handle(stop(), now);
+    assert_eq!(run.handle(Event::Signalled(Signal::SIGINT), now), [Action::Send(0, Signal::SIGKILL)]);
+}

@@ -87,10 +87,16 @@ impl fmt::Display for Program {
     }
 }
 
-/// Checks that `new` is compatible with `old`, which joined before.
-pub(super) fn compare(old: &JoiningRank, new: &JoiningRank) -> Result<(), (PreflightFault, String)> {
+/// Checks that `new` is compatible with `old`, which joined before. Their programs are compared if they should run the
+/// same one.
+pub(super) fn compare(
+    old: &JoiningRank,
+    new: &JoiningRank,
+    same_program: bool,
+) -> Result<(), (PreflightFault, String)> {
     let (first, second) = (old.rank, new.rank);
-    if let (Some(ours), Some(theirs)) = (&old.program, &new.program)
+    if same_program
+        && let (Some(ours), Some(theirs)) = (&old.program, &new.program)
         && !ours.is_same(theirs)
     {
         let why = if ours.path == theirs.path {
@@ -145,8 +151,8 @@ mod tests {
     #[test]
     fn an_incompatibility_names_both_ranks() {
         let first = joining(0, "GPU-aa", "570.1", "2.27.3");
-        let fault = |new: JoiningRank| compare(&first, &new).unwrap_err();
-        assert_eq!(compare(&first, &joining(3, "GPU-bb", "570.1", "2.27.3")), Ok(()));
+        let fault = |new: JoiningRank| compare(&first, &new, true).unwrap_err();
+        assert_eq!(compare(&first, &joining(3, "GPU-bb", "570.1", "2.27.3"), true), Ok(()));
         let (kind, why) = fault(joining(3, "GPU-aa", "570.1", "2.27.3"));
         assert_eq!(kind, PreflightFault::Gpu);
         assert!(why.starts_with("rank 0 and rank 3 both use GPU-aa"), "{why}");
@@ -155,8 +161,8 @@ mod tests {
             joining
         };
         let second = joining(3, "GPU-aa", "570.1", "2.27.3");
-        assert!(compare(&first, &sharing(second.clone())).is_err(), "both have to");
-        assert_eq!(compare(&sharing(first.clone()), &sharing(second)), Ok(()));
+        assert!(compare(&first, &sharing(second.clone()), true).is_err(), "both have to");
+        assert_eq!(compare(&sharing(first.clone()), &sharing(second), true), Ok(()));
         let (kind, why) = fault(joining(1, "GPU-bb", "570.2", "2.27.3"));
         assert_eq!(kind, PreflightFault::Versions);
         assert!(why.starts_with("rank 0 uses NVIDIA driver 570.1 and rank 1 570.2"), "{why}");
@@ -164,7 +170,7 @@ mod tests {
         assert_eq!(kind, PreflightFault::Versions);
         assert!(why.starts_with("rank 0 uses NCCL 2.27.3 and rank 1 none"), "{why}");
         // Ranks on the CPU have nothing to compare.
-        assert_eq!(compare(&joining(0, "", "", ""), &joining(1, "", "", "")), Ok(()));
+        assert_eq!(compare(&joining(0, "", "", ""), &joining(1, "", "", ""), true), Ok(()));
     }
 
     struct Sleeper(Child);
@@ -193,12 +199,13 @@ mod tests {
         let (first, one) = start("one", b"");
         let (_second, copy) = start("copy", b"");
         let (_third, other) = start("other", b"x");
-        assert_eq!(compare(&one, &one), Ok(()));
-        assert_eq!(compare(&one, &copy), Ok(()));
-        let (kind, why) = compare(&one, &other).unwrap_err();
+        assert_eq!(compare(&one, &one, true), Ok(()));
+        assert_eq!(compare(&one, &copy, true), Ok(()));
+        let (kind, why) = compare(&one, &other, true).unwrap_err();
         assert_eq!(kind, PreflightFault::Program);
         assert!(why.contains("/one and rank 0 runs ") && why.contains("/other"), "{why}");
+        assert_eq!(compare(&one, &other, false), Ok(()));
         drop(first);
-        assert_eq!(compare(&one, &copy), Ok(()));
+        assert_eq!(compare(&one, &copy, true), Ok(()));
     }
 }

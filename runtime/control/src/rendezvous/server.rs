@@ -98,6 +98,8 @@ pub struct Server {
     waits: Waits,
     /// The ranks that have said hello; they are admitted together.
     joining: Vec<JoiningRank>,
+    /// For each rank the number of its program; empty if all ranks run the same one.
+    programs: Vec<u32>,
     /// The first rank whose process ended.
     first_ended: Option<u32>,
     /// No launcher reports how ranks end.
@@ -166,6 +168,7 @@ impl Server {
             entries: Entries::default(),
             waits: Waits::default(),
             joining: Vec::new(),
+            programs: Vec::new(),
             first_ended: None,
             unattended: false,
             join_by: None,
@@ -177,6 +180,12 @@ impl Server {
     /// The value of `MGPU_RENDEZVOUS`.
     pub fn address(&self) -> &str {
         &self.address
+    }
+
+    /// Allows ranks to run different programs: `programs` has a number for each rank, and only ranks with the same number
+    /// have to run the same program. Without this call all ranks do.
+    pub fn expect_programs(&mut self, programs: Vec<u32>) {
+        self.programs = programs;
     }
 
     /// Sets the command and the number of restarts on the progress page, for processes that inspect the run.
@@ -484,7 +493,11 @@ impl Server {
             );
             return Err((PreflightFault::WorldSize, why));
         }
-        self.joining.iter().filter(|old| old.rank != rank).try_for_each(|old| compare(old, new))
+        let program = |rank: u32| self.programs.get(rank as usize);
+        let others = self.joining.iter().filter(|old| old.rank != rank);
+        others
+            .map(|old| (old, program(old.rank) == program(rank)))
+            .try_for_each(|(old, same)| compare(old, new, same))
     }
 
     /// Admits all ranks. The listener is closed first, because an admitted rank may open one of the same name.

@@ -1,0 +1,447 @@
+//! One start of a job's ranks, from their first output to the end of the last process.
+//!
+//! It passes events to the [`Supervisor`] and carries out its actions. It never blocks: all waiting is in the loop.
+
+use std::cell::RefCell;
+use std::collections::HashSet;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::time::{Duration, Instant};
+
+use mgpu_control::inject::Injection;
+use mgpu_control::progress::{self, RankState};
+use mgpu_control::protocol::MGPU_RUN_ID;
+use mgpu_control::rendezvous::{Server, ServerEvent};
+use nix::sys::signal::Signal;
+use nix::unistd::Pid;
+
+use super::Shared;
+use super::leftovers::Leftovers;
+use super::wait::JobSource;
+use crate::events;
+use crate::faults;
+use crate::group::wait_for_end;
+use crate::interrupt::ends_the_run;
+use crate::launch::Supervision;
+use crate::mpi::MpiWatch;
+use crate::output::Output;
+use crate::restart::Reached;
+use crate::spawn::{Process, Sent, send};
+use crate::status::{Row, is_stopped, table};
+use crate::supervisor::{Action, Event, Outcome, Supervisor};
+use crate::watch::{self, Verdict, WatchedRank};
+use crate::{exit_code, mpi, orphans};
+
+/// Interval at which the ranks' steps are polled if events are recorded.
+const STEP_POLL_INTERVAL: Duration = Duration::from_secs(1);
+
+/// What a job is called, and where its output goes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct JobId {
+    /// Its number; `None` if the launch has only one.
+    pub(crate) number: Option<u32>,
+    /// The number of its rank 0 among the ranks of all jobs, by which the output knows it.
+    pub(crate) first_rank: u32,
+}
+
+impl JobId {
+    /// Prints a message about the job.
+    pub(super) fn say(self, shared: &mut Shared<'_>, text: &str) {
+        self.say_to(shared.output, text);
+    }
+
+    /// Prints a message about the job to `output`.
+    pub(crate) fn say_to(self, output: &mut Output, text: &str) {
+        match self.number {
+            None => output.say(text),
+            Some(job) => output.say(&format!("job {job}: {text}")),
+        }
+    }
+
+    /// Prints how the job ends. A signal ends all jobs, and is reported once.
+    pub(super) fn say_end(self, shared: &mut Shared<'_>, outcome: &Outcome, message: &str) {
+        match outcome.culprit {
+            None if outcome.interrupted => {
+                if !std::mem::replace(&mut shared.told_of_interruption, true) {
+                    shared.output.say(message);
+                }
+            }
+            _ => self.say(shared, message),
+        }
+    }
+}
+
+/// The ranks of one start of a job, and what is known about them.
+pub(super) struct Attempt<'a> {
+    pub(super) job: JobId,
+    pub(super) ranks: Vec<Process>,
+    pub(super) server: Server,
+    pub(super) supervisor: Supervisor,
+    pub(super) supervision: Supervision,
+    /// Earliest time at which a rank may have exceeded the progress timeout.
+    next_progress_check: Option<Instant>,
+    /// When to poll the ranks' steps, if events are recorded.
+    next_step_poll: Option<Instant>,
+    mpi: MpiWatch,
+    /// Faults to inject; those that have not happened are reported at the end.
+    injections: &'a [Injection],
+    run_id: &'a str,
+    knows_end_of_guardian: bool,
+    /// The outcome as it was printed, although ranks may still run.
+    pub(super) settled: Option<Outcome>,
+    /// Set when all ranks have ended.
+    pub(super) leftovers: Option<Leftovers>,
+}
+
+/// The processes of an attempt.
+pub(super) struct Started<'a> {
+    pub(super) job: JobId,
+    pub(super) processes: Vec<Process>,
+    pub(super) server: Server,
+    pub(super) injections: &'a [Injection],
+    pub(super) run_id: &'a str,
+}
+
+/// The end of an attempt.
+pub(super) struct AttemptEnd {
+    pub(super) outcome: Outcome,
+    pub(super) reached: Reached,
+    /// Injected faults that have not happened, one line each.
+    pub(super) missed_faults: Vec<String>,
+}
+
+impl<'a> Attempt<'a> {
+    /// For processes that have just been started.
+    pub(super) fn new(started: Started<'a>, supervision: Supervision, records_events: bool) -> Self {
+        let Started { job, processes: ranks, server, injections, run_id } = started;
+        let Supervision { join_timeout, progress_timeout, grace, .. } = supervision;
+        let now = Instant::now();
+        Attempt {
+            job,
+            mpi: MpiWatch::new(ranks.len()),
+            supervisor: Supervisor::new(ranks.len() as u32, join_timeout, grace, now),
+            next_progress_check: progress_timeout.and_then(|timeout| now.checked_add(timeout)),
+            next_step_poll: records_events.then_some(now),
+            ranks,
+            server,
+            supervision,
+            injections,
+            run_id,
+            knows_end_of_guardian: false,
+            settled: None,
+            leftovers: None,
+        }
+    }
+
+    /// What to wait for.
+    pub(super) fn sources<'s>(&'s self, shared: &'s Shared<'_>) -> Vec<(JobSource, BorrowedFd<'s>)> {
+        let mut sources: Vec<_> = self.pipes(shared).collect();
+        if let Some(leftovers) = &self.leftovers {
+            sources.extend(leftovers.sources());
+            return sources;
+        }
+        sources.extend(self.server.fds().into_iter().map(|fd| (JobSource::Server, fd)));
+        for (rank, number) in self.ranks.iter().zip(0..) {
+            if rank.ended.is_none() {
+                // For a rank that has ended: the remaining processes of its group.
+                let end = rank.group.first().unwrap_or(&rank.pidfd);
+                sources.push((JobSource::Exit(number), end.as_fd()));
+            }
+        }
+        sources
+    }
+
+    /// When [`handle`](Self::handle) has to be called at the latest.
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
+        if let Some(leftovers) = &self.leftovers {
+            return Some(leftovers.deadline());
+        }
+        let deadlines = [
+            self.supervisor.next_deadline(),
+            self.server.next_deadline(),
+            self.next_progress_check,
+            self.next_step_poll,
+            self.mpi.next_deadline(),
+        ];
+        deadlines.into_iter().flatten().min()
+    }
+
+    /// The processes that have not been reaped.
+    pub(super) fn unreaped(&self) -> impl Iterator<Item = Pid> {
+        self.ranks.iter().filter(|rank| !rank.reaped).map(|rank| rank.pid)
+    }
+
+    /// Reads what the ranks have written.
+    pub(super) fn read_output(&mut self, ready: &[JobSource], shared: &mut Shared<'_>) {
+        for source in ready {
+            if let JobSource::Pipe(rank, stream) = source {
+                self.read_pipe(*rank, *stream, shared);
+            }
+        }
+    }
+
+    /// Handles ready sources, signals and deadlines. Returns the end of the attempt; no process of the ranks is left then.
+    pub(super) fn handle(
+        &mut self,
+        ready: &[JobSource],
+        signals: &[Signal],
+        shared: &mut Shared<'_>,
+    ) -> Option<AttemptEnd> {
+        if self.leftovers.is_some() {
+            return self.wait_for_leftovers(ready, signals, shared);
+        }
+        let events = self.events(ready, signals, shared);
+        self.process(events, shared)
+    }
+
+    /// Asks the ranks to end, for a reason outside their world.
+    pub(super) fn stop(&mut self, why: String, shared: &mut Shared<'_>) -> Option<AttemptEnd> {
+        self.process(vec![Event::Stopped(why)], shared)
+    }
+
+    /// Passes events to the supervisor, and carries out what it decides.
+    fn process(&mut self, events: Vec<Event>, shared: &mut Shared<'_>) -> Option<AttemptEnd> {
+        for event in events {
+            for action in self.supervisor.handle(event, Instant::now()) {
+                if let Some(outcome) = self.carry_out(action, shared) {
+                    return self.begin_leftovers(outcome, shared);
+                }
+            }
+        }
+        None
+    }
+
+    /// How far the ranks have come.
+    pub(super) fn reached(&self) -> Reached {
+        let page = self.server.page();
+        let made_a_step = (0..page.world_size()).any(|rank| page.progress(rank).steps_begun > 1);
+        match self.supervisor.has_joined() {
+            _ if made_a_step => Reached::Step,
+            true => Reached::Join,
+            false => Reached::Start,
+        }
+    }
+
+    /// Cleans up: no process of the ranks is left when this returns.
+    pub(super) fn end(&mut self, outcome: Outcome, shared: &mut Shared<'_>) -> AttemptEnd {
+        self.end_leftovers();
+        self.drain_all(shared);
+        self.record_steps(shared);
+        for event in self.server.drain_rejections() {
+            if let ServerEvent::Rejected { group, connections, why } = event {
+                self.say_rejected(group, connections, &why, shared);
+            }
+        }
+        if self.supervision.adopts_orphans {
+            self.end_orphans(shared);
+        } else {
+            wait_for_end(self.ranks.iter().map(|rank| rank.pid));
+        }
+        let missed_faults = faults::missed(self.injections, self.server.page());
+        AttemptEnd { outcome, reached: self.reached(), missed_faults }
+    }
+
+    /// Kills the processes that have left the groups of the ranks: all children of this process. While other jobs run,
+    /// only those that were started with the identifier of this one; the others are killed at the end of the last job.
+    fn end_orphans(&self, shared: &mut Shared<'_>) {
+        let others_run = shared.unreaped_elsewhere > 0;
+        // A process that is ending has no environment any more.
+        let known = RefCell::new(HashSet::new());
+        let is_own = |child: Pid| {
+            let mut known = known.borrow_mut();
+            known.contains(&child)
+                || orphans::has_variable(child, MGPU_RUN_ID, self.run_id) && known.insert(child)
+        };
+        let is_kept = |child| others_run && !is_own(child);
+        if let Some(problem) = orphans::end_all(is_kept, |notice| self.job.say(shared, notice)) {
+            self.job.say(shared, &problem);
+        }
+    }
+
+    /// The events of the ready sources, in the order in which the supervisor should see them.
+    fn events(&mut self, ready: &[JobSource], signals: &[Signal], shared: &mut Shared<'_>) -> Vec<Event> {
+        let mut events: Vec<Event> = signals.iter().copied().map(Event::Signalled).collect();
+        for signal in signals.iter().filter(|signal| ends_the_run(**signal)) {
+            self.signal_leftovers(*signal);
+        }
+        if shared.guardian_ended && !std::mem::replace(&mut self.knows_end_of_guardian, true) {
+            events.push(Event::GuardianEnded);
+        }
+        // One call serves all connections.
+        let is_due = self.server.next_deadline().is_some_and(|deadline| deadline <= Instant::now());
+        if is_due || ready.iter().any(|source| matches!(source, JobSource::Server)) {
+            events.extend(self.serve(shared));
+        }
+        let mut exits = Vec::new();
+        for source in ready {
+            if let JobSource::Exit(rank) = source {
+                exits.extend(self.reap(*rank, shared));
+            }
+        }
+        // If several ranks ended in one iteration, a rank that blames another one failed after it.
+        exits.sort_by_key(|exit| matches!(exit, Event::Exited { blame: Some(_), .. }));
+        events.extend(exits);
+        if self.next_step_poll.is_some_and(|at| at <= Instant::now()) {
+            self.record_steps(shared);
+            self.next_step_poll = Some(Instant::now() + STEP_POLL_INTERVAL);
+        }
+        self.check_for_mpi(shared);
+        events.extend(self.check_progress(shared));
+        events.push(Event::Tick);
+        events
+    }
+
+    /// Tells the user if the ranks are MPI programs.
+    fn check_for_mpi(&mut self, shared: &mut Shared<'_>) {
+        match self.ranks.first().filter(|rank| !rank.reaped) {
+            Some(rank) if self.mpi.check(rank.pid.as_raw(), Instant::now()) => {
+                self.job.say(shared, mpi::ADVICE);
+            }
+            Some(_) => {}
+            None => self.mpi.end(),
+        }
+    }
+
+    /// The event of a rank that has exceeded the progress timeout, if a check is due.
+    fn check_progress(&mut self, shared: &Shared<'_>) -> Option<Event> {
+        let timeout = self
+            .supervision
+            .progress_timeout
+            .filter(|_| self.next_progress_check.is_some_and(|at| at <= Instant::now()))?;
+        let (page, now) = (self.server.page(), progress::now());
+        let watched = |rank: u32| {
+            let mut progress = page.progress(rank);
+            progress.changed = progress.changed.max(shared.awake_since);
+            WatchedRank { rank, progress }
+        };
+        let mut ranks: Vec<WatchedRank> = (0..page.world_size()).map(watched).collect();
+        if ranks.iter().any(|rank| rank.progress.state == RankState::Absent) {
+            // The ranks that have joined wait for the others: the join timeout covers this.
+            self.next_progress_check = Instant::now().checked_add(timeout);
+            return None;
+        }
+        let has_ended = |rank: &WatchedRank| self.ranks[rank.rank as usize].ended.is_some();
+        ranks.retain(|rank| rank.progress.state == RankState::Joined && !has_ended(rank));
+        let stopped = |rank: u32| is_stopped(self.pid_of(rank));
+        match watch::find_silent_rank(&ranks, timeout, now, stopped) {
+            Verdict::Healthy(next) => {
+                let wait = next.map_or(timeout, |next| next.saturating_sub(now));
+                self.next_progress_check = Instant::now().checked_add(wait);
+                None
+            }
+            Verdict::Silent(rank, idle) => {
+                self.next_progress_check = None;
+                Some(Event::Silent { rank, idle, doing: self.row(rank).doing() })
+            }
+        }
+    }
+
+    /// Records the steps that have changed since the last call.
+    fn record_steps(&mut self, shared: &mut Shared<'_>) {
+        for (rank, process) in (0..).zip(&mut self.ranks) {
+            let step = self.server.page().progress(rank).step;
+            if std::mem::replace(&mut process.step, step) != step {
+                shared.events.record_of(self.job.number, events::Event::Step { rank, step });
+            }
+        }
+    }
+
+    /// The row of a rank in the table.
+    fn row(&self, rank: u32) -> Row {
+        let ended = self.ranks[rank as usize].ended.clone();
+        Row::of(self.server.page(), rank, Some(self.pid_of(rank)), ended)
+    }
+
+    /// The process of a rank: the one that has joined, which may be a child of the started process.
+    fn pid_of(&self, rank: u32) -> u32 {
+        match self.server.page().progress(rank).pid {
+            0 => self.ranks[rank as usize].pid.as_raw() as u32,
+            joined => joined,
+        }
+    }
+
+    /// Prints the table of what every rank is doing.
+    pub(super) fn report(&self, shared: &mut Shared<'_>) {
+        if self.job.number.is_some() {
+            self.job.say(shared, &self.server.page().run().program);
+        }
+        let rows: Vec<Row> = (0..self.ranks.len() as u32).map(|rank| self.row(rank)).collect();
+        for line in table(&rows, progress::now()).lines() {
+            shared.output.say(line);
+        }
+    }
+
+    fn serve(&mut self, shared: &mut Shared<'_>) -> Vec<Event> {
+        let mut events = Vec::new();
+        for event in self.server.service() {
+            match event {
+                ServerEvent::Joined { rank, pid } => {
+                    self.mpi.end();
+                    shared.events.record_of(self.job.number, events::Event::Join { rank, pid });
+                    events.push(Event::Joined(rank));
+                }
+                ServerEvent::Left { .. } => {}
+                ServerEvent::Incompatible { rank, fault, why } => {
+                    events.push(Event::Incompatible { rank, exit_code: exit_code::preflight(fault), why });
+                }
+                ServerEvent::Rejected { group, connections, why } => {
+                    self.say_rejected(group, connections, &why, shared);
+                }
+            }
+        }
+        events
+    }
+
+    /// Reports rejected connections. The processes that a rank starts are in its group.
+    fn say_rejected(&self, group: Option<u32>, connections: u64, why: &str, shared: &mut Shared<'_>) {
+        let what = match connections {
+            1 => "a connection".to_owned(),
+            many => format!("{many} connections, the first"),
+        };
+        let is_its = |rank: &Process| group == u32::try_from(rank.pid.as_raw()).ok();
+        let rank = self.ranks.iter().position(is_its);
+        let whose = rank.map_or(String::new(), |rank| format!(" of rank {rank}"));
+        self.job.say(shared, &format!("rejected {what}{whose}: {why}"));
+    }
+
+    fn carry_out(&mut self, action: Action, shared: &mut Shared<'_>) -> Option<Outcome> {
+        match action {
+            Action::Announce(rank, end) => self.server.rank_ended(rank, end),
+            Action::Send(number, signal) => {
+                let rank = &mut self.ranks[number as usize];
+                if !rank.reaped {
+                    send(rank.pid, signal);
+                    rank.sent = rank.sent.max(match signal {
+                        Signal::SIGKILL => Sent::Kill,
+                        signal if ends_the_run(signal) => Sent::Request,
+                        _ => Sent::Nothing,
+                    });
+                }
+            }
+            Action::Say(text) => self.job.say(shared, &text),
+            Action::Report => self.report(shared),
+            Action::Settle(outcome) => self.settle(outcome, shared),
+            Action::Finish(outcome) => return Some(outcome),
+        }
+        None
+    }
+
+    /// Prints how the run ends, and records the culprit as an event.
+    fn settle(&mut self, outcome: Outcome, shared: &mut Shared<'_>) {
+        if self.ranks.iter().all(|rank| rank.reaped) {
+            // Their output comes first.
+            self.drain_all(shared);
+        }
+        if let Some(rank) = outcome.culprit {
+            let cause = outcome.message.clone().unwrap_or_default();
+            shared.events.record_of(
+                self.job.number,
+                events::Event::Fault { rank, cause, exit_code: outcome.exit_code },
+            );
+        }
+        // If the reader has exited, the run ends quietly, as `cat` would.
+        if !shared.output.is_muted() {
+            outcome.message.iter().for_each(|message| self.job.say_end(shared, &outcome, message));
+        }
+        self.settled = Some(outcome);
+    }
+}

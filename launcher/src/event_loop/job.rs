@@ -1,0 +1,224 @@
+//! A job of the launch, over all its restarts.
+
+use std::time::Instant;
+
+use mgpu_control::rendezvous::Server;
+use nix::sys::signal::Signal;
+
+use super::Shared;
+use super::attempt::{Attempt, AttemptEnd, JobId, Started};
+use crate::error::LaunchError;
+use crate::events::Event;
+use crate::interrupt::ends_the_run;
+use crate::launch::Supervision;
+use crate::plan::{LaunchPlan, RunContext};
+use crate::port::ReservedPort;
+use crate::restart::Decision;
+use crate::spawn::{Process, spawn};
+use crate::supervisor::Outcome;
+use crate::{exit_code, faults};
+
+/// What stays the same over the restarts of a job.
+pub(crate) struct JobPlan<'a> {
+    pub(crate) id: JobId,
+    pub(crate) plan: &'a LaunchPlan,
+    /// Identifier of its world.
+    pub(crate) run_id: String,
+    /// Reserved until all ranks have ended.
+    pub(crate) port: ReservedPort,
+    pub(crate) supervision: Supervision,
+    /// Number of ranks of all jobs.
+    pub(crate) launch_ranks: u32,
+}
+
+/// A job and what it is doing.
+pub(super) struct Job<'a> {
+    plan: &'a JobPlan<'a>,
+    restarts: u32,
+    state: State<'a>,
+    /// Its end was reported to the loop.
+    is_end_known: bool,
+}
+
+#[expect(clippy::large_enum_variant, reason = "there are a few of them")]
+enum State<'a> {
+    /// Its ranks run, or processes that they have left behind.
+    Running(Attempt<'a>),
+    /// It failed so, and is started again at this time.
+    Pausing(Outcome, Instant),
+    Over(Outcome),
+}
+
+impl<'a> Job<'a> {
+    /// Starts its ranks.
+    pub(super) fn start(plan: &'a JobPlan<'a>, shared: &mut Shared<'_>) -> Result<Self, LaunchError> {
+        let attempt = plan.start(0, shared)?;
+        Ok(Job { plan, restarts: 0, state: State::Running(attempt), is_end_known: false })
+    }
+
+    pub(super) fn attempt(&self) -> Option<&Attempt<'a>> {
+        match &self.state {
+            State::Running(attempt) => Some(attempt),
+            State::Pausing(..) | State::Over(_) => None,
+        }
+    }
+
+    pub(super) fn attempt_mut(&mut self) -> Option<&mut Attempt<'a>> {
+        match &mut self.state {
+            State::Running(attempt) => Some(attempt),
+            State::Pausing(..) | State::Over(_) => None,
+        }
+    }
+
+    /// How it ended, once it is over.
+    pub(super) fn outcome(&self) -> Option<&Outcome> {
+        match &self.state {
+            State::Over(outcome) => Some(outcome),
+            State::Running(_) | State::Pausing(..) => None,
+        }
+    }
+
+    /// How it ended, at the first call after its end.
+    pub(super) fn take_news_of_end(&mut self) -> Option<Outcome> {
+        let outcome = self.outcome()?.clone();
+        (!std::mem::replace(&mut self.is_end_known, true)).then_some(outcome)
+    }
+
+    /// How the job has failed, once it is sure that it is not restarted, although its ranks may still run.
+    pub(super) fn failure(&self) -> Option<&Outcome> {
+        match &self.state {
+            State::Over(outcome) => Some(outcome).filter(|outcome| outcome.exit_code != exit_code::SUCCESS),
+            State::Pausing(..) => None,
+            State::Running(attempt) => attempt.settled.as_ref().filter(|outcome| {
+                let decision =
+                    self.plan.supervision.restart.decide(outcome, attempt.reached(), self.restarts);
+                outcome.culprit.is_some() && !matches!(decision, Decision::Restart(_))
+            }),
+        }
+    }
+
+    /// When the loop has to call [`restart_if_due`](Self::restart_if_due) or the attempt at the latest.
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
+        match &self.state {
+            State::Running(attempt) => attempt.next_deadline(),
+            State::Pausing(_, until) => Some(*until),
+            State::Over(_) => None,
+        }
+    }
+
+    /// Handles a signal that ends the run during the pause before a restart.
+    pub(super) fn interrupt_pause(&mut self, signals: &[Signal], shared: &mut Shared<'_>) {
+        let State::Pausing(..) = self.state else { return };
+        // The end of the guardian counts as SIGKILL.
+        let guardian = shared.guardian_ended.then_some(Signal::SIGKILL);
+        if let Some(signal) = signals.iter().copied().find(|signal| ends_the_run(*signal)).or(guardian) {
+            let outcome = Outcome::interruption(signal);
+            outcome.message.iter().for_each(|message| self.plan.id.say_end(shared, &outcome, message));
+            self.state = State::Over(outcome);
+        }
+    }
+
+    /// Starts the ranks again if the pause is over.
+    pub(super) fn restart_if_due(&mut self, shared: &mut Shared<'_>) -> Result<(), LaunchError> {
+        match self.state {
+            State::Pausing(_, until) if until <= Instant::now() => {
+                self.restarts += 1;
+                self.state = State::Running(self.plan.start(self.restarts, shared)?);
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// Ends the job because of something outside its world, unless it is about to end.
+    pub(super) fn stop(&mut self, why: &str, shared: &mut Shared<'_>) {
+        match &mut self.state {
+            State::Pausing(outcome, _) => {
+                let outcome = outcome.clone();
+                self.plan.id.say(shared, &format!("not restarted: {why}"));
+                self.state = State::Over(outcome);
+            }
+            State::Running(attempt) if attempt.leftovers.is_none() => {
+                if let Some(end) = attempt.stop(why.to_owned(), shared) {
+                    self.finish(end, false, shared);
+                }
+            }
+            State::Running(_) | State::Over(_) => {}
+        }
+    }
+
+    /// Handles the end of an attempt: pauses before a restart, if the policy and `may_restart` allow one.
+    pub(super) fn finish(&mut self, end: AttemptEnd, may_restart: bool, shared: &mut Shared<'_>) {
+        let AttemptEnd { outcome, reached, missed_faults } = end;
+        let id = self.plan.id;
+        if shared.output.is_muted() {
+            // The reader has exited, so the run ends quietly and without a restart, as `cat` would.
+            self.state = State::Over(Outcome { message: None, ..outcome });
+            return;
+        }
+        missed_faults.iter().for_each(|fault| id.say(shared, fault));
+        if let Some(culprit) = outcome.culprit {
+            shared.output.repeat_last_lines(id.first_rank + culprit);
+        }
+        let policy = self.plan.supervision.restart;
+        self.state = match policy.decide(&outcome, reached, self.restarts) {
+            Decision::Restart(pause) if may_restart => {
+                let (next, most, seconds) = (self.restarts + 1, policy.max_restarts, pause.as_secs_f64());
+                id.say(shared, &format!("restart {next} of {most} in {seconds} s"));
+                State::Pausing(outcome, Instant::now() + pause)
+            }
+            decision => {
+                if let Decision::Stop(why) = decision {
+                    why.into_iter().for_each(|why| id.say(shared, why));
+                }
+                let missed = faults::of_later_starts(&self.plan.plan.injections, self.restarts);
+                missed.iter().for_each(|fault| id.say(shared, fault));
+                State::Over(outcome)
+            }
+        };
+    }
+}
+
+impl<'a> JobPlan<'a> {
+    /// Starts all ranks. No process of theirs is left when the attempt ends, and their resources, such as GPU memory, are
+    /// free for the next one: the kernel closes a process's devices before it reports its end.
+    fn start(&'a self, restarts: u32, shared: &mut Shared<'_>) -> Result<Attempt<'a>, LaunchError> {
+        let plan = self.plan;
+        let ranks = plan.ranks.len() as u32;
+        let mut server = Server::bind(ranks, &self.run_id)?;
+        if plan.commands.len() > 1 {
+            server.expect_programs(plan.ranks.iter().map(|rank| rank.command as u32).collect());
+        }
+        server.describe(&plan.command_line(), restarts);
+        let context = RunContext {
+            rendezvous: server.address().to_owned(),
+            run_id: self.run_id.clone(),
+            master_port: self.port.number().to_string(),
+            progress: shared.output.shows_progress(),
+            restart_count: restarts,
+            max_restarts: self.supervision.restart.max_restarts,
+            launch_ranks: self.launch_ranks,
+        };
+        // All or none: if one rank cannot be started, dropping the others kills them.
+        let start = |rank| spawn(plan.command_of(rank), rank, &context);
+        let processes: Vec<Process> = plan.ranks.iter().map(start).collect::<Result<_, _>>()?;
+        for (process, rank) in processes.iter().zip(0..) {
+            server.rank_started(rank, process.pid.as_raw() as u32);
+            process.notice.iter().for_each(|notice| self.id.say(shared, notice));
+        }
+        let first = &plan.commands[0];
+        shared.events.record_of(
+            self.id.number,
+            Event::Start {
+                ranks,
+                program: first.program.to_string_lossy().into_owned(),
+                arguments: first.arguments.iter().map(|word| word.to_string_lossy().into_owned()).collect(),
+                run_id: self.run_id.clone(),
+                restart: restarts,
+            },
+        );
+        let started =
+            Started { job: self.id, processes, server, injections: &plan.injections, run_id: &self.run_id };
+        Ok(Attempt::new(started, self.supervision, shared.events.is_enabled()))
+    }
+}
