@@ -402,14 +402,19 @@ impl Server {
                     self.answer(id, &Reply::Denied { why }, &[]);
                     return Ok(());
                 }
-                let unsatisfiable = |gone: &u32| ranks.contains(gone) || self.page.state(*gone) == RankState::Failed;
+                let unsatisfiable =
+                    |gone: &u32| ranks.contains(gone) || self.page.state(*gone) == RankState::Failed;
                 let gone = self.ended_ranks().find(unsatisfiable);
                 if let Some(gone) = gone {
                     let how = self.page.end_description(gone);
                     self.answer(id, &Reply::PeerGone { peer: gone, how }, &[]);
                     return Ok(());
                 }
-                self.wait(id, WaitFor::Barrier { name: name.clone(), rank, ranks: ranks.clone() }, timeout_ms);
+                self.wait(
+                    id,
+                    WaitFor::Barrier { name: name.clone(), rank, ranks: ranks.clone() },
+                    timeout_ms,
+                );
                 for peer in self.waits.take_barrier(&name, &ranks) {
                     self.answer(peer, &Reply::Done, &[]);
                 }

@@ -119,14 +119,17 @@ fn long_names_are_rejected() {
 #[test]
 fn a_barrier_of_some_ranks_does_not_wait_for_the_others() {
     let (mut server, streams) = Server::in_process(3, RUN).unwrap();
-    let enter = |ranks: &[u32]| Request::Barrier { name: "b".into(), ranks: Some(ranks.into()), timeout_ms: 1 << 20 };
+    let enter =
+        |ranks: &[u32]| Request::Barrier { name: "b".into(), ranks: Some(ranks.into()), timeout_ms: 1 << 20 };
     for (rank, stream) in (0..).zip(&streams) {
         (&*stream).write_all(&encode(&hello(rank, 3))).unwrap();
         server.service();
     }
     streams.iter().for_each(|stream| assert_eq!(read_reply(stream), Reply::Welcome));
     for ranks in [&[1, 2][..], &[0, 3]] {
-        let Reply::Denied { why } = &ask(&mut server, &streams[0], &[enter(ranks)])[0] else { panic!("no denial") };
+        let Reply::Denied { why } = &ask(&mut server, &streams[0], &[enter(ranks)])[0] else {
+            panic!("no denial")
+        };
         assert!(why.contains(&format!("rank 0 in a barrier of ranks {ranks:?} of 3")), "{why}");
     }
     (&streams[2]).write_all(&encode(&enter(&[2, 0]))).unwrap();
