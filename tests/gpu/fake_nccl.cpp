@@ -318,6 +318,22 @@ ncclResult_t initialize(const CommPtr& comm, const ncclUniqueId& id) {
     return result == ncclSuccess ? result : fail(result, why);
 }
 
+CommPtr new_comm(int rank, int world, int device, bool blocking) {
+    auto comm = std::make_shared<Comm>();
+    comm->rank = rank;
+    comm->world = world;
+    comm->device = device;
+    comm->blocking = blocking;
+    return comm;
+}
+
+ncclComm_t new_handle(const CommPtr& comm) {
+    auto* made = new ncclComm{comm};
+    std::lock_guard lock(handles_mutex);
+    handles().insert(made);
+    return made;
+}
+
 ncclResult_t start(ncclComm_t* handle, int world, const ncclUniqueId& id, int rank, bool blocking) {
     const int device = fake::current_device();
     if (device < 0) return fail(ncclUnhandledCudaError, "no device is current");
@@ -340,22 +356,6 @@ ncclResult_t start(ncclComm_t* handle, int world, const ncclUniqueId& id, int ra
         comm->settle(work());
     });
     return ncclSuccess;
-}
-
-std::shared_ptr<Comm> new_comm(int rank, int world, int device, bool blocking) {
-    auto comm = std::make_shared<Comm>();
-    comm->rank = rank;
-    comm->world = world;
-    comm->device = device;
-    comm->blocking = blocking;
-    return comm;
-}
-
-ncclComm_t new_handle(const CommPtr& comm) {
-    auto* made = new ncclComm{comm};
-    std::lock_guard lock(handles_mutex);
-    handles().insert(made);
-    return made;
 }
 
 // Runs a split on `parent`; `child` is null without a color.

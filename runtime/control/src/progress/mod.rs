@@ -390,11 +390,17 @@ impl ProgressPage {
         record.operation.store(record.operation.load(Ordering::Relaxed) & !RUNNING, Ordering::Relaxed);
         // A short operation was entered just now: the clock need not be read again.
         if record.waits_for.load(Ordering::Relaxed) != 0 {
-            record.waiting_message.store(0, Ordering::Relaxed);
-            record.waits_for.store(0, Ordering::Release);
-            record.waiting_collective.store(0, Ordering::Relaxed);
+            self.stop_waiting(rank);
             record.touch();
         }
+    }
+
+    /// Notes that `rank` does not wait for a peer any more, although it has not left its operation.
+    pub fn stop_waiting(&self, rank: u32) {
+        let record = self.record(rank);
+        record.waiting_message.store(0, Ordering::Relaxed);
+        record.waits_for.store(0, Ordering::Release);
+        record.waiting_collective.store(0, Ordering::Relaxed);
     }
 
     /// Notes that `rank` begins a training step (from 1).
@@ -524,6 +530,9 @@ mod tests {
         };
         assert_eq!(progress.operation, Some(expected));
         assert!(progress.changed <= now() && progress.changed > Duration::ZERO);
+        page.stop_waiting(1);
+        let busy = LastOperation { waits_for: None, ..expected };
+        assert_eq!(observer.progress(1).operation, Some(busy));
         page.leave(1);
         let left = LastOperation { running: false, waits_for: None, ..expected };
         assert_eq!(observer.progress(1).operation, Some(left));

@@ -161,7 +161,8 @@ mod tests {
             seen.extend(opened);
             for peer in pending.take_unsatisfiable(gone, false) {
                 let (is_key, name, from, _) = waits[peer as usize];
-                prop_assert!(if is_key { from == gone } else { participants(name).contains(&gone) });
+                let needs_it = if is_key { from == gone } else { participants(name).contains(&gone) };
+                prop_assert!(needs_it);
                 prop_assert!(!seen.contains(&peer) && !pending.has(peer));
                 seen.push(peer);
             }

@@ -210,7 +210,9 @@ impl Link {
         // If this rank's own NCCL call does not return, it records no wait, so that others see it as the cause.
         let stuck = self.owner.stuck_call(self.timeout.min(Duration::from_secs(1)));
         let suspects = self.suspects(context);
-        if let Some(peer) = suspects.first().filter(|_| stuck.is_none()) {
+        if stuck.is_some() {
+            page.stop_waiting(self.rank());
+        } else if let Some(peer) = suspects.first() {
             page.wait(self.rank(), *peer);
             page.note_waiting_collective(self.rank(), self.progress());
             if let Some((_, turns)) = context.message() {
@@ -282,7 +284,8 @@ impl Link {
     }
 
     /// The ranks that seem to block the others: stopped (SIGSTOP), or busy with something other than waiting, or
-    /// waiting in another communicator, or behind. NCCL does not tell which ranks have arrived at an operation, so this relies on the progress page.
+    /// waiting in another communicator, or behind. NCCL does not tell which ranks have arrived at an operation, so this
+    /// relies on the progress page.
     fn suspects(&self, context: &WaitContext) -> Vec<u32> {
         let page = self.membership.page();
         let those = |is: &dyn Fn(u32) -> bool| -> Vec<u32> {
