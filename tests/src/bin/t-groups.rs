@@ -90,11 +90,8 @@ fn grid(world: &mut World) -> Result<()> {
     };
     assert_eq!(inner.as_ref().map(DeviceCommunicator::rank), rank.checked_sub(1).map(|rank| rank / 2));
     for _ in 0..2 {
-        for comm in [Some(&row), Some(&column), rest.as_ref(), Some(&alone), inner.as_ref(), Some(&comm)] {
-            if let Some(comm) = comm {
-                DeviceTest { comm, stream: &stream }.groups()?;
-            }
-        }
+        let all = [Some(&row), Some(&column), rest.as_ref(), Some(&alone), inner.as_ref(), Some(&comm)];
+        all.into_iter().flatten().try_for_each(|comm| DeviceTest { comm, stream: &stream }.groups())?;
     }
     DeviceTest { comm: &row, stream: &stream }.all()
 }
