@@ -102,7 +102,14 @@ impl Link {
     /// family. A proper end needs all members: they synchronise first, so that none is gone while another still works.
     /// If some rank does not arrive or has failed, the communicators are aborted.
     pub(super) fn shut_down(&self) {
-        let is_last = if self.family.has_others() && self.early_barrier() {
+        let is_last = if !self.family.has_others() {
+            self.family.retire(self.number)
+        } else if !self.may_meet() {
+            // The caller may free the memory of its operations next, which would wait for them.
+            self.membership.collectives.fail();
+            let _: Ended = self.owner.abort();
+            self.family.remove(self.number)
+        } else if self.early_barrier() {
             let _: Ended = self.owner.finalise(FINALISE_LIMIT.min(self.timeout));
             self.membership.collectives.remove_group(self.number);
             self.family.remove(self.number)
@@ -128,9 +135,6 @@ impl Link {
 
     /// Waits briefly for the members at the drop of one of several communicators.
     fn early_barrier(&self) -> bool {
-        if !self.may_meet() {
-            return false;
-        }
         let (page, rank) = (self.membership.page(), self.rank());
         page.enter(rank, Operation::Barrier, 0, 0);
         page.note_finalised(rank, self.progress());
