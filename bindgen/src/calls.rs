@@ -9,7 +9,8 @@ use crate::config::InitConfig;
 use crate::loader::Library;
 use crate::results::{NcclError, Progress, check, describe_without_library};
 use crate::sys::{
-    NCCL_UNIQUE_ID_BYTES, cudaStream_t, ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclResult_t, ncclUniqueId,
+    NCCL_SPLIT_NOCOLOR, NCCL_UNIQUE_ID_BYTES, cudaStream_t, ncclComm_t, ncclDataType_t, ncclRedOp_t,
+    ncclResult_t, ncclUniqueId,
 };
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fmt;
@@ -271,6 +272,39 @@ impl Library {
         // is copied before the call returns.
         let result = unsafe { function(comm, world_size, id.to_nccl(), rank, config.as_nccl()) };
         self.check(result, "ncclCommInitRankConfig")
+    }
+
+    /// Splits a communicator: the ranks that pass the same `color` form a new one, which is written to `new`. They are
+    /// ordered by `key`, then by their rank in `comm`. A rank without a color is in none, and gets null. All ranks of
+    /// `comm` call it, while none of its operations is in progress. Available since 2.18.1.
+    ///
+    /// While it is in progress, so is `comm`, which is used for the synchronisation; [`Library::comm_abort`] of `comm`
+    /// ends it. Afterwards the two are independent.
+    ///
+    /// # Safety
+    ///
+    /// The contract of the functions with a communicator. `new` is null, writable, and stays so until
+    /// [`Library::comm_async_error`] of `comm` no longer returns "in progress" and `new` is not null, or until
+    /// [`Library::comm_abort`] of `comm` has returned: NCCL writes the handle from its own thread, when it is complete
+    /// or has failed, and perhaps a little later than the state of `comm`.
+    ///
+    /// # Errors
+    ///
+    /// As NCCL reports them, or if the function is missing.
+    pub unsafe fn comm_split(
+        &self,
+        comm: ncclComm_t,
+        color: Option<u16>,
+        key: c_int,
+        new: *mut ncclComm_t,
+        mut config: InitConfig,
+    ) -> Result<Progress, NcclError> {
+        let function = self.function("ncclCommSplit", |symbols| &symbols.ncclCommSplit)?;
+        let color = color.map_or(NCCL_SPLIT_NOCOLOR, c_int::from);
+        // SAFETY: the caller guarantees `comm` and `new`; the configuration is live during the call, contains its own
+        // size, and is copied before the call returns.
+        let result = unsafe { function(comm, color, key, new, config.as_nccl()) };
+        self.check(result, "ncclCommSplit")
     }
 
     /// The communicator's state: done, in progress, or an asynchronous error. NCCL does not notice the death of a

@@ -50,6 +50,8 @@ enum Step<'a> {
     Barrier {
         peer: u8,
         name: u8,
+        /// A bit for each participant; 0 for all ranks.
+        ranks: u8,
         timeout: u8,
     },
     Leave {
@@ -138,9 +140,10 @@ fn run(steps: &[Step<'_>]) {
                 let (key, from) = ((key % 4).to_string(), u32::from(from % 4));
                 request(stream(peer), &Request::Get { key, from, timeout_ms: timeout(choice) }, 0);
             }
-            Step::Barrier { peer, name, timeout: choice } => {
-                let name = (name % 3).to_string();
-                request(stream(peer), &Request::Barrier { name, timeout_ms: timeout(choice) }, 0);
+            Step::Barrier { peer, name, ranks, timeout: choice } => {
+                let (name, timeout_ms) = ((name % 3).to_string(), timeout(choice));
+                let ranks = (ranks != 0).then(|| (0..8).filter(|rank| ranks >> rank & 1 == 1).collect());
+                request(stream(peer), &Request::Barrier { name, ranks, timeout_ms }, 0);
             }
             Step::Leave { peer } => request(stream(peer), &Request::Leave, 0),
             Step::Bytes { peer, bytes, fds } => send(stream(peer), bytes, fds),

@@ -1,8 +1,9 @@
 // NCCL for the ranks of one machine: the functions, and the life cycle of communicators.
 //
 // Faithful where a runtime can go wrong: a non-blocking communicator reports "in progress" and continues on its own
-// thread (initialisation, finalisation and every launch), refuses calls meanwhile, and writes its handle a second
-// time at the end of initialisation. A dead peer is never reported; waiting for one ends only by abort. Neither abort
+// thread (initialisation, split, finalisation and every launch), refuses calls meanwhile, and writes its handle a second
+// time at the end of initialisation. A split writes the new handle only at its end, a little later than it sets the
+// state of the communicator that is split, and is refused while that one has operations in progress. A dead peer is never reported; waiting for one ends only by abort. Neither abort
 // nor destruction returns before all graphs with operations of the communicator are destroyed.
 //
 // Injected faults, FAKE_NCCL_FAULT=fault[@rank][:after=N],…  (N: number of operations that still succeed; each replay
@@ -10,6 +11,9 @@
 //   hang_call_init    the call of initialisation never returns
 //   hang_init         initialisation never completes
 //   init_error        initialisation fails
+//   hang_call_split   the call of a split never returns (ranks as in the communicator that is split)
+//   hang_split        a split never completes
+//   split_error       a split fails
 //   call_error        a collective's call fails
 //   hang_call         a collective's call never returns
 //   stuck_collective  a collective never completes; its stream is busy until abort
@@ -88,6 +92,8 @@ struct Comm {
     std::atomic<int> captured{0};           // operations in graphs
     std::set<Kind> connected;               // kinds of operations called before
     bool finalized = false;
+    std::mutex splitting;
+    std::shared_ptr<Comm> child;            // of a split in progress; aborted with this one
 
     // Ends "in progress"; an error that occurred meanwhile is kept.
     void settle(ncclResult_t result) {
@@ -312,6 +318,22 @@ ncclResult_t initialize(const CommPtr& comm, const ncclUniqueId& id) {
     return result == ncclSuccess ? result : fail(result, why);
 }
 
+CommPtr new_comm(int rank, int world, int device, bool blocking) {
+    auto comm = std::make_shared<Comm>();
+    comm->rank = rank;
+    comm->world = world;
+    comm->device = device;
+    comm->blocking = blocking;
+    return comm;
+}
+
+ncclComm_t new_handle(const CommPtr& comm) {
+    auto* made = new ncclComm{comm};
+    std::lock_guard lock(handles_mutex);
+    handles().insert(made);
+    return made;
+}
+
 ncclResult_t start(ncclComm_t* handle, int world, const ncclUniqueId& id, int rank, bool blocking) {
     const int device = fake::current_device();
     if (device < 0) return fail(ncclUnhandledCudaError, "no device is current");
@@ -319,16 +341,8 @@ ncclResult_t start(ncclComm_t* handle, int world, const ncclUniqueId& id, int ra
         return fail(ncclInvalidArgument, "no such rank");
     }
     if (is_faulty("hang_call_init", rank)) hang();
-    auto comm = std::make_shared<Comm>();
-    comm->rank = rank;
-    comm->world = world;
-    comm->device = device;
-    comm->blocking = blocking;
-    auto* made = new ncclComm{comm};
-    {
-        std::lock_guard lock(handles_mutex);
-        handles().insert(made);
-    }
+    const CommPtr comm = new_comm(rank, world, device, blocking);
+    const ncclComm_t made = new_handle(comm);
     *handle = made;
     auto work = [comm, id, handle, made] {
         const ncclResult_t result = initialize(comm, id);
@@ -342,6 +356,30 @@ ncclResult_t start(ncclComm_t* handle, int world, const ncclUniqueId& id, int ra
         comm->settle(work());
     });
     return ncclSuccess;
+}
+
+// Runs a split on `parent`; `child` is null without a color.
+ncclResult_t split(const CommPtr& parent, const CommPtr& child, int color, int key) {
+    if (is_faulty("hang_split", parent->rank)) {
+        parent->wait_for_abort();
+        return ncclInternalError;
+    }
+    if (is_faulty("split_error", parent->rank)) return fail(ncclSystemError, "split_error was asked for");
+    int rank, world;
+    ncclUniqueId id;
+    if (!parent->transport.split(color, key, parent->aborted, &rank, &world, &id)) return ncclInternalError;
+    if (child == nullptr) return ncclSuccess;
+    child->rank = rank;
+    child->world = world;
+    std::string why;
+    const CUuuid device = fake::device_uuid(child->device);
+    const ncclResult_t result = child->transport.join(id, rank, world, device, child->aborted, why);
+    return result == ncclSuccess ? result : fail(result, why);
+}
+
+void set_child(const CommPtr& parent, const CommPtr& child) {
+    std::lock_guard lock(parent->splitting);
+    parent->child = child;
 }
 
 // Waits for the issued operations and for the other ranks' finalisation.
@@ -404,6 +442,46 @@ API ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int world, ncclUniqueI
     return start(comm, world, id, rank, config->blocking != 0);
 }
 
+API ncclResult_t ncclCommSplit(ncclComm_t handle, int color, int key, ncclComm_t* made, ncclConfig_t* config) {
+    trace(__func__);
+    const CommPtr parent = comm_of(handle);
+    if (const ncclResult_t result = ready(parent)) return result;
+    if (made == nullptr || color < -1) return fail(ncclInvalidArgument, "no handle to write, or a negative color");
+    if (config != nullptr && (config->magic != 0xcafebeef || config->size < sizeof(ncclConfig_t))) {
+        return fail(ncclInvalidArgument, "the configuration was not initialised");
+    }
+    // The real library may deadlock.
+    if (depth > 0 || (parent->last != nullptr && !parent->last->passed())) {
+        return fail(ncclInvalidUsage, "a communicator is split while it has operations in progress");
+    }
+    if (fake::current_device() != parent->device) return fail(ncclInvalidUsage, "another device is current");
+    if (is_faulty("hang_call_split", parent->rank)) hang();
+    const bool blocking = config == nullptr ? parent->blocking : config->blocking != 0;
+    const CommPtr child = color < 0 ? nullptr : new_comm(0, 0, parent->device, blocking);
+    const ncclComm_t new_one = child == nullptr ? nullptr : new_handle(child);
+    *made = nullptr;
+    set_child(parent, child);
+    parent->state = ncclInProgress;
+    ++parent->background;
+    std::thread work([=] {
+        fake::use_device(parent->device);
+        fake::delay();
+        const ncclResult_t result = split(parent, child, color, key);
+        set_child(parent, nullptr);
+        if (child != nullptr) child->settle(result);
+        parent->settle(result);
+        if (!parent->blocking) fake::delay();
+        __atomic_store_n(made, new_one, __ATOMIC_RELEASE);
+        --parent->background;
+    });
+    if (!parent->blocking) {
+        work.detach();
+        return ncclInProgress;
+    }
+    work.join();
+    return (ncclResult_t)parent->state.load();
+}
+
 API ncclResult_t ncclCommGetAsyncError(ncclComm_t handle, ncclResult_t* state) {
     const CommPtr comm = comm_of(handle);
     if (comm == nullptr) return fail(ncclInvalidArgument, "no such communicator");
@@ -437,6 +515,10 @@ API ncclResult_t ncclCommAbort(ncclComm_t handle) {
     if (is_faulty("stuck_abort", comm->rank)) hang();
     comm->aborted = true;
     comm->transport.notify();
+    {
+        std::lock_guard lock(comm->splitting);
+        if (comm->child != nullptr) comm->child->aborted = true;
+    }
     // Its threads write to the caller's memory.
     while (comm->background > 0) std::this_thread::yield();
     comm->wait_for_graphs();

@@ -72,6 +72,10 @@ class Transport {
     bool collective(const Op& op, const std::atomic<bool>& aborted);
     bool exchange(std::vector<Op> pairs, const std::atomic<bool>& aborted);
 
+    // Agrees with all ranks on the groups of a split: sets this rank's number in its group, the group's size, and the
+    // id that one of the group's ranks creates. False if aborted first. A negative color has no group.
+    bool split(int color, int key, const std::atomic<bool>& aborted, int* group_rank, int* group_size, ncclUniqueId* id);
+
     // Waits for all ranks.
     bool barrier(const std::atomic<bool>& aborted);
 

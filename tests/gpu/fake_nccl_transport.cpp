@@ -32,6 +32,12 @@ struct CallSignature {
     bool operator==(const CallSignature&) const = default;
 };
 
+// A rank's arguments of a split, and the id if it is the first of its group.
+struct SplitCall {
+    int color, key;
+    ncclUniqueId id;
+};
+
 struct RankState {
     std::atomic<unsigned> taken;
     int world;
@@ -39,6 +45,7 @@ struct RankState {
     uint64_t host;
     std::atomic<uint64_t> arrivals;
     CallSignature calls[2];
+    SplitCall splits[2];
 };
 
 // Messages from one rank to another: `written` and `read` count chunks; at most one is in flight.
@@ -225,6 +232,30 @@ unsigned char* Transport::slot(int of, unsigned turn) const {
 }
 
 bool Transport::barrier(const std::atomic<bool>& aborted) { return arrive(aborted); }
+
+bool Transport::split(int color, int key, const std::atomic<bool>& aborted, int* group_rank, int* group_size,
+                      ncclUniqueId* id) {
+    unsigned turn = arrivals % 2;
+    region->rank_states[rank].splits[turn] = {color, key, {}};
+    if (!arrive(aborted)) return false;
+    int first = rank, first_key = key;
+    *group_rank = *group_size = 0;
+    for (int other = 0; other < world; ++other) {
+        const SplitCall& theirs = region->rank_states[other].splits[turn];
+        if (theirs.color != color) continue;
+        ++*group_size;
+        if (theirs.key < key || (theirs.key == key && other < rank)) ++*group_rank;
+        if (theirs.key < first_key || (theirs.key == first_key && other < first)) {
+            first = other;
+            first_key = theirs.key;
+        }
+    }
+    turn = arrivals % 2;
+    if (color >= 0 && first == rank) create_id(&region->rank_states[rank].splits[turn].id);
+    if (!arrive(aborted)) return false;
+    if (color >= 0) *id = region->rank_states[first].splits[turn].id;
+    return true;
+}
 
 bool Transport::collective(const Op& op, const std::atomic<bool>& aborted) {
     const size_t size = size_of(op.type), parts = op.kind == Kind::ReduceScatter ? (size_t)world : 1;

@@ -14,7 +14,9 @@ ncclResult_t ncclGetVersion(int*);
 ncclResult_t ncclGetUniqueId(ncclUniqueId*);
 ncclResult_t ncclCommInitRank(ncclComm_t*, int, ncclUniqueId, int);
 ncclResult_t ncclCommInitRankConfig(ncclComm_t*, int, ncclUniqueId, int, ncclConfig_t*);
+ncclResult_t ncclCommSplit(ncclComm_t, int, int, ncclComm_t*, ncclConfig_t*);
 ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t*);
+ncclResult_t ncclCommUserRank(ncclComm_t, int*);
 ncclResult_t ncclCommFinalize(ncclComm_t);
 ncclResult_t ncclCommDestroy(ncclComm_t);
 ncclResult_t ncclCommAbort(ncclComm_t);
@@ -171,6 +173,66 @@ void graph(int rank, int world, const ncclUniqueId& id) {
     OK(ncclCommDestroy(comm));
 }
 
+// Waits for both communicators of a split.
+ncclComm_t split_off(ncclComm_t parent, int color, int key) {
+    ncclComm_t child = nullptr;
+    Config config;
+    EXPECT(ncclInProgress, ncclCommSplit(parent, color, key, &child, &config.known));
+    OK(settled(parent));
+    while (color >= 0 && __atomic_load_n(&child, __ATOMIC_ACQUIRE) == nullptr) std::this_thread::yield();
+    if (color >= 0) OK(settled(child));
+    CHECK(color >= 0 || child == nullptr);
+    return child;
+}
+
+// Rank 0 has no color; the others are halves in reverse order, and outlive the parent.
+void split(int rank, int world, const ncclUniqueId& id) {
+    ncclComm_t parent = begin(world, id, rank);
+    OK(settled(parent));
+    CUstream stream = new_stream();
+    const Buffer<float> values(std::vector<float>{1});
+    void* address = (void*)values.address;
+    EXPECT(ncclInProgress, ncclAllReduce(address, address, 1, ncclFloat32, ncclSum, parent, stream));
+    OK(settled(parent));
+    OK(cuStreamSynchronize(stream));
+    ncclComm_t child = split_off(parent, rank == 0 ? -1 : rank % 2, -rank);
+    OK(ncclCommDestroy(parent));
+    if (rank == 0) return;
+    int own;
+    OK(ncclCommUserRank(child, &own));
+    const int largest = (world - 1) % 2 == rank % 2 ? world - 1 : world - 2;
+    CHECK(own == (largest - rank) / 2);
+    const int size = (largest - (rank % 2 == 1 ? 1 : 2)) / 2 + 1;
+    check_collectives(child, own, size, 1000);
+    OK(ncclCommDestroy(child));
+}
+
+// A split that a rank never joins ends by abort of the parent; one during an operation is refused.
+void split_fault(int rank, int world, const ncclUniqueId& id) {
+    ncclComm_t parent = begin(world, id, rank), child = nullptr;
+    OK(settled(parent));
+    Config config;
+    if (rank == 1) {
+        CUstream stream = new_stream();
+        const Buffer<float> values(std::vector<float>{1});
+        void* address = (void*)values.address;
+        EXPECT(ncclInProgress, ncclAllReduce(address, address, 1, ncclFloat32, ncclSum, parent, stream));
+        OK(settled(parent));
+        EXPECT(ncclInvalidUsage, ncclCommSplit(parent, 0, 0, &child, &config.known));
+        OK(ncclCommAbort(parent));
+        OK(cuStreamSynchronize(stream));
+        return;
+    }
+    EXPECT(ncclInProgress, ncclCommSplit(parent, 0, 0, &child, &config.known));
+    ncclResult_t state;
+    OK(ncclCommGetAsyncError(parent, &state));
+    CHECK(state == ncclInProgress);
+    EXPECT(ncclInvalidArgument, ncclCommFinalize(parent));
+    OK(ncclCommAbort(parent));
+    CHECK(child != nullptr);
+    OK(ncclCommAbort(child));
+}
+
 void same_device(int rank, int world, const ncclUniqueId& id) {
     open_device(0);
     ncclComm_t comm = begin(world, id, rank);
@@ -301,6 +363,8 @@ void nccl_case(const std::string& name, int ranks) {
     if (name == "nccl_collectives") on_ranks(ranks, collectives);
     else if (name == "nccl_numbers") on_ranks(ranks, numbers);
     else if (name == "nccl_graph") on_ranks(ranks, graph);
+    else if (name == "nccl_split") on_ranks(ranks, split);
+    else if (name == "nccl_split_fault") on_ranks(ranks, split_fault);
     else if (name == "nccl_same_device") on_ranks(ranks, same_device);
     else if (name == "nccl_fault") on_ranks(ranks, fault);
     else if (name == "nccl_call_fault") on_ranks(ranks, call_fault);

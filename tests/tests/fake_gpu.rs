@@ -167,6 +167,14 @@ fn collectives_between_threads_and_between_processes() {
 }
 
 #[test]
+fn a_split_connects_the_ranks_of_a_color() {
+    for ranks in ["3", "4", "6"] {
+        case(&["nccl_split", ranks], &[("FAKE_GPU_COUNT", ranks)]).expect(0, &[]);
+    }
+    passes("nccl_split_fault");
+}
+
+#[test]
 fn ranks_on_one_device_are_refused_unless_allowed() {
     passes("nccl_same_device");
     let newer = [("FAKE_NCCL_VERSION", "23003"), ("NCCL_MULTI_RANK_GPU_ENABLE", "1")];

@@ -50,6 +50,50 @@ fn host_buffers_are_staged_through_the_device() {
 }
 
 #[test]
+fn groups_run_every_collective_on_host_buffers() {
+    for ranks in [2, 3, 4, 7] {
+        let mut groups = launcher(ranks);
+        groups.env("FAKE_GPU_COUNT", "9");
+        run(groups.args([env!("CARGO_BIN_EXE_t-collectives"), "groups"])).expect(0, &[]);
+    }
+}
+
+/// Rows and columns at once, groups of groups, and ranks without a group.
+#[test]
+fn groups_run_on_device_memory() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for (ranks, delay) in [(2, "0"), (3, "3000"), (4, "0"), (5, "3000"), (9, "0")] {
+        let trace = folder.path().join(ranks.to_string());
+        let mut groups = launcher(ranks);
+        groups.env("FAKE_GPU_COUNT", "9").env("FAKE_NCCL_TRACE", &trace).env("FAKE_GPU_DELAY_US", delay);
+        run(groups.args([env!("CARGO_BIN_EXE_t-groups"), "grid"])).expect(0, &[]);
+        let calls = std::fs::read_to_string(&trace).expect("calls of NCCL");
+        let count = |call: &str| calls.lines().filter(|line| *line == call).count();
+        // Four splits of the world, and one of all ranks but the first.
+        assert_eq!(
+            count("ncclCommSplit") as u32,
+            4 * ranks + if ranks > 2 { ranks - 1 } else { 0 },
+            "{calls}"
+        );
+        assert_eq!((count("ncclGetUniqueId"), count("ncclCommAbort")), (1, 0), "{calls}");
+        assert_eq!(count("ncclCommFinalize"), count("ncclCommDestroy"), "{calls}");
+    }
+}
+
+#[test]
+fn groups_are_dropped_in_any_order() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for ranks in [2, 3, 4] {
+        let trace = folder.path().join(ranks.to_string());
+        let mut groups = launcher(ranks);
+        groups.env("FAKE_NCCL_TRACE", &trace);
+        run(groups.args([env!("CARGO_BIN_EXE_t-groups"), "drops"])).expect(0, &[]);
+        let calls = std::fs::read_to_string(&trace).expect("calls of NCCL");
+        assert!(!calls.contains("ncclCommAbort"), "{calls}");
+    }
+}
+
+#[test]
 fn two_communicators_alternate() {
     run(launcher(2).args([env!("CARGO_BIN_EXE_t-collectives"), "two-communicators"])).expect(0, &[]);
 }

@@ -253,6 +253,85 @@ fn a_rank_that_dies_in_a_host_operation() {
     }
 }
 
+/// Runs `t-groups` on 2 × 2 ranks: the rows are 0, 1 and 2, 3, the columns 0, 2 and 1, 3.
+fn grid(fault: &str, timeout: &str, arguments: &[&str]) -> Finished {
+    let mut launcher = fake_gpu::command(env!("CARGO_BIN_EXE_t-mgpurun"));
+    launcher.env("FAKE_GPU_COUNT", "4").env("MGPU_TIMEOUT", timeout).env("FAKE_NCCL_FAULT", fault);
+    launcher.args(["-n", "4", "--backend", "nccl", "--grace", "2", env!("CARGO_BIN_EXE_t-groups")]);
+    run(launcher.args(arguments))
+}
+
+/// No rank ends before all have reported, so the ranks of the other row do not learn it from the launcher.
+#[test]
+fn a_mismatch_in_a_group_names_the_group_and_ends_all_groups() {
+    let finished = grid("", "60", &["mismatch", "3"]);
+    finished.expect(9, &[]);
+    let calls = ["rank 2 calls all_reduce(2048 f32, sum)", "rank 3 calls all_reduce(1024 f32, sum)"];
+    for (rank, [ours, theirs]) in [(2, calls), (3, [calls[1], calls[0]])] {
+        let theirs = format!("{theirs}, in group 1 (ranks 2, 3)");
+        gives_up(&finished, rank, &["ranks disagree on operation 4: ", ours, &theirs]);
+    }
+    for rank in [0, 1] {
+        let texts =
+            ["lost rank ", " in operation 4 of group ", "ranks disagree on operation 4", "(ranks 2, 3)"];
+        gives_up(&finished, rank, &texts);
+    }
+}
+
+#[test]
+fn a_rank_that_dies_is_known_in_all_groups() {
+    for memory in [&["kill", "3"][..], &["kill", "3", "device"]] {
+        let finished = grid("", "60", memory);
+        finished.expect(137, &["mgpurun: rank 3 was killed by SIGKILL"]);
+        for rank in 0..3 {
+            gives_up(&finished, rank, &["lost rank 3 in operation ", " of group ", "was killed by SIGKILL"]);
+        }
+    }
+}
+
+/// Rank 0 waits for rank 2, which waits in its row.
+#[test]
+fn a_silent_rank_is_named_in_groups_without_it() {
+    for memory in [&["hang", "3"][..], &["hang", "3", "device"]] {
+        let finished = grid("", "2", memory);
+        finished.expect(65, &["mgpurun: rank 3 made no progress"]);
+        for rank in 0..3 {
+            gives_up(&finished, rank, &[" s for rank 3 in operation 4", " of group "]);
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_does_not_join_a_split() {
+    for (fault, arguments, texts) in [
+        (
+            "",
+            &["no-split", "2", "device"][..],
+            [" s for rank 2 in ", "the arguments of a split, after all_gather("],
+        ),
+        ("", &["no-split", "2"], [" s for rank 2 in ", "all_gather("]),
+        ("hang_call_split@2", &["none", "9"], ["rank 2", "the connection of group 1 (ranks "]),
+        ("hang_call_split@2", &["none", "9", "device"], ["rank 2", "the connection of group 1 (ranks "]),
+    ] {
+        let finished = grid(fault, "2", arguments);
+        finished.expect(65, &["mgpurun: rank 2 made no progress"]);
+        for rank in [0, 1, 3] {
+            let (error, _) = said(&finished, rank);
+            assert!(texts.iter().all(|text| error.contains(text)), "rank {rank}: {finished:#?}");
+        }
+    }
+}
+
+#[test]
+fn a_split_that_never_ends_or_fails() {
+    for memory in [&["none", "9"][..], &["none", "9", "device"]] {
+        let finished = grid("hang_split@1", "2", memory);
+        finished.expect(65, &["made no progress", "in the connection of group 1 (ranks "]);
+        let finished = grid("split_error@1", "2", memory);
+        finished.expect(9, &["in the connection of group 1 (ranks 0, 1), communicator-1: ", "NCCL result 2"]);
+    }
+}
+
 #[test]
 fn two_ranks_on_one_gpu() {
     let one = Case { environment: vec![("MGPU_DEVICE", "0")], ..Case::new(2, &["loop"]) };

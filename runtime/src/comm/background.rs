@@ -185,6 +185,10 @@ impl Transport for Background {
         self.idle()?.transport_mut().connect_group(group, rules)
     }
 
+    fn connect_no_group(&mut self) -> Result<()> {
+        self.idle()?.transport_mut().connect_no_group()
+    }
+
     fn submit(&mut self, request: &mut Request<'_>) -> Result<()> {
         let (buffer, tag) = (request.buffer.take(), request.tag);
         request.pending = Some(match std::mem::replace(&mut request.call, Call::Barrier) {

@@ -10,7 +10,7 @@ use super::exchange::{CountMismatch, Counts};
 use super::observer::{NoObserver, ObservedOperation, Observer, UpdateTiming};
 use super::rules::{ProgressEntry, Rules};
 use super::solo::Solo;
-use super::split::{SplitArguments, form_group, group_number};
+use super::split::{SplitArguments, SplitGroup, form_group, group_number};
 use super::{Algorithm, Buffer, Capabilities, DType, Members, Pending, ReduceOp, Transport, bytes_of};
 use crate::clock::now;
 use crate::membership::Membership;
@@ -184,17 +184,19 @@ impl Communicator {
         if let Some(membership) = self.rules.membership() {
             membership.note_group(number);
         }
+        self.rules.note(ProgressEntry { operation: Operation::Connect, number, bytes: 0 });
         let connected = match &group {
-            None => None,
-            Some(group) if group.members.size() == 1 => {
-                Some(Self::new(Solo, group.members.clone(), Arc::new(self.rules.for_group())))
+            Some(group) if group.members.size() > 1 => {
+                self.transport.connect_group(group, self.rules.for_group()).map(Some)
             }
-            Some(group) => {
-                self.rules.note(ProgressEntry { operation: Operation::Connect, number, bytes: 0 });
-                let connected = self.transport.connect_group(group, self.rules.for_group());
-                Some(self.rules.end(connected, &*self.transport)?)
-            }
+            _ => self.transport.connect_no_group().map(|()| {
+                let alone = |group: &SplitGroup| {
+                    Self::new(Solo, group.members.clone(), Arc::new(self.rules.for_group()))
+                };
+                group.as_ref().map(alone)
+            }),
         };
+        let connected = self.rules.end(connected, &*self.transport)?;
         // All members have mapped the group's memory, or one of them has failed.
         self.barrier()?;
         Ok(connected.map(|comm| Communicator { observer: self.observer.clone(), ..comm }))

@@ -51,6 +51,12 @@ pub(crate) trait Transport: FailureHandler + Send {
     /// Connects this rank with the other members of a group of several of its ranks. Collective among the members.
     fn connect_group(&mut self, group: &SplitGroup, rules: Rules) -> Result<Communicator>;
 
+    /// Takes part in a split in which this rank gets no group of several ranks, while others
+    /// [connect](Self::connect_group) theirs. Does nothing unless the transport needs all ranks for that.
+    fn connect_no_group(&mut self) -> Result<()> {
+        Ok(())
+    }
+
     /// Chooses the algorithm of the following all-reduces, if there is a choice.
     fn set_algorithm(&mut self, _: Algorithm) {}
 

@@ -94,8 +94,9 @@ fn memory_of_the_world(comm: &mut Communicator, group: &mut Communicator) -> Res
         assert_equal(buffer.as_slice::<i32>(), &expected, &|| {
             format!("a group's sum of {len} in memory of the world")
         });
-        // The memory of a single rank is private.
-        if group.size() > 1 && group.size() < comm.size() {
+        // The memory of a single rank is private, as is all of it without shared memory.
+        let shares_memory = comm.capabilities().shares_memory;
+        if shares_memory && group.size() > 1 && group.size() < comm.size() {
             let buffer = group.allocate(DType::I32, len)?;
             let error =
                 comm.all_reduce(buffer, ReduceOp::Sum).expect_err("not all ranks have it").to_string();

@@ -53,7 +53,7 @@ struct Header {
 }
 
 /// Distinguishes a page of this layout from other memory.
-const MAGIC: u64 = 0x6d67_7075_0000_0005;
+const MAGIC: u64 = 0x6d67_7075_0000_0006;
 
 /// The record of one rank. Its size is a multiple of the cache line, so that ranks do not share lines (false sharing).
 #[repr(C, align(128))]
@@ -72,6 +72,8 @@ struct RankRecord {
     waiting_message: AtomicU64,
     /// The [`CollectiveCounter`] at which it finalised a communicator last; 0 before the first.
     finalised_at: AtomicU64,
+    /// Communicators of the world that it has aborted: a bit for each of the first 64.
+    aborted: AtomicU64,
     /// Time of the last change, in milliseconds of [`now`].
     changed: AtomicU64,
     /// Training step, from 1.
@@ -370,6 +372,17 @@ impl ProgressPage {
         CollectiveCounter::from_number(self.record(rank).finalised_at.load(Ordering::Relaxed))
     }
 
+    /// Notes that `rank` has aborted the world's communicator of this number (from 1), with all groups that were split
+    /// from it. Communicators after the 64th are not noted.
+    pub fn note_aborted(&self, rank: u32, communicator: u32) {
+        self.record(rank).aborted.fetch_or(communicator_bit(communicator), Ordering::Release);
+    }
+
+    /// Whether `rank` has aborted the world's communicator of this number.
+    pub fn has_aborted(&self, rank: u32, communicator: u32) -> bool {
+        self.record(rank).aborted.load(Ordering::Acquire) & communicator_bit(communicator) != 0
+    }
+
     /// Notes that `rank` has left the operation.
     #[inline]
     pub fn leave(&self, rank: u32) {
@@ -377,11 +390,17 @@ impl ProgressPage {
         record.operation.store(record.operation.load(Ordering::Relaxed) & !RUNNING, Ordering::Relaxed);
         // A short operation was entered just now: the clock need not be read again.
         if record.waits_for.load(Ordering::Relaxed) != 0 {
-            record.waiting_message.store(0, Ordering::Relaxed);
-            record.waits_for.store(0, Ordering::Release);
-            record.waiting_collective.store(0, Ordering::Relaxed);
+            self.stop_waiting(rank);
             record.touch();
         }
+    }
+
+    /// Notes that `rank` does not wait for a peer any more, although it has not left its operation.
+    pub fn stop_waiting(&self, rank: u32) {
+        let record = self.record(rank);
+        record.waiting_message.store(0, Ordering::Relaxed);
+        record.waits_for.store(0, Ordering::Release);
+        record.waiting_collective.store(0, Ordering::Relaxed);
     }
 
     /// Notes that `rank` begins a training step (from 1).
@@ -438,6 +457,10 @@ impl RankRecord {
     fn touch(&self) {
         self.changed.store(milliseconds(now()), Ordering::Relaxed);
     }
+}
+
+fn communicator_bit(communicator: u32) -> u64 {
+    1u64.checked_shl(communicator - 1).unwrap_or_default()
 }
 
 fn milliseconds(time: Duration) -> u64 {
@@ -507,10 +530,24 @@ mod tests {
         };
         assert_eq!(progress.operation, Some(expected));
         assert!(progress.changed <= now() && progress.changed > Duration::ZERO);
+        page.stop_waiting(1);
+        let busy = LastOperation { waits_for: None, ..expected };
+        assert_eq!(observer.progress(1).operation, Some(busy));
         page.leave(1);
         let left = LastOperation { running: false, waits_for: None, ..expected };
         assert_eq!(observer.progress(1).operation, Some(left));
         assert_eq!(observer.progress(0).operation, None);
+    }
+
+    #[test]
+    fn aborted_communicators_are_known_by_rank_and_number() {
+        let (page, _fd) = ProgressPage::create(2).unwrap();
+        for number in [1, 64, 65, u32::MAX] {
+            page.note_aborted(1, number);
+        }
+        let aborted = |rank| [1, 2, 63, 64, 65].map(|number| page.has_aborted(rank, number));
+        assert_eq!(aborted(1), [true, false, false, true, false]);
+        assert_eq!(aborted(0), [false; 5]);
     }
 
     #[test]

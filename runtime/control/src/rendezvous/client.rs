@@ -222,12 +222,27 @@ impl Store {
     /// # Errors
     /// If it takes longer than `timeout` (the error names the missing ranks), or a rank has ended.
     pub fn barrier(&self, name: &str, timeout: Duration) -> Result<()> {
-        check_name(name).map_err(|problem| Error::InvalidArgument { operation: "barrier", problem })?;
-        let request = Request::Barrier { name: name.to_owned(), timeout_ms: milliseconds(timeout) };
+        self.enter_barrier(name, None, timeout)
+    }
+
+    /// Waits until `ranks`, this one among them, are in the barrier called `name`. All of them pass the same ranks.
+    ///
+    /// # Errors
+    /// As [`barrier`](Self::barrier), except that other ranks may leave the run; if this rank is not among `ranks`, or
+    /// one of them does not exist.
+    pub fn barrier_of(&self, name: &str, ranks: &[u32], timeout: Duration) -> Result<()> {
+        self.enter_barrier(name, Some(ranks.to_vec()), timeout)
+    }
+
+    fn enter_barrier(&self, name: &str, ranks: Option<Vec<u32>>, timeout: Duration) -> Result<()> {
+        let denied = |problem| Error::InvalidArgument { operation: "barrier", problem };
+        check_name(name).map_err(denied)?;
+        let request = Request::Barrier { name: name.to_owned(), ranks, timeout_ms: milliseconds(timeout) };
         let operation = format!("barrier `{name}`");
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
         match self.call(&mut connection, &request, &[], &operation, timeout)? {
             Reply::Done => Ok(()),
+            Reply::Denied { why } => Err(denied(why)),
             other => Err(self.unexpected(&connection, &other)),
         }
     }

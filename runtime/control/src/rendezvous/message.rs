@@ -9,7 +9,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 /// Version of the messages; both sides must have the same.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 /// Maximum size of a frame in bytes, without its length.
 pub const MAX_FRAME: usize = 64 << 10;
 /// Maximum size of a value in bytes.
@@ -59,10 +59,12 @@ pub enum Request {
         /// Longest wait in milliseconds.
         timeout_ms: u64,
     },
-    /// Waits until every rank is in the barrier of this name.
+    /// Waits until every participant is in the barrier of this name.
     Barrier {
         /// Name, unique in the run.
         name: String,
+        /// The participants, this rank among them; `None` for all ranks.
+        ranks: Option<Vec<u32>>,
         /// Longest wait in milliseconds.
         timeout_ms: u64,
     },
@@ -217,6 +219,12 @@ mod tests {
         let mut decoder = Decoder::default();
         decoder.push(&u32::MAX.to_le_bytes());
         assert!(decoder.next_message::<Request>().unwrap_err().contains("4294967295 bytes"));
+    }
+
+    #[test]
+    fn the_largest_barrier_fits_a_frame() {
+        let ranks = Some((0..crate::protocol::MAX_RANKS).collect());
+        encode(&Request::Barrier { name: "n".repeat(MAX_NAME), ranks, timeout_ms: u64::MAX });
     }
 
     #[test]

@@ -403,16 +403,30 @@ impl Server {
                 self.wait(id, WaitFor::Key { key: key.clone(), from }, timeout_ms);
                 self.wake_readers(&key);
             }
-            Request::Barrier { name, timeout_ms } => {
+            Request::Barrier { name, ranks, timeout_ms } => {
                 check_name(&name)?;
-                let gone = self.ended_ranks().next();
+                let ranks = ranks.unwrap_or_else(|| (0..self.world_size).collect());
+                if !ranks.contains(&rank) || ranks.iter().any(|rank| *rank >= self.world_size) {
+                    let why = format!("rank {rank} in a barrier of ranks {ranks:?} of {}", self.world_size);
+                    self.answer(id, &Reply::Denied { why }, &[]);
+                    return Ok(());
+                }
+                let unsatisfiable =
+                    |gone: &u32| ranks.contains(gone) || self.page.state(*gone) == RankState::Failed;
+                let gone = self.ended_ranks().find(unsatisfiable);
                 if let Some(gone) = gone {
                     let how = self.page.end_description(gone);
                     self.answer(id, &Reply::PeerGone { peer: gone, how }, &[]);
                     return Ok(());
                 }
-                self.wait(id, WaitFor::Barrier { name: name.clone(), rank }, timeout_ms);
-                self.open_barrier(&name);
+                self.wait(
+                    id,
+                    WaitFor::Barrier { name: name.clone(), rank, ranks: ranks.clone() },
+                    timeout_ms,
+                );
+                for peer in self.waits.take_barrier(&name, &ranks) {
+                    self.answer(peer, &Reply::Done, &[]);
+                }
             }
             Request::Leave => {
                 self.page.record_end(rank, Ending::Left);
@@ -547,19 +561,10 @@ impl Server {
         }
     }
 
-    /// Answers all ranks in a barrier that all have reached.
-    fn open_barrier(&mut self, name: &str) {
-        if self.waits.in_barrier(name).len() == self.world_size as usize {
-            for peer in self.waits.take_barrier(name) {
-                self.answer(peer, &Reply::Done, &[]);
-            }
-        }
-    }
-
     /// Answers the peers whose deadline has passed with the ranks that did not arrive, and closes connections that have
     /// not said hello in time.
     fn expire(&mut self, now: Instant) {
-        for (peer, missing) in self.waits.take_expired(now, self.world_size) {
+        for (peer, missing) in self.waits.take_expired(now) {
             self.answer(peer, &Reply::TimedOut { missing }, &[]);
         }
         if self.join_by.is_some_and(|deadline| deadline <= now) {

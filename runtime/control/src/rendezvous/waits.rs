@@ -9,8 +9,8 @@ use std::time::Instant;
 pub(super) enum WaitFor {
     /// A value that rank `from` will set.
     Key { key: String, from: u32 },
-    /// All other ranks, as rank `rank`.
-    Barrier { name: String, rank: u32 },
+    /// The other `ranks`, as rank `rank`.
+    Barrier { name: String, rank: u32, ranks: Vec<u32> },
 }
 
 #[derive(Debug)]
@@ -51,37 +51,43 @@ impl Waits {
     /// The ranks in the barrier `wanted`.
     pub(super) fn in_barrier(&self, wanted: &str) -> Vec<u32> {
         let rank_of = |wait: &Wait| match &wait.what {
-            WaitFor::Barrier { name, rank } if name == wanted => Some(*rank),
+            WaitFor::Barrier { name, rank, .. } if name == wanted => Some(*rank),
             _ => None,
         };
         self.0.iter().filter_map(rank_of).collect()
     }
 
-    /// Removes and returns all peers in the barrier `wanted`.
-    pub(super) fn take_barrier(&mut self, wanted: &str) -> Vec<u64> {
-        self.take(|wait| matches!(&wait.what, WaitFor::Barrier { name, .. } if name == wanted))
+    /// Removes and returns the peers in the barrier `wanted` that are among `ranks`, if all of those are in it.
+    pub(super) fn take_barrier(&mut self, wanted: &str, ranks: &[u32]) -> Vec<u64> {
+        let inside = self.in_barrier(wanted);
+        if !ranks.iter().all(|rank| inside.contains(rank)) {
+            return Vec::new();
+        }
+        self.take(|wait| {
+            matches!(&wait.what, WaitFor::Barrier { name, rank, .. } if name == wanted && ranks.contains(rank))
+        })
     }
 
     /// Removes and returns the peers whose waits cannot be satisfied because `gone` has ended: waits for its values, in
-    /// any barrier, or, after a failure, all waits.
+    /// its barriers, or, after a failure, all waits.
     pub(super) fn take_unsatisfiable(&mut self, gone: u32, failed: bool) -> Vec<u64> {
         self.take(|wait| {
             failed
-                || match wait.what {
-                    WaitFor::Key { from, .. } => from == gone,
-                    WaitFor::Barrier { .. } => true,
+                || match &wait.what {
+                    WaitFor::Key { from, .. } => *from == gone,
+                    WaitFor::Barrier { ranks, .. } => ranks.contains(&gone),
                 }
         })
     }
 
     /// Removes and returns the peers whose deadline has passed, with the ranks that did not arrive. The missing ranks are
     /// determined before any wait is removed: two ranks that time out in the same barrier have both arrived.
-    pub(super) fn take_expired(&mut self, now: Instant, world_size: u32) -> Vec<(u64, Vec<u32>)> {
+    pub(super) fn take_expired(&mut self, now: Instant) -> Vec<(u64, Vec<u32>)> {
         let missing = |wait: &Wait| match &wait.what {
             WaitFor::Key { from, .. } => vec![*from],
-            WaitFor::Barrier { name, .. } => {
+            WaitFor::Barrier { name, ranks, .. } => {
                 let inside = self.in_barrier(name);
-                (0..world_size).filter(|rank| !inside.contains(rank)).collect()
+                ranks.iter().copied().filter(|rank| !inside.contains(rank)).collect()
             }
         };
         let late = self.0.iter().filter(|wait| wait.deadline <= now);
@@ -111,12 +117,17 @@ mod tests {
     proptest! {
         #[test]
         fn every_wait_is_removed_exactly_once(waits in prop::collection::vec(wait(), 0..5), gone in 0..5u32, now in 0..4u64) {
+            // Barriers of the name "1" have no rank 4.
+            let participants = |name: u8| -> Vec<u32> { (0..if name == 1 { 4 } else { 5 }).collect() };
             let start = Instant::now();
             let mut pending = Waits::default();
             for (rank, (is_key, name, from, seconds)) in waits.iter().enumerate() {
                 let what = match is_key {
                     true => WaitFor::Key { key: name.to_string(), from: *from },
-                    false => WaitFor::Barrier { name: name.to_string(), rank: rank as u32 },
+                    false => {
+                        let ranks = participants(*name);
+                        WaitFor::Barrier { name: name.to_string(), rank: rank as u32, ranks }
+                    }
                 };
                 pending.add(rank as u64, what, start + Duration::from_secs(*seconds));
             }
@@ -124,13 +135,13 @@ mod tests {
             prop_assert_eq!(pending.next_deadline(), next);
 
             let mut seen: Vec<u64> = Vec::new();
-            for (peer, missing) in pending.take_expired(start + Duration::from_secs(now), 5) {
+            for (peer, missing) in pending.take_expired(start + Duration::from_secs(now)) {
                 let (is_key, name, from, seconds) = &waits[peer as usize];
                 prop_assert!(*seconds <= now);
                 let inside = |rank: &u32| waits.get(*rank as usize).is_some_and(|wait| !wait.0 && wait.1 == *name);
                 let expected = match is_key {
                     true => vec![*from],
-                    false => (0..5).filter(|rank| !inside(rank)).collect(),
+                    false => participants(*name).into_iter().filter(|rank| !inside(rank)).collect(),
                 };
                 prop_assert_eq!(missing, expected);
                 seen.push(peer);
@@ -139,15 +150,28 @@ mod tests {
                 prop_assert!(waits[peer as usize].0 && waits[peer as usize].1 == 0);
                 seen.push(peer);
             }
-            prop_assert_eq!(pending.in_barrier("1").len(), pending.take_barrier("1").len());
+            // A barrier opens for the ranks that are in it, and not while one of its participants is missing.
+            let inside = pending.in_barrier("1");
+            let missing = (0..5).find(|rank| !inside.contains(rank));
+            let too_many: Vec<u32> = inside.iter().copied().chain(missing).collect();
+            prop_assert!(missing.is_none() || pending.take_barrier("1", &too_many).is_empty());
+            let opened = pending.take_barrier("1", &inside);
+            prop_assert_eq!(inside.len(), opened.len());
             prop_assert!(pending.in_barrier("1").is_empty());
+            seen.extend(opened);
             for peer in pending.take_unsatisfiable(gone, false) {
-                prop_assert!(!waits[peer as usize].0 || waits[peer as usize].2 == gone);
+                let (is_key, name, from, _) = waits[peer as usize];
+                let needs_it = if is_key { from == gone } else { participants(name).contains(&gone) };
+                prop_assert!(needs_it);
                 prop_assert!(!seen.contains(&peer) && !pending.has(peer));
                 seen.push(peer);
             }
             let left = pending.take_unsatisfiable(gone, true);
-            prop_assert!(left.iter().all(|peer| waits[*peer as usize].0 && !seen.contains(peer)));
+            let is_independent = |(is_key, name, from, _): (bool, u8, u32, u64)| match is_key {
+                true => from != gone,
+                false => !participants(name).contains(&gone),
+            };
+            prop_assert!(left.iter().all(|peer| is_independent(waits[*peer as usize]) && !seen.contains(peer)));
             prop_assert!(pending.next_deadline().is_none());
         }
     }

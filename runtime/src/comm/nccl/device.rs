@@ -7,6 +7,7 @@ use mgpu_kernels::cuda::{self, Device, Event, Stream, View};
 use nccl_sys::{Library, UniqueId};
 
 use super::call::NcclCall;
+use super::family::Family;
 use super::group::{Calls, Group};
 use super::link::{Link, WaitContext};
 use super::owner::Owner;
@@ -35,7 +36,9 @@ use crate::{Error, Result};
 ///
 /// # Drop
 /// Dropping it is collective: all ranks synchronise before NCCL destroys the communicator; with several
-/// communicators, in the same order. After an error it has been aborted, and dropping it waits for nobody. Nor does
+/// communicators of the world, in the same order. [Groups](Self::split) and the communicator that they were split from
+/// can be dropped in any order: ranks wait half a second for each other at most, and for the rest at the drop of the
+/// last one. After an error it has been aborted, and dropping it waits for nobody. Nor does
 /// it wait for a peer that is in a collective which this rank has skipped because of the program's own error. Graphs
 /// with captured operations must be dropped first.
 ///
@@ -97,15 +100,20 @@ impl DeviceCommunicator {
         device: &Arc<Device>,
         nccl: Library,
     ) -> Result<Self> {
+        let owner = Arc::new(Owner::start(nccl, device)?);
+        let family = Family::new(number);
+        family.add(number, &owner);
+        let key = format!("communicator-{number}");
         let link = Link {
             membership: Arc::clone(membership),
-            rank: membership.rank(),
-            size,
+            members: membership.everyone(size),
             number,
-            name: format!("communicator-{number}"),
+            title: key.clone(),
+            key,
             timeout,
-            owner: Owner::start(nccl, device)?,
+            owner,
             rules: Arc::new(Rules::new(Some(Arc::clone(membership)), membership.rank())),
+            family: Arc::new(family),
         };
         let context = WaitContext {
             operation: Operation::Connect,
@@ -117,9 +125,14 @@ impl DeviceCommunicator {
         };
         link.during(&context, || {
             let id = share_id(&link, &context)?;
-            link.answer(&link.owner.init(id, size, link.rank), &context)
+            link.answer(&link.owner.init(id, size, link.members.rank()), &context)
         })?;
-        Ok(DeviceCommunicator { device: Arc::clone(device), link: Some(link), last: Mutex::default() })
+        Ok(Self::connected(device, link))
+    }
+
+    /// The communicator of a link that is connected.
+    pub(super) fn connected(device: &Arc<Device>, link: Link) -> Self {
+        DeviceCommunicator { device: Arc::clone(device), link: Some(link), last: Mutex::default() }
     }
 
     /// The GPU.
@@ -127,14 +140,14 @@ impl DeviceCommunicator {
         &self.device
     }
 
-    /// Rank of this process.
+    /// This rank, in this communicator.
     pub fn rank(&self) -> u32 {
-        self.link.as_ref().map_or(0, |link| link.rank)
+        self.link.as_ref().map_or(0, |link| link.members.rank())
     }
 
     /// Number of ranks.
     pub fn size(&self) -> u32 {
-        self.link.as_ref().map_or(1, |link| link.size)
+        self.link.as_ref().map_or(1, |link| link.members.size())
     }
 
     /// Whether operations go through NCCL: with several ranks, or with `MGPU_NCCL=always`.
@@ -351,11 +364,11 @@ fn wait_alone(work: &impl Waitable) -> Result<()> {
 
 /// The NCCL unique id of the communicator: created by rank 0, the same on all ranks.
 fn share_id(link: &Link, context: &WaitContext) -> Result<UniqueId> {
-    let (store, key) = (link.membership.store(), format!("{}/id", link.name));
-    if link.rank == 0 {
+    let (store, key) = (link.membership.store(), format!("{}/id", link.key));
+    if link.members.rank() == 0 {
         let id = link.answer(&link.owner.unique_id(), context)?;
-        if link.size > 1 {
-            store.set(&key, id.as_bytes(), &[], link.size - 1)?;
+        if link.members.size() > 1 {
+            store.set(&key, id.as_bytes(), &[], link.members.size() - 1)?;
         }
         return Ok(id);
     }

@@ -43,7 +43,7 @@ pub(super) struct HostTransport {
     calls_on_host: Pinned,
     stream: Stream,
     done: Event,
-    /// Number of messages begun with each rank.
+    /// Number of messages begun with each rank of the world.
     messages: Vec<u32>,
 }
 
@@ -69,7 +69,7 @@ pub(crate) fn host_communicator(device: Arc<DeviceCommunicator>) -> Result<Commu
     let transport = HostTransport::new(device)?;
     let (members, rules) = {
         let link = transport.link();
-        (link.membership.everyone(link.size), Arc::clone(&link.rules))
+        (link.members.clone(), Arc::clone(&link.rules))
     };
     Ok(Communicator::new(transport, members, rules))
 }
@@ -78,13 +78,14 @@ impl HostTransport {
     fn new(device: Arc<DeviceCommunicator>) -> Result<Self> {
         let gpu = device.device();
         let words = WORDS * device.size() as usize;
+        let world_size = device.link().map_or(1, |link| link.membership.page().world_size());
         Ok(HostTransport {
             stages: [Stage::new(gpu)?, Stage::new(gpu)?],
             calls: Memory::zeroed(gpu, DType::U8, words)?,
             calls_on_host: Pinned::zeroed(gpu, words)?,
             stream: Stream::new(gpu)?,
             done: Event::new(gpu)?,
-            messages: vec![0; device.size() as usize],
+            messages: vec![0; world_size as usize],
             device,
         })
     }
@@ -98,6 +99,7 @@ impl HostTransport {
         let call = &request.call;
         let peers = match call.peer() {
             Some(peer) => {
+                let peer = self.link().members.world_rank(peer);
                 self.messages[peer as usize] += 1;
                 vec![peer]
             }
@@ -125,7 +127,8 @@ impl HostTransport {
 
     /// Compares this rank's call with those of its peers.
     fn agree(&mut self, peer: Option<u32>, call: &Signature, context: &WaitContext) -> Result<()> {
-        let own = self.link().rank as usize * WORDS;
+        let rank = self.link().members.rank();
+        let own = rank as usize * WORDS;
         // SAFETY: the previous agreement has ended, or has poisoned the communicator.
         let bytes = unsafe { self.calls_on_host.bytes_mut() };
         bytes[own..own + WORDS].copy_from_slice(cast_slice(&call.encode()));
@@ -148,17 +151,18 @@ impl HostTransport {
         self.link().device(|| self.done.is_done(), context)?;
         // SAFETY: the copy has ended.
         let all = unsafe { self.calls_on_host.bytes() };
-        for peer in &context.peers {
+        let compared = peer.map_or(0..self.link().members.size(), |peer| peer..peer + 1);
+        for peer in compared.filter(|peer| *peer != rank) {
             let mut theirs = [0; SIGNATURE_WORDS];
-            let at = *peer as usize * WORDS;
+            let at = peer as usize * WORDS;
             cast_slice_mut(&mut theirs).copy_from_slice(&all[at..at + WORDS]);
-            if theirs != call.counterpart(self.link().rank).encode() {
-                let (rank, sequence) = (self.link().rank, context.sequence);
-                let (ours, theirs) = (call.to_string(), describe(theirs));
+            if theirs != call.counterpart(rank).encode() {
+                let (link, sequence) = (self.link(), context.sequence);
                 if call.is_collective() {
                     self.sync_mismatch(sequence);
                 }
-                return Err(Error::Mismatch { rank, peer: *peer, sequence, ours, theirs });
+                let peer = link.members.world_rank(peer);
+                return Err(link.mismatch(peer, sequence, call.to_string(), describe(theirs)));
             }
         }
         Ok(())
@@ -169,12 +173,13 @@ impl HostTransport {
     fn sync_mismatch(&self, sequence: u32) {
         let link = self.link();
         let limit = link.timeout.min(Duration::from_secs(1));
-        let _ = link.membership.store().barrier(&format!("{}/disagree-{sequence}", link.name), limit);
+        let name = format!("{}/disagree-{sequence}", link.key);
+        let _ = link.membership.store().barrier_of(&name, link.members.world_ranks(), limit);
     }
 
     /// Transfers the payload of an operation that NCCL has.
     fn transfer(&mut self, kind: NcclOp, buffer: &Buffer, context: &WaitContext) -> Result<()> {
-        let (rank, ranks) = (self.link().rank, self.link().size);
+        let (rank, ranks) = (self.device.rank(), self.device.size());
         let (len, element) = (buffer.len(), buffer.dtype().size());
         let transfer = Transfer { kind, rank, ranks, len, element, stage: STAGE };
         self.transfer_chunks(transfer.chunks(), buffer, buffer, context)
@@ -284,10 +289,12 @@ impl FailureHandler for HostTransport {
 }
 
 impl Transport for HostTransport {
-    fn connect_group(&mut self, _: &SplitGroup, _: Rules) -> Result<Communicator> {
-        let problem =
-            "groups of several ranks are not available under the backend nccl; use the backend cpu".into();
-        Err(Error::InvalidArgument { operation: "split", problem })
+    fn connect_group(&mut self, group: &SplitGroup, rules: Rules) -> Result<Communicator> {
+        host_communicator(Arc::new(self.device.connect_group(group, rules)?))
+    }
+
+    fn connect_no_group(&mut self) -> Result<()> {
+        self.device.connect_no_group()
     }
 
     fn backend(&self) -> &'static str {
@@ -315,7 +322,7 @@ impl Transport for HostTransport {
         let context = &self.context(request, &signature);
         let Request { call, buffer, .. } = request;
         self.agree(call.peer(), &signature, context)?;
-        let (rank, ranks) = (self.link().rank, self.link().size);
+        let (rank, ranks) = (self.device.rank(), self.device.size());
         let exchange = Exchange::of(call, rank, ranks, buffer.len());
         match (call, &exchange) {
             (Call::Barrier, _) => {}

@@ -10,7 +10,9 @@ use std::time::{Duration, Instant};
 
 use mgpu_kernels::cuda;
 
-use super::owner::{Ended, Owner, Reply};
+use super::family::Family;
+use super::owner::{Owner, Reply};
+use crate::comm::Members;
 use crate::comm::rules::{FailureHandler, ProgressEntry, Rules};
 use crate::membership::Membership;
 use crate::process;
@@ -26,21 +28,22 @@ const SPIN_TIME: Duration = Duration::from_micros(100);
 /// Longest sleep between two polls of the GPU.
 const MAX_SLEEP: Duration = Duration::from_millis(1);
 
-/// Timeout of ncclCommFinalize and ncclCommDestroy after all ranks have arrived at the shutdown.
-const FINALISE_LIMIT: Duration = Duration::from_secs(5);
-
 /// A communicator's connection to the other ranks.
 #[derive(Debug)]
 pub(super) struct Link {
     pub(super) membership: Arc<Membership>,
-    pub(super) rank: u32,
-    pub(super) size: u32,
+    pub(super) members: Members,
+    /// Number of the communicator, for counters on the progress page.
     pub(super) number: u32,
-    pub(super) name: String,
+    /// Names it at the rendezvous.
+    pub(super) key: String,
+    /// Names it in messages.
+    pub(super) title: String,
     pub(super) timeout: Duration,
-    pub(super) owner: Owner,
+    pub(super) owner: Arc<Owner>,
     /// Shared with the communicator for host buffers that uses this one.
     pub(super) rules: Arc<Rules>,
+    pub(super) family: Arc<Family>,
 }
 
 /// What a rank waits in, for the progress page and for errors.
@@ -51,9 +54,9 @@ pub(super) struct WaitContext {
     pub(super) sequence: u32,
     pub(super) bytes: usize,
     pub(super) text: String,
-    /// The ranks that it depends on; none for the rank's own work.
+    /// The ranks of the world that it depends on; none for the rank's own work.
     pub(super) peers: Vec<u32>,
-    /// Number of messages begun with each rank, including this one; only for operations on host buffers.
+    /// Number of messages begun with each rank of the world, including this one; only for operations on host buffers.
     pub(super) messages: Option<Vec<u32>>,
 }
 
@@ -78,19 +81,31 @@ impl WaitContext {
 impl FailureHandler for Link {
     /// After the error is visible, queued calls must not run: the memory that was lent to them may be gone.
     fn stop(&self) {
-        self.owner.request_stop();
+        self.family.stop();
     }
 
     fn abort(&self) {
         self.membership.collectives.fail();
-        self.owner.abort();
+        // Peers may wait for this rank in any communicator of the family.
+        self.membership.page().note_aborted(self.rank(), self.family.number());
+        self.family.abort();
     }
 }
 
 impl Link {
-    /// The ranks other than this one.
+    /// This rank, in the world.
+    pub(super) fn rank(&self) -> u32 {
+        self.membership.rank()
+    }
+
+    /// The members other than this rank, by their ranks in the world.
     pub(super) fn peers(&self) -> Vec<u32> {
-        (0..self.size).filter(|peer| *peer != self.rank).collect()
+        self.members.world_ranks().iter().copied().filter(|peer| *peer != self.rank()).collect()
+    }
+
+    /// Whether it was split from another communicator.
+    pub(super) fn is_group(&self) -> bool {
+        self.number != self.family.number()
     }
 
     /// Returns an error if the communicator is poisoned.
@@ -133,7 +148,11 @@ impl Link {
                 Ok(Err(error)) => return Err(self.nccl_error(context, error)),
                 Err(RecvTimeoutError::Disconnected) => {
                     let problem = "the thread that owns the communicator has ended".into();
-                    return Err(Error::Nccl { rank: self.rank, operation: self.describe(context), problem });
+                    return Err(Error::Nccl {
+                        rank: self.rank(),
+                        operation: self.describe(context),
+                        problem,
+                    });
                 }
                 Err(RecvTimeoutError::Timeout) => self.check_peers(context, began.elapsed())?,
             }
@@ -191,12 +210,14 @@ impl Link {
         // If this rank's own NCCL call does not return, it records no wait, so that others see it as the cause.
         let stuck = self.owner.stuck_call(self.timeout.min(Duration::from_secs(1)));
         let suspects = self.suspects(context);
-        if let Some(peer) = suspects.first().filter(|_| stuck.is_none()) {
-            page.wait(self.rank, *peer);
-            page.note_waiting_collective(self.rank, self.progress());
+        if stuck.is_some() {
+            page.stop_waiting(self.rank());
+        } else if let Some(peer) = suspects.first() {
+            page.wait(self.rank(), *peer);
+            page.note_waiting_collective(self.rank(), self.progress());
             if let Some((_, turns)) = context.message() {
                 page.note_waiting_message(
-                    self.rank,
+                    self.rank(),
                     CollectiveCounter { communicator: self.number, count: turns },
                 );
             }
@@ -207,20 +228,27 @@ impl Link {
         if let Some(error) = self.membership.lost_peer(&context.peers, || self.describe(context)) {
             return Err(error);
         }
+        if let Some(peer) = context.peers.iter().find(|peer| page.has_aborted(**peer, self.family.number())) {
+            return Err(self.membership.failed_peer(*peer, self.describe(context)));
+        }
         if let Some(peer) = self.departed_peer(&context.peers) {
-            let (rank, operation, how) = (self.rank, self.describe(context), "has dropped the communicator");
+            let (rank, operation, how) =
+                (self.rank(), self.describe(context), "has dropped the communicator");
             return Err(Error::PeerLost { rank, peer, operation, how: how.into(), silent: false });
         }
         if waited < self.timeout {
             return Ok(());
         }
-        let (rank, operation) = (self.rank, self.describe(context));
+        let (rank, operation) = (self.rank(), self.describe(context));
         Err(match stuck {
             None if context.peers.is_empty() => {
                 Error::Stuck { rank, operation, call: "the GPU's own work", after: waited }
             }
             Some((call, since)) => Error::Stuck { rank, operation, call, after: since.elapsed() },
-            None => Error::Timeout { rank, waited_for: suspects, operation, after: waited },
+            None => {
+                let waited_for = self.causes_of_wait(suspects);
+                Error::Timeout { rank, waited_for, operation, after: waited }
+            }
         })
     }
 
@@ -231,7 +259,7 @@ impl Link {
         let (page, ours) = (self.membership.page(), self.progress());
         let is_unmet = |peer: &u32| {
             // A peer may have finished this collective already, and be ahead of this rank.
-            let message = page.waiting_message(*peer, self.rank).zip(page.waiting_collective(*peer));
+            let message = page.waiting_message(*peer, self.rank()).zip(page.waiting_collective(*peer));
             message.is_some_and(|(message, theirs)| {
                 message.communicator == ours.communicator
                     && message.count > messages[*peer as usize]
@@ -242,14 +270,22 @@ impl Link {
         let peer = context.peers.iter().copied().find(is_unmet)?;
         let theirs = page.progress(peer).operation.map_or_else(
             || "a message".to_owned(),
-            |last| format!("{} of {} bytes with rank {}", last.operation.name(), last.bytes, self.rank),
+            |last| format!("{} of {} bytes with rank {}", last.operation.name(), last.bytes, self.rank()),
         );
-        let (rank, sequence, ours) = (self.rank, context.sequence, context.text.clone());
-        Some(Error::Mismatch { rank, peer, sequence, ours, theirs })
+        Some(self.mismatch(peer, context.sequence, context.text.clone(), theirs))
+    }
+
+    /// The error of calls that differ.
+    pub(super) fn mismatch(&self, peer: u32, sequence: u32, ours: String, mut theirs: String) -> Error {
+        if self.is_group() {
+            theirs = format!("{theirs}, in {}", self.title);
+        }
+        Error::Mismatch { rank: self.rank(), peer, sequence, ours, theirs }
     }
 
     /// The ranks that seem to block the others: stopped (SIGSTOP), or busy with something other than waiting, or
-    /// behind. NCCL does not tell which ranks have arrived at an operation, so this relies on the progress page.
+    /// waiting in another communicator, or behind. NCCL does not tell which ranks have arrived at an operation, so this
+    /// relies on the progress page.
     fn suspects(&self, context: &WaitContext) -> Vec<u32> {
         let page = self.membership.page();
         let those = |is: &dyn Fn(u32) -> bool| -> Vec<u32> {
@@ -264,21 +300,40 @@ impl Link {
             let last = page.progress(peer).operation;
             last.is_some_and(|last| last.sequence < u64::from(context.sequence))
         };
-        let classes: [&dyn Fn(u32) -> bool; 4] = [&stopped, &busy, &behind, &|_| true];
+        let elsewhere = |peer| self.waits_elsewhere(peer);
+        let classes: [&dyn Fn(u32) -> bool; 5] = [&stopped, &busy, &elsewhere, &behind, &|_| true];
         classes.into_iter().map(those).find(|suspects| !suspects.is_empty()).unwrap_or_default()
+    }
+
+    /// Whether `peer` waits in another communicator.
+    fn waits_elsewhere(&self, peer: u32) -> bool {
+        let theirs = self.membership.page().waiting_collective(peer);
+        theirs.is_some_and(|theirs| theirs.communicator != self.number)
+    }
+
+    /// The ranks that block `suspects`: for those that wait in another communicator, the ranks they wait for.
+    fn causes_of_wait(&self, suspects: Vec<u32>) -> Vec<u32> {
+        let cause = |peer| match self.waits_elsewhere(peer) {
+            true => self.membership.end_of_wait_chain(peer),
+            false => peer,
+        };
+        let mut causes: Vec<u32> = suspects.into_iter().map(cause).collect();
+        causes.sort_unstable();
+        causes.dedup();
+        causes
     }
 
     /// The error of an NCCL call.
     fn nccl_error(&self, context: &WaitContext, problem: String) -> Error {
         // If a peer has ended, that is the better explanation of NCCL's error.
         let lost = self.membership.lost_peer(&context.peers, || self.describe(context));
-        lost.unwrap_or_else(|| Error::Nccl { rank: self.rank, operation: self.describe(context), problem })
+        lost.unwrap_or_else(|| Error::Nccl { rank: self.rank(), operation: self.describe(context), problem })
     }
 
     /// The error of the GPU's work, which may also be caused by a lost peer.
     fn gpu_error(&self, context: &WaitContext, error: cuda::Error) -> Error {
         let lost = self.membership.lost_peer(&context.peers, || self.describe(context));
-        let location = || format!("rank {} in {}", self.rank, self.describe(context));
+        let location = || format!("rank {} in {}", self.rank(), self.describe(context));
         lost.unwrap_or_else(|| Error::Gpu(error.detected_by(&location())))
     }
 
@@ -286,8 +341,8 @@ impl Link {
         let WaitContext { operation, sequence, text, peers, .. } = context;
         match (operation, sequence) {
             _ if peers.is_empty() => text.clone(),
-            (Operation::Connect, _) | (_, 0) => format!("{text}, {}", self.name),
-            _ => format!("operation {sequence} of {}, {text}", self.name),
+            (Operation::Connect, _) | (_, 0) => format!("{text}, {}", self.title),
+            _ => format!("operation {sequence} of {}, {text}", self.title),
         }
     }
 }
@@ -298,19 +353,12 @@ fn is_stopped(pid: u32) -> bool {
 }
 
 impl Drop for Link {
-    /// A proper shutdown needs all ranks: they synchronise first, so that none is gone while another still works. If
-    /// a rank does not arrive or has failed, the communicator is aborted.
     fn drop(&mut self) {
         // A forked child has a copy of all this, but not the owner's thread.
         if self.rules.is_poisoned() || self.membership.check_process().is_err() {
             return;
         }
-        let _: Ended = if self.shutdown_barrier() {
-            self.owner.finalise(FINALISE_LIMIT.min(self.timeout))
-        } else {
-            self.membership.collectives.fail();
-            self.owner.abort()
-        };
+        self.shut_down();
     }
 }
 

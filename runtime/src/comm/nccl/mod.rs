@@ -8,6 +8,8 @@
 //! | [`call`] | which NCCL function does an operation call? |
 //! | [`owner`] | which thread calls NCCL, and how is it aborted? |
 //! | [`link`] | how do callers wait for it without ever hanging? |
+//! | [`split`] | how are groups connected? |
+//! | [`family`] | which communicators fail together? |
 //! | [`shutdown`] | how do ranks shut down a communicator, also after errors? |
 //! | [`host`], [`staging`] | how are host buffers transferred? |
 //!
@@ -18,11 +20,13 @@
 mod call;
 mod captured;
 mod device;
+mod family;
 mod group;
 mod host;
 mod link;
 mod owner;
 mod shutdown;
+mod split;
 mod staging;
 
 pub use captured::CapturedGroup;

@@ -48,7 +48,7 @@ type Task = Box<dyn FnOnce(&OwnerState) + Send>;
 pub(super) type Reply<R> = Result<R, String>;
 
 /// Why a task has failed.
-enum TaskError {
+pub(super) enum TaskError {
     Nccl(NcclError),
     /// The owner was told to stop: nobody waits for the task.
     StopRequested,
@@ -62,6 +62,9 @@ impl From<NcclError> for TaskError {
 
 type Outcome<R> = Result<R, TaskError>;
 
+/// The reply to the end of a communicator.
+pub(super) type Finalising = Receiver<Outcome<()>>;
+
 /// An NCCL call in progress: its name and start.
 pub(super) type ActiveCall = (&'static str, Instant);
 
@@ -71,7 +74,9 @@ pub(super) struct OwnerState {
     /// Null before NCCL has written it, and after the communicator was destroyed or aborted, which only the owner's
     /// thread does.
     comm: AtomicPtr<ncclComm>,
-    /// False while NCCL may still write to `comm`.
+    /// Where NCCL writes null in a split without a group for this rank.
+    no_comm: AtomicPtr<ncclComm>,
+    /// False while NCCL may still write to `comm` or `no_comm`.
     handle_is_final: AtomicBool,
     /// The call in progress.
     call: Mutex<Option<ActiveCall>>,
@@ -145,6 +150,40 @@ impl OwnerState {
             }
         })?;
         self.wait_done(progress)?;
+        self.handle_is_final.store(!self.is_stop_requested(), Ordering::SeqCst);
+        Ok(())
+    }
+
+    /// Splits the communicator. The new handle, if this rank has a group, is written to its owner, which then
+    /// [awaits](Self::await_split) it.
+    fn split(&self, group: Option<&SplitHandle>) -> Outcome<()> {
+        let comm = self.comm.load(Ordering::SeqCst);
+        if comm.is_null() {
+            return Err(TaskError::StopRequested);
+        }
+        let (written, handle, color, key) = match group {
+            Some((state, color, key)) => (&**state, &state.comm, Some(*color), *key),
+            None => (self, &self.no_comm, None, 0),
+        };
+        written.handle_is_final.store(false, Ordering::SeqCst);
+        let progress = self.guarded("ncclCommSplit", || {
+            let config = InitConfig::non_blocking();
+            // SAFETY: the communicator is alive, and only this thread ends it. Its operations have ended, because the
+            // ranks have exchanged the arguments of the split through it. The state with the handle is not freed before
+            // NCCL has written it for the last time: `Owner::drop` ensures that.
+            unsafe { self.nccl.comm_split(comm, color, key, handle.as_ptr(), config) }
+        })?;
+        self.wait_done(progress)?;
+        if group.is_none() {
+            self.handle_is_final.store(!self.is_stop_requested(), Ordering::SeqCst);
+        }
+        Ok(())
+    }
+
+    /// Waits for the handle of a split, which NCCL may write later than it sets the state of the communicator that was
+    /// split, and until the new communicator is ready.
+    fn await_split(&self) -> Outcome<()> {
+        self.wait_done(Progress::InProgress)?;
         self.handle_is_final.store(!self.is_stop_requested(), Ordering::SeqCst);
         Ok(())
     }
@@ -253,6 +292,9 @@ impl OwnerState {
     }
 }
 
+/// The owner of a new communicator of a split, with the color and the key that NCCL gets.
+type SplitHandle = (Arc<OwnerState>, u16, c_int);
+
 /// How a communicator has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Ended {
@@ -293,6 +335,7 @@ impl Owner {
         let state = Arc::new(OwnerState {
             nccl,
             comm: AtomicPtr::default(),
+            no_comm: AtomicPtr::default(),
             handle_is_final: AtomicBool::new(true),
             call: Mutex::default(),
             stop_requested: AtomicBool::default(),
@@ -351,6 +394,28 @@ impl Owner {
         self.submit_nccl(move |state| state.init(id, size, rank))
     }
 
+    /// Splits the communicator: the new one becomes that of the given owner, with this color and key. Without an
+    /// owner, this rank is in no group.
+    pub(super) fn split(&self, group: Option<(&Owner, u16, c_int)>) -> Receiver<Reply<()>> {
+        let group = group.map(|(owner, color, key)| (Arc::clone(&owner.state), color, key));
+        self.submit_nccl(move |state| state.split(group.as_ref()))
+    }
+
+    /// Waits until the communicator that a split has created is ready.
+    pub(super) fn await_split(&self) -> Receiver<Reply<()>> {
+        self.submit_nccl(OwnerState::await_split)
+    }
+
+    /// The library.
+    pub(super) fn library(&self) -> Library {
+        self.state.nccl.clone()
+    }
+
+    /// False while the communicator is being initialised or split off.
+    pub(super) fn is_connected(&self) -> bool {
+        self.state.handle_is_final.load(Ordering::SeqCst)
+    }
+
     /// Enqueues operations on their streams.
     pub(super) fn enqueue(&self, calls: Calls) -> Receiver<Reply<()>> {
         self.submit_nccl(move |state| state.enqueue(&calls))
@@ -385,7 +450,16 @@ impl Owner {
 
     /// Ends the communicator together with all other ranks; aborts it if that does not end in time.
     pub(super) fn finalise(&self, limit: Duration) -> Ended {
-        let done = self.submit(OwnerState::finalise);
+        self.finish_finalise(&self.begin_finalise(), limit)
+    }
+
+    /// Starts to end the communicator.
+    pub(super) fn begin_finalise(&self) -> Finalising {
+        self.submit(OwnerState::finalise)
+    }
+
+    /// Waits for the end of the communicator; aborts it if that takes too long.
+    pub(super) fn finish_finalise(&self, done: &Finalising, limit: Duration) -> Ended {
         match done.recv_timeout(limit) {
             Ok(Ok(())) => Ended::Yes,
             _ => self.abort(),
@@ -394,14 +468,23 @@ impl Owner {
 
     /// Aborts the communicator in whatever state it is. Returns within a few seconds.
     pub(super) fn abort(&self) -> Ended {
+        self.finish_abort(self.begin_abort())
+    }
+
+    /// Starts an abort.
+    pub(super) fn begin_abort(&self) -> Option<Receiver<()>> {
+        self.request_stop();
+        (!self.device.is_abandoned()).then(|| self.submit(OwnerState::abort))
+    }
+
+    /// Waits for an abort. Returns within a few seconds.
+    pub(super) fn finish_abort(&self, aborted: Option<Receiver<()>>) -> Ended {
         let captured = self.state.captured.load(Ordering::SeqCst);
         let limit = if captured { ABORT_LIMIT_WITH_GRAPHS } else { ABORT_LIMIT };
-        self.request_stop();
-        if self.device.is_abandoned() {
+        let Some(aborted) = aborted.filter(|_| !self.device.is_abandoned()) else {
             // Probably because of another communicator; nothing can be saved.
             return Ended::Abandoned;
-        }
-        let aborted = self.submit(OwnerState::abort);
+        };
         if aborted.recv_timeout(OWNER_BUSY_LIMIT).is_ok() {
             return self.check_ended();
         }

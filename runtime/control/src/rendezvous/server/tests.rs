@@ -107,12 +107,38 @@ fn long_names_are_rejected() {
     for request in [
         set(&name),
         Request::Get { key: name.clone(), from: 0, timeout_ms: 1 },
-        Request::Barrier { name: name.clone(), timeout_ms: 1 },
+        Request::Barrier { name: name.clone(), ranks: None, timeout_ms: 1 },
     ] {
         let (mut server, streams) = Server::in_process(1, RUN).unwrap();
         let reply = ask(&mut server, &streams[0], &[hello(0, 1), request]).remove(1);
         assert!(refused(reply).contains("a name of 257 bytes"));
     }
+}
+
+/// Ranks 0 and 2 of three meet, while rank 1 leaves.
+#[test]
+fn a_barrier_of_some_ranks_does_not_wait_for_the_others() {
+    let (mut server, streams) = Server::in_process(3, RUN).unwrap();
+    let enter =
+        |ranks: &[u32]| Request::Barrier { name: "b".into(), ranks: Some(ranks.into()), timeout_ms: 1 << 20 };
+    for (rank, stream) in (0..).zip(&streams) {
+        (&*stream).write_all(&encode(&hello(rank, 3))).unwrap();
+        server.service();
+    }
+    streams.iter().for_each(|stream| assert_eq!(read_reply(stream), Reply::Welcome));
+    for ranks in [&[1, 2][..], &[0, 3]] {
+        let Reply::Denied { why } = &ask(&mut server, &streams[0], &[enter(ranks)])[0] else {
+            panic!("no denial")
+        };
+        assert!(why.contains(&format!("rank 0 in a barrier of ranks {ranks:?} of 3")), "{why}");
+    }
+    (&streams[2]).write_all(&encode(&enter(&[2, 0]))).unwrap();
+    server.service();
+    assert_eq!(ask(&mut server, &streams[1], &[Request::Leave]), [Reply::Done]);
+    assert_eq!(ask(&mut server, &streams[0], &[enter(&[0, 2])]), [Reply::Done]);
+    assert_eq!(read_reply(&streams[2]), Reply::Done);
+    let reply = &ask(&mut server, &streams[0], &[enter(&[0, 1])])[0];
+    assert!(matches!(reply, Reply::PeerGone { peer: 1, .. }), "{reply:?}");
 }
 
 #[test]

@@ -1,0 +1,134 @@
+//! Splitting a communicator into groups, with `ncclCommSplit`.
+//!
+//! The ranks exchange the arguments of the split first, as on the CPU, so that each knows the members of its group.
+//! NCCL gets a color and a key from which it forms the same groups in the same order. It uses the parent for that, so
+//! the call is made by the parent's [`owner`](super::owner), and all ranks of the parent make it, also those without a
+//! group. The handle is written to the state of a new owner, which takes over from then on. The two communicators
+//! share nothing afterwards.
+
+use std::sync::Arc;
+
+use mgpu_kernels::cuda::{Device, Memory, Stream};
+
+use super::DeviceCommunicator;
+use super::link::{Link, WaitContext};
+use super::owner::Owner;
+use crate::Result;
+use crate::comm::split::{SplitArguments, SplitGroup, form_group, group_number};
+use crate::comm::{DType, Rules};
+use crate::progress::Operation;
+
+impl DeviceCommunicator {
+    /// Splits the communicator into groups: a communicator for the ranks that pass the same `colour`, ordered by `key`,
+    /// and by their rank here where keys are equal. A rank that passes no colour is in no group and gets `None`. Waits
+    /// for all ranks of this communicator, and for its operations that were enqueued before; other threads must
+    /// enqueue none meanwhile, and launch no graph with captured operations.
+    ///
+    /// Several groups can be in use at once, also overlapping ones. An error in one of them makes all of them unusable,
+    /// and this communicator, too. NCCL may run operations of different communicators one after the other: ranks that
+    /// enqueue operations of several groups must do so in an order in which every one of them can end.
+    ///
+    /// # Errors
+    /// If NCCL is older than 2.18.1, or as [`all_reduce`](Self::all_reduce): an error of one rank is an error on all.
+    pub fn split(&self, colour: Option<u32>, key: i32) -> Result<Option<DeviceCommunicator>> {
+        let Some(link) = self.link() else {
+            return Ok(colour.map(|_| DeviceCommunicator::alone(self.device())));
+        };
+        let next_group = link.membership.next_group();
+        let all = self.gather_arguments(SplitArguments { colour, key, next_group })?;
+        link.membership.note_group(group_number(&all));
+        let group = form_group(&all, &link.members);
+        let context = link.split_context(group.as_ref());
+        link.during(&context, || match &group {
+            Some(group) if group.members.size() > 1 => {
+                self.connect_group(group, link.rules.for_group()).map(Some)
+            }
+            // A group of one rank needs no NCCL.
+            _ => self
+                .connect_no_group()
+                .map(|()| group.as_ref().map(|_| DeviceCommunicator::alone(self.device()))),
+        })
+    }
+
+    /// The arguments of all ranks. When this returns, all earlier operations of this rank have ended.
+    fn gather_arguments(&self, own: SplitArguments) -> Result<Vec<SplitArguments>> {
+        let words = own.encode();
+        let stream = Stream::new(self.device())?;
+        let mine = Memory::from_slice(&stream, &words)?;
+        let all = Memory::zeroed(self.device(), DType::I64, words.len() * self.size() as usize)?;
+        self.all_gather(&stream, mine.view(), all.view())?;
+        self.wait(&stream, "the arguments of a split")?;
+        let all = all.view().to_vec::<i64>(&stream)?;
+        Ok(all.chunks(words.len()).map(SplitArguments::decode).collect())
+    }
+
+    /// Connects this rank with the other members of `group`. All ranks of this communicator call it, or
+    /// [`connect_no_group`](Self::connect_no_group).
+    pub(super) fn connect_group(&self, group: &SplitGroup, rules: Rules) -> Result<DeviceCommunicator> {
+        let link = self.parent_link().connect_group(group, rules, self.device())?;
+        Ok(DeviceCommunicator::connected(self.device(), link))
+    }
+
+    /// Takes part in a split without a group of several ranks.
+    pub(super) fn connect_no_group(&self) -> Result<()> {
+        let link = self.parent_link();
+        link.answer(&link.owner.split(None), &link.split_context(None))
+    }
+
+    fn parent_link(&self) -> &Link {
+        self.link().expect("a split through NCCL has a parent with NCCL")
+    }
+}
+
+impl Link {
+    /// What a rank waits in during a split.
+    pub(super) fn split_context(&self, group: Option<&SplitGroup>) -> WaitContext {
+        WaitContext {
+            operation: Operation::Connect,
+            sequence: group.map_or(0, |group| group.number),
+            bytes: 0,
+            text: match group {
+                Some(group) => format!("the connection of {}", group.title()),
+                None => "a split without a group for this rank".into(),
+            },
+            // NCCL needs all ranks for a split.
+            peers: self.peers(),
+            messages: None,
+        }
+    }
+
+    /// Connects a group of several ranks. Its errors are errors of this communicator.
+    fn connect_group(&self, group: &SplitGroup, rules: Rules, device: &Arc<Device>) -> Result<Link> {
+        let context = self.split_context(Some(group));
+        let owner = Arc::new(Owner::start(self.owner.library(), device)?);
+        let number = group_number_of_link(group);
+        // From here on an error aborts the group, too.
+        self.family.add(number, &owner);
+        // Both differ between the groups of a split and fit NCCL's types.
+        let (color, key) = (group.parent_ranks[0] as u16, group.members.rank() as i32);
+        self.answer(&self.owner.split(Some((&owner, color, key))), &context)?;
+        self.answer(&owner.await_split(), &context)?;
+        self.membership.collectives.add_group(number);
+        Ok(Link {
+            membership: Arc::clone(&self.membership),
+            members: group.members.clone(),
+            number,
+            key: group.key(),
+            title: group.title(),
+            timeout: self.timeout,
+            owner,
+            rules: Arc::new(rules),
+            family: Arc::clone(&self.family),
+        })
+    }
+}
+
+/// Bit of the numbers of groups, which distinguishes them from those of the world's communicators.
+pub(super) const GROUP: u32 = 1 << 31;
+
+/// The number of a group for counters on the progress page: its members have no other group of this number, and no
+/// other group of the split has it. (Ranks have 12 bits, see `MAX_RANKS`; the groups' own numbers repeat after half a
+/// million.)
+fn group_number_of_link(group: &SplitGroup) -> u32 {
+    GROUP | (group.number & 0x7_ffff) << 12 | group.members.world_rank(0)
+}
