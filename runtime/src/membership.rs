@@ -161,9 +161,14 @@ impl Membership {
     /// The error of losing `peer`. It names the rank that `peer` blames, or else `peer`.
     fn lost_error(&self, peer: u32, operation: String) -> Error {
         let (peer, accusation) = self.find_culprit(peer);
-        let silent = accusation.as_ref().is_some_and(|blame| blame.timed_out);
         let departure = self.page.end_description(peer);
-        let how = match (self.page.blame_of(peer), accusation) {
+        let own = self.page.blame_of(peer);
+        // A rank that is stuck blames itself.
+        let own_silence =
+            own.clone().filter(|own| departure.is_empty() && own.culprit == peer && own.timed_out);
+        let accusation = accusation.or(own_silence);
+        let silent = accusation.as_ref().is_some_and(|blame| blame.timed_out);
+        let how = match (own, accusation) {
             (_, Some(accusation)) if silent => format!("made no progress ({})", accusation.message),
             (Some(own), _) if !departure.is_empty() => format!("{departure} ({})", own.message),
             (_, Some(accusation)) if departure.is_empty() => format!("is to blame ({})", accusation.message),

@@ -85,7 +85,9 @@ class Transport {
   private:
     template <class Condition>
     bool wait_until(const std::atomic<bool>& aborted, Condition condition);
-    bool arrive(const std::atomic<bool>& aborted);
+    // Splits and the other operations are counted apart: a rank in one never meets a rank in the other.
+    enum Meeting { COLLECTIVE, SPLIT };
+    bool arrive(Meeting meeting, const std::atomic<bool>& aborted);
     ncclResult_t check_ranks(std::string& why) const;
     unsigned char* slot(int rank, unsigned turn) const;
     void publish_input(const Op& op, size_t first, size_t count, unsigned turn);
@@ -96,7 +98,7 @@ class Transport {
     Region* region = nullptr;
     size_t bytes = 0;
     int rank = 0, world = 0;
-    uint64_t arrivals = 0;
+    uint64_t arrivals[2] = {};
 };
 
 }   // namespace fake_nccl

@@ -43,7 +43,7 @@ struct RankState {
     int world;
     CUuuid device;
     uint64_t host;
-    std::atomic<uint64_t> arrivals;
+    std::atomic<uint64_t> arrivals[2];
     CallSignature calls[2];
     SplitCall splits[2];
 };
@@ -215,13 +215,13 @@ bool Transport::wait_until(const std::atomic<bool>& aborted, Condition condition
     }
 }
 
-bool Transport::arrive(const std::atomic<bool>& aborted) {
-    ++arrivals;
-    region->rank_states[rank].arrivals.store(arrivals);
+bool Transport::arrive(Meeting meeting, const std::atomic<bool>& aborted) {
+    ++arrivals[meeting];
+    region->rank_states[rank].arrivals[meeting].store(arrivals[meeting]);
     notify();
     return wait_until(aborted, [&] {
         for (int other = 0; other < world; ++other) {
-            if (region->rank_states[other].arrivals.load() < arrivals) return false;
+            if (region->rank_states[other].arrivals[meeting].load() < arrivals[meeting]) return false;
         }
         return true;
     });
@@ -231,13 +231,13 @@ unsigned char* Transport::slot(int of, unsigned turn) const {
     return (unsigned char*)region + slots_at() + ((size_t)of * 2 + turn) * SLOT;
 }
 
-bool Transport::barrier(const std::atomic<bool>& aborted) { return arrive(aborted); }
+bool Transport::barrier(const std::atomic<bool>& aborted) { return arrive(COLLECTIVE, aborted); }
 
 bool Transport::split(int color, int key, const std::atomic<bool>& aborted, int* group_rank, int* group_size,
                       ncclUniqueId* id) {
-    unsigned turn = arrivals % 2;
+    unsigned turn = arrivals[SPLIT] % 2;
     region->rank_states[rank].splits[turn] = {color, key, {}};
-    if (!arrive(aborted)) return false;
+    if (!arrive(SPLIT, aborted)) return false;
     int first = rank, first_key = key;
     *group_rank = *group_size = 0;
     for (int other = 0; other < world; ++other) {
@@ -250,9 +250,9 @@ bool Transport::split(int color, int key, const std::atomic<bool>& aborted, int*
             first_key = theirs.key;
         }
     }
-    turn = arrivals % 2;
+    turn = arrivals[SPLIT] % 2;
     if (color >= 0 && first == rank) create_id(&region->rank_states[rank].splits[turn].id);
-    if (!arrive(aborted)) return false;
+    if (!arrive(SPLIT, aborted)) return false;
     if (color >= 0) *id = region->rank_states[first].splits[turn].id;
     return true;
 }
@@ -262,11 +262,11 @@ bool Transport::collective(const Op& op, const std::atomic<bool>& aborted) {
     const size_t most = SLOT / size / parts;
     for (size_t first = 0; first < op.count; first += most) {
         const size_t count = op.count - first < most ? op.count - first : most;
-        const unsigned turn = arrivals % 2;
+        const unsigned turn = arrivals[COLLECTIVE] % 2;
         if (aborted) return false;
         region->rank_states[rank].calls[turn] = {op.kind, op.type, op.op, op.peer, op.count};
         publish_input(op, first, count, turn);
-        if (!arrive(aborted)) return false;
+        if (!arrive(COLLECTIVE, aborted)) return false;
         check_calls(turn);
         compute_result(op, first, count, turn);
     }
