@@ -372,8 +372,8 @@ impl ProgressPage {
         CollectiveCounter::from_number(self.record(rank).finalised_at.load(Ordering::Relaxed))
     }
 
-    /// Notes that `rank` has aborted the world's communicator of this number (from 1), with all groups that were split
-    /// from it. Communicators after the 64th are not noted.
+    /// Notes that `rank` has aborted the world's communicator of this number (from 1) because of an error, with all groups
+    /// that were split from it. Communicators after the 64th are not noted.
     pub fn note_aborted(&self, rank: u32, communicator: u32) {
         self.record(rank).aborted.fetch_or(communicator_bit(communicator), Ordering::Release);
     }

@@ -1,6 +1,5 @@
 //! How ranks synchronise at an operation: arrival, comparison of the calls, and waiting without ever hanging.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
@@ -83,7 +82,7 @@ impl CpuTransport {
 
     /// Whether it was split from another communicator.
     fn is_group(&self) -> bool {
-        !Arc::ptr_eq(&self.region, &self.family)
+        self.number != self.family
     }
 
     /// Whether some other call was made by more ranks than `ours`, among the ranks that have arrived at operation
@@ -158,7 +157,8 @@ impl CpuTransport {
         if let Some(error) = self.membership.lost_peer(&needed, operation) {
             return Err(error);
         }
-        if let Some(peer) = needed.iter().find(|peer| self.family.lines(**peer).has_failed()) {
+        let has_failed = |peer: &&u32| self.membership.page().has_aborted(**peer, self.family);
+        if let Some(peer) = needed.iter().find(has_failed) {
             return Err(self.membership.failed_peer(*peer, operation()));
         }
         if waited < self.timeout {

@@ -56,8 +56,6 @@ struct Tickets {
 struct Diagnostics {
     /// The queue from which this rank is processing a block, plus one; 0 for none.
     busy: AtomicU32,
-    /// Not 0 once a communicator of this rank has failed: it takes part in no operation any more.
-    failed: AtomicU32,
     /// Sequence lock of the record of a long wait; odd during a change.
     version: AtomicU32,
     /// During a long wait: the rank it waits for, plus one; the number of the flag's line; the flag's target.
@@ -178,16 +176,6 @@ impl RankLines {
             return None;
         }
         Some(Waiting { peer: peer.checked_sub(1)?, flag, target, call })
-    }
-
-    /// Notes that this rank takes part in no operation any more, because one has failed.
-    pub(super) fn set_failed(&self) {
-        self.diagnostics.failed.store(1, Ordering::Release);
-    }
-
-    /// Whether an operation of this rank has failed. What it recorded before is visible then.
-    pub(super) fn has_failed(&self) -> bool {
-        self.diagnostics.failed.load(Ordering::Acquire) != 0
     }
 
     /// The queue from which this rank is processing a block.

@@ -66,10 +66,9 @@ pub(crate) struct CpuTransport {
     title: String,
     rank: u32,
     size: u32,
-    region: Arc<Region>,
-    /// The region of the world's communicator from which this one was split, or its own. Its lines, by world rank,
-    /// say which ranks have failed.
-    family: Arc<Region>,
+    region: Region,
+    /// Number of the world's communicator: this one, or the one from which this group was split.
+    family: u32,
     /// Sequence number of the last operation that was entered.
     sequence: u32,
     /// Number of blocks that earlier operations have put into each rank's queue.
@@ -112,7 +111,6 @@ pub(crate) fn connect(
     })?;
     page.leave(rank);
     let cores = Cores::count((0..size).map(|rank| region.cores(rank)));
-    let region = Arc::new(region);
     let transport = CpuTransport {
         membership: Arc::clone(membership),
         members: members.clone(),
@@ -121,7 +119,7 @@ pub(crate) fn connect(
         key,
         rank,
         size,
-        family: Arc::clone(&region),
+        family: number,
         region,
         sequence: 0,
         queued: vec![0; size as usize],
@@ -345,7 +343,7 @@ impl CpuTransport {
 
 impl FailureHandler for CpuTransport {
     fn abort(&self) {
-        self.family.lines(self.membership.rank()).set_failed();
+        self.membership.page().note_aborted(self.membership.rank(), self.family);
     }
 
     fn is_at_fault(&self, error: &Error) -> bool {
@@ -370,7 +368,7 @@ impl Transport for CpuTransport {
     fn connect_group(&mut self, group: &SplitGroup, rules: Rules) -> Result<Communicator> {
         let (members, key) = (&group.members, group.key());
         let (rank, size) = (members.rank(), members.size());
-        let region = Arc::new(share_region(&self.membership, members, &key, self.timeout)?);
+        let region = share_region(&self.membership, members, &key, self.timeout)?;
         let transport = CpuTransport {
             membership: Arc::clone(&self.membership),
             members: members.clone(),
@@ -380,7 +378,7 @@ impl Transport for CpuTransport {
             rank,
             size,
             region,
-            family: Arc::clone(&self.family),
+            family: self.family,
             sequence: 0,
             queued: vec![0; size as usize],
             sent: vec![0; size as usize],
