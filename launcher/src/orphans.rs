@@ -12,9 +12,10 @@ use std::fs;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
+use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, poll};
 use nix::sys::signal::{Signal, kill};
-use nix::sys::wait::{WaitPidFlag, waitpid};
+use nix::sys::wait::{Id, WaitPidFlag, waitid, waitpid};
 use nix::unistd::{Pid, getpid};
 
 use crate::group::{KILL_TIMEOUT, processes};
@@ -47,7 +48,14 @@ pub(crate) fn end_all(is_kept: impl Fn(Pid) -> bool, mut say: impl FnMut(&str)) 
     let mut is_told = false;
     loop {
         reap(&is_kept);
-        let left: Vec<Pid> = children().into_iter().filter(|child| !is_kept(*child)).collect();
+        let unwanted = |children: Vec<Pid>| -> Vec<Pid> {
+            children.into_iter().filter(|child| !is_kept(*child)).collect()
+        };
+        let mut left = unwanted(children());
+        if left.is_empty() && has_children() {
+            // The kernel's list may omit a child while another one ends.
+            left = unwanted(children_by_parent(getpid()));
+        }
         if left.is_empty() {
             return None;
         }
@@ -91,7 +99,13 @@ pub(crate) fn has_variable(process: Pid, name: &str, value: &str) -> bool {
     environment.split(|byte| *byte == 0).any(|variable| variable == wanted.as_bytes())
 }
 
-/// The children of this process, including zombies.
+/// Whether this process has children at all, including zombies.
+fn has_children() -> bool {
+    let look = WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT | WaitPidFlag::WNOHANG;
+    waitid(Id::All, look) != Err(Errno::ECHILD)
+}
+
+/// The children of this process, including zombies. A child may be missing while another one ends.
 pub(crate) fn children() -> Vec<Pid> {
     let tasks = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
     let lists: Result<Vec<String>, _> =
