@@ -153,13 +153,9 @@ impl Membership {
         Some(self.lost_error(peer, operation()))
     }
 
-    /// The error of waiting for a rank that takes part in no operation any more, because one has failed.
-    pub(crate) fn failed_peer(&self, peer: u32, operation: String) -> Error {
-        self.lost_error(peer, operation)
-    }
-
-    /// The error of losing `peer`. It names the rank that `peer` blames, or else `peer`.
-    fn lost_error(&self, peer: u32, operation: String) -> Error {
+    /// The error of waiting for `peer`, which has ended, or takes part in no operation any more because one has failed. It
+    /// names the rank that `peer` blames, or else `peer`.
+    pub(crate) fn lost_error(&self, peer: u32, operation: String) -> Error {
         let (peer, accusation) = self.find_culprit(peer);
         let departure = self.page.end_description(peer);
         let own = self.page.blame_of(peer);

@@ -166,7 +166,7 @@ pub(super) struct Summary {
     waiting: Option<f64>,
     train_s: f64,
     test_s: f64,
-    /// Of each epoch that this run has trained.
+    /// Times of each epoch that this run has trained.
     epochs_train_s: Vec<f64>,
     epochs_test_s: Vec<f64>,
     /// Number of checkpoints, and the milliseconds that training was blocked by each.

@@ -64,7 +64,7 @@ pub(crate) struct EventLoop<'a> {
 
 /// The end of a launch.
 pub(crate) struct LaunchEnd {
-    /// Of the first job that failed; success if none did.
+    /// The outcome of the first job that failed; success if none did.
     pub(crate) outcome: Outcome,
     /// The index of that job.
     pub(crate) job: Option<usize>,

@@ -14,7 +14,7 @@ use crate::output::{Output, Stream};
 pub(super) enum Source {
     Signals,
     Guardian,
-    /// Of the job with this index.
+    /// A source of the job with this index.
     Job(usize, JobSource),
     Writable(Stream),
     Log,

@@ -159,7 +159,7 @@ impl CpuTransport {
         }
         let has_failed = |peer: &&u32| self.membership.page().has_aborted(**peer, self.family);
         if let Some(peer) = needed.iter().find(has_failed) {
-            return Err(self.membership.failed_peer(*peer, operation()));
+            return Err(self.membership.lost_error(*peer, operation()));
         }
         if waited < self.timeout {
             return Ok(());

@@ -229,7 +229,7 @@ impl Link {
             return Err(error);
         }
         if let Some(peer) = context.peers.iter().find(|peer| page.has_aborted(**peer, self.family.number())) {
-            return Err(self.membership.failed_peer(*peer, self.describe(context)));
+            return Err(self.membership.lost_error(*peer, self.describe(context)));
         }
         if let Some(peer) = self.departed_peer(&context.peers) {
             let (rank, operation, how) =
