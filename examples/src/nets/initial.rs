@@ -1,6 +1,6 @@
 //! Initial values of parameters and running statistics.
 //!
-//! Every element is a function of the seed, its tensor's index and its own index, so each rank could compute its own
+//! Every element is a function of the seed, its tensor's index in the whole network and its own index, so each rank could compute its own
 //! copy. They are broadcast from rank 0 anyway.
 
 use mgpu_kernels::rng::{Stream, splitmix64};
@@ -57,7 +57,7 @@ pub(super) fn buffers(tensors: &Tensors) -> Vec<f32> {
 fn fill(tensors: &Tensors, mut tensor: impl FnMut(usize, Role, &mut [f32])) -> Vec<f32> {
     let mut values = vec![0.0; tensors.parameters.len()];
     for (index, &role) in tensors.roles.iter().enumerate() {
-        tensor(index, role, &mut values[tensors.parameters.range(index)]);
+        tensor(tensors.before + index, role, &mut values[tensors.parameters.range(index)]);
     }
     values
 }

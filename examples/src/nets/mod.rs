@@ -8,7 +8,7 @@
 //! ```text
 //! spec (catalogue) ── shapes, names, offsets, stages (plan) ── initial values (initial)
 //!                                     ├── forward and backward on the CPU (net), in `memory`, with the time that each
-//!                                     │   stage takes (profile)
+//!                                     │   stage takes (profile); the same of some of its layers (part)
 //!                                     └── the same on a GPU (device)
 //! ```
 //!
@@ -35,6 +35,7 @@ mod initial;
 mod layers;
 mod memory;
 mod net;
+mod part;
 mod plan;
 mod profile;
 mod spec;
@@ -50,5 +51,6 @@ pub use mgpu_kernels::conv::cpu::ConvPolicy;
 pub use mgpu_kernels::loss::Report as LossReport;
 pub use mgpu_kernels::pool::Rounding;
 pub use net::{Mode, Net};
+pub use part::Activations;
 pub use profile::{DeviceTimes, Profile, StageTimes};
 pub use spec::Spec;

@@ -1,4 +1,4 @@
-//! A network on the CPU, with its memory: forward and backward pass.
+//! A network on the CPU, or a part of one, with its memory: forward and backward pass.
 
 use mgpu::timeline::Timeline;
 use mgpu::{GradientSink, Layout, Result};
@@ -7,8 +7,8 @@ use mgpu_kernels::{Scratch, Storage, Threads, loss, transpose};
 
 use super::LossReport;
 use super::initial;
-use super::layers::{BackwardPass, CpuLayer, DropoutKey, ForwardPass, Image, Step};
-use super::memory::ActivationMemory;
+use super::layers::{BackwardPass, CpuLayer, DropoutKey, ForwardPass, Image, PassState, Step};
+use super::memory::{ActivationGradients, ActivationMemory, image_slots, vector_slots};
 use super::plan::{Plan, Stage};
 use super::profile::{self, Lap, Profile, StageTimes, TimelineSpans, lap};
 use super::spec::Spec;
@@ -31,23 +31,49 @@ pub enum Mode {
 /// rounding. Arithmetic, parameters and their gradients, and everything from the first dense layer on are f32.
 #[derive(Debug)]
 pub struct Net<E = f32> {
-    plan: Plan,
+    pub(super) plan: Plan,
     threads: Threads,
     max_batch: usize,
     /// The operation of each stage.
     cpu_layers: Vec<CpuLayer>,
-    images: ActivationMemory<E>,
-    /// The last slot holds the logits.
-    vectors: ActivationMemory<f32>,
+    /// The batches in flight, and the index of the current one.
+    pub(super) batches: Vec<BatchInFlight<E>>,
+    pub(super) current: usize,
+    pub(super) image_gradients: ActivationGradients<E>,
+    pub(super) vector_gradients: ActivationGradients<f32>,
     /// Temporary memory for the gradient of a bias.
     bias: Vec<f32>,
     scratch: Scratch,
-    /// Images in the current batch.
-    batch: usize,
-    /// The mode of the current batch; `None` before the first.
-    mode: Option<Mode>,
     profile: Option<Profile>,
     spans: Option<TimelineSpans>,
+    /// The number that the spans of passes get on a timeline.
+    pub(super) span_number: Option<u32>,
+}
+
+/// What a network keeps of a batch from its forward to its backward pass.
+#[derive(Debug)]
+pub(super) struct BatchInFlight<E> {
+    pub(super) images: ActivationMemory<E>,
+    /// The last slot of a whole network holds the logits.
+    pub(super) vectors: ActivationMemory<f32>,
+    /// Of each stage.
+    states: Vec<PassState>,
+    /// Number of images.
+    pub(super) len: usize,
+    /// `None` before the first forward pass.
+    mode: Option<Mode>,
+}
+
+impl<E: Storage> BatchInFlight<E> {
+    fn new(plan: &Plan, max_batch: usize) -> Self {
+        BatchInFlight {
+            images: ActivationMemory::new(plan, image_slots(plan), max_batch),
+            vectors: ActivationMemory::new(plan, vector_slots(plan), max_batch),
+            states: plan.stages.iter().map(|stage| stage.op.pass_state(max_batch)).collect(),
+            len: 0,
+            mode: None,
+        }
+    }
 }
 
 impl Net {
@@ -66,21 +92,31 @@ impl<E: Storage> Net<E> {
     /// # Panics
     /// As [`Net::new`].
     pub fn with_conv_policy(spec: &Spec, max_batch: usize, threads: usize, choice: ConvPolicy) -> Net<E> {
-        let plan = Plan::new(spec);
+        Self::of_plan(Plan::new(spec), (max_batch, 1), threads, choice)
+    }
+
+    /// Allocates everything for `in_flight` batches of up to `max_batch` images.
+    pub(super) fn of_plan(
+        plan: Plan,
+        (max_batch, in_flight): (usize, usize),
+        threads: usize,
+        choice: ConvPolicy,
+    ) -> Net<E> {
         let threads = Threads::new(threads);
         let tensors = plan.tensors.parameters.tensors();
         let biases =
             plan.stages.iter().filter_map(|stage| stage.op.weight()).map(|weight| tensors[weight + 1].len());
         Net {
-            cpu_layers: plan.stages.iter().map(|stage| stage.op.on_cpu(max_batch, choice)).collect(),
-            images: ActivationMemory::images(&plan, max_batch),
-            vectors: ActivationMemory::vectors(&plan, max_batch),
+            cpu_layers: plan.stages.iter().map(|stage| stage.op.on_cpu(choice)).collect(),
+            batches: (0..in_flight).map(|_| BatchInFlight::new(&plan, max_batch)).collect(),
+            current: 0,
+            image_gradients: ActivationGradients::new(&plan, image_slots(&plan), max_batch),
+            vector_gradients: ActivationGradients::new(&plan, vector_slots(&plan), max_batch),
             bias: vec![0.0; biases.max().unwrap_or(0)],
             scratch: Scratch::new(&threads),
-            batch: 0,
-            mode: None,
             profile: None,
             spans: None,
+            span_number: None,
             plan,
             threads,
             max_batch,
@@ -179,13 +215,33 @@ impl<E: Storage> Net<E> {
         mode: Mode,
         ranks: &mut dyn GradientSink,
     ) -> Result<&[f32]> {
+        self.forward_part(params, buffers, Some(images), mode, ranks)?;
+        Ok(self.logits())
+    }
+
+    /// As [`forward`](Self::forward), of a part of a network: of the `images` if it is the first one, else of the
+    /// activations that were written to its [`input`](Self::input).
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    ///
+    /// # Panics
+    /// As [`forward`](Self::forward).
+    pub fn forward_part(
+        &mut self,
+        params: &[f32],
+        buffers: &mut [f32],
+        images: Option<&[f32]>,
+        mode: Mode,
+        ranks: &mut dyn GradientSink,
+    ) -> Result<()> {
         let pass = match mode {
             Mode::Train { dropout } => ForwardPass::Train { buffers, dropout, ranks },
             Mode::Eval => ForwardPass::Eval { buffers },
         };
         self.run(params, images, pass)?;
-        profile::end(&self.profile, "forward");
-        Ok(self.logits())
+        profile::end(&self.profile, ("forward", self.span_number));
+        Ok(())
     }
 
     /// [`Net::forward`] in evaluation mode, which needs no other rank.
@@ -193,17 +249,26 @@ impl<E: Storage> Net<E> {
     /// # Panics
     /// As [`Net::forward`].
     pub fn predict(&mut self, params: &[f32], buffers: &[f32], images: &[f32]) -> &[f32] {
+        self.predict_part(params, buffers, Some(images));
+        self.logits()
+    }
+
+    /// [`Net::forward_part`] in evaluation mode.
+    ///
+    /// # Panics
+    /// As [`Net::forward`].
+    pub fn predict_part(&mut self, params: &[f32], buffers: &[f32], images: Option<&[f32]>) {
         // Only training is profiled.
         let profile = self.profile.take();
         self.run(params, images, ForwardPass::Eval { buffers })
             .expect("evaluation asks nothing of other ranks");
         self.profile = profile;
-        self.logits()
     }
 
     /// The logits of the current batch.
     pub fn logits(&self) -> &[f32] {
-        self.vectors.slot(self.plan.slots.len() - 1, self.batch)
+        let BatchInFlight { vectors, len, .. } = &self.batches[self.current];
+        vectors.slot(self.plan.slots.len() - 1, *len)
     }
 
     /// Loss and accuracy of the current batch.
@@ -211,14 +276,19 @@ impl<E: Storage> Net<E> {
     /// # Panics
     /// If there is not one label for each image, or a label is not a class.
     pub fn score(&self, labels: &[u8]) -> LossReport {
-        assert_eq!(labels.len(), self.batch, "labels for a batch of {}", self.batch);
+        let len = self.batches[self.current].len;
+        assert_eq!(labels.len(), len, "labels for a batch of {len}");
         loss::cpu::score(self.logits(), labels)
     }
 
-    fn run(&mut self, params: &[f32], batch: &[f32], mut pass: ForwardPass<'_>) -> Result<()> {
-        let Net { plan, threads, images, vectors, cpu_layers, scratch, profile, .. } = self;
-        let n = batch.len() / plan.slots[0];
-        assert_eq!(batch.len(), n * plan.slots[0], "a whole number of images");
+    fn run(&mut self, params: &[f32], input: Option<&[f32]>, mut pass: ForwardPass<'_>) -> Result<()> {
+        let Net { plan, threads, batches, cpu_layers, scratch, profile, .. } = self;
+        let BatchInFlight { images, vectors, states, len, mode } = &mut batches[self.current];
+        if let Some(input) = input {
+            *len = input.len() / plan.slots[0];
+            assert_eq!(input.len(), *len * plan.slots[0], "a whole number of images");
+        }
+        let n = *len;
         assert!((1..=self.max_batch).contains(&n), "a batch of {n} images, memory for {}", self.max_batch);
         assert_eq!(params.len(), plan.tensors.parameters.len(), "parameters");
         let buffers_len = match &pass {
@@ -226,17 +296,19 @@ impl<E: Storage> Net<E> {
             ForwardPass::Eval { buffers } => buffers.len(),
         };
         assert_eq!(buffers_len, plan.tensors.buffers.len(), "running statistics");
-        self.batch = n;
-        self.mode = Some(match &pass {
+        *mode = Some(match &pass {
             ForwardPass::Train { dropout, .. } => Mode::Train { dropout: *dropout },
             ForwardPass::Eval { .. } => Mode::Eval,
         });
 
         profile::start(profile);
-        let Image { channels, plane } = plan.image;
-        transpose::matrices(threads, scratch, (channels, plane), batch, images.slot_mut(0, n));
-        lap(profile, Lap::Input);
-        for (index, (stage, cpu_layer)) in plan.stages.iter().zip(cpu_layers).enumerate() {
+        if let Some(input) = input {
+            let Image { channels, plane } = plan.image;
+            transpose::matrices(threads, scratch, (channels, plane), input, images.slot_mut(0, n));
+            lap(profile, Lap::Input);
+        }
+        let stages = plan.stages.iter().zip(cpu_layers).zip(states).enumerate();
+        for (index, ((stage, cpu_layer), state)) in stages {
             let vector = stage.output >= plan.vectors;
             if vector && stage.input < plan.vectors {
                 let Image { channels, plane } = plan.flattened();
@@ -244,7 +316,7 @@ impl<E: Storage> Net<E> {
                 transpose::matrices(threads, scratch, (plane, channels), image, flat);
             }
             let layout = &plan.tensors.parameters;
-            let step = Step { stage: index, threads, scratch, layout, params, profile };
+            let step = Step { stage: index, threads, scratch, layout, params, state, profile };
             if vector {
                 let (x, y) = vectors.of_stage(stage, n);
                 cpu_layer.on_vectors().forward(step, x, y, &mut pass)?;
@@ -273,48 +345,70 @@ impl<E: Storage> Net<E> {
         labels: &[u8],
         sink: &mut dyn GradientSink,
     ) -> Result<LossReport> {
-        let Some(Mode::Train { dropout }) = self.mode else {
-            panic!("a backward pass follows a forward pass in training mode");
-        };
-        let n = self.batch;
-        assert_eq!(labels.len(), n, "labels for a batch of {n}");
-        assert_eq!(params.len(), self.plan.tensors.parameters.len(), "parameters");
-        let Net { plan, threads, images, vectors, cpu_layers, bias, scratch, profile, .. } = self;
+        let Net { plan, batches, vector_gradients, profile, .. } = self;
+        let BatchInFlight { vectors, len, .. } = &batches[self.current];
+        assert_eq!(labels.len(), *len, "labels for a batch of {len}");
 
         profile::start(profile);
-        let (logits, gradient) = vectors.start_backward(n);
-        let report = loss::cpu::gradient(logits, labels, gradient);
+        let logits = vectors.slot(plan.slots.len() - 1, *len);
+        let report = loss::cpu::gradient(logits, labels, vector_gradients.start(logits.len()));
         lap(profile, Lap::Loss);
+        self.propagate(params, sink)?;
+        Ok(report)
+    }
 
+    /// As [`backward`](Self::backward), of a part of a network that is not the last one, after the gradient of its
+    /// output was written to [`output_gradient`](Self::output_gradient). Afterwards
+    /// [`input_gradient`](Self::input_gradient) has the gradient of its input, unless it is the first part.
+    ///
+    /// # Errors
+    /// Errors of the sink.
+    ///
+    /// # Panics
+    /// If the last forward pass was not in training mode.
+    pub fn backward_part(&mut self, params: &[f32], sink: &mut dyn GradientSink) -> Result<()> {
+        profile::start(&mut self.profile);
+        self.propagate(params, sink)
+    }
+
+    /// The backward passes of all stages, after the gradient of the last slot was written.
+    fn propagate(&mut self, params: &[f32], sink: &mut dyn GradientSink) -> Result<()> {
+        let Net { plan, threads, batches, cpu_layers, bias, scratch, profile, .. } = self;
+        let BatchInFlight { images, vectors, states, len: n, mode } = &mut batches[self.current];
+        let (image_gradients, vector_gradients) = (&mut self.image_gradients, &mut self.vector_gradients);
+        let &mut Some(Mode::Train { dropout }) = mode else {
+            panic!("a backward pass follows a forward pass in training mode");
+        };
+        let n = *n;
+        assert_eq!(params.len(), plan.tensors.parameters.len(), "parameters");
         let first = plan.first_with_parameters();
-        let stages = plan.stages.iter().zip(cpu_layers).enumerate();
-        for (index, (stage, cpu_layer)) in stages.skip(first).rev() {
-            let input_gradient = index > first;
+        let stages = plan.stages.iter().zip(cpu_layers).zip(states).enumerate();
+        for (index, ((stage, cpu_layer), state)) in stages.skip(first).rev() {
+            let input_gradient = plan.needs_input_gradient(index);
             let layout = &plan.tensors.parameters;
-            let step = Step { stage: index, threads, scratch: &mut *scratch, layout, params, profile };
+            let step = Step { stage: index, threads, scratch: &mut *scratch, layout, params, state, profile };
             let pass = BackwardPass { input_gradient, dropout, sink: &mut *sink, bias };
             if stage.output < plan.vectors {
-                images.backward(stage, n, input_gradient, |tensors| {
+                image_gradients.backward(stage, (images, n), input_gradient, |tensors| {
                     cpu_layer.on_images::<E>().backward(step, tensors, pass)
                 })?;
             } else {
-                vectors.backward(stage, n, input_gradient, |tensors| {
+                vector_gradients.backward(stage, (vectors, n), input_gradient, |tensors| {
                     cpu_layer.on_vectors().backward(step, tensors, pass)
                 })?;
                 if input_gradient && stage.input < plan.vectors {
-                    let Image { channels, plane } = plan.flattened();
-                    let flat = vectors.gradient(stage.input, n);
-                    let (_, image) = images.start_backward(n);
+                    let (Image { channels, plane }, len) = (plan.flattened(), plan.slots[stage.input] * n);
+                    let (flat, image) = (vector_gradients.latest(len), image_gradients.start(len));
                     transpose::matrices(threads, scratch, (channels, plane), flat, image);
                 }
             }
             lap(profile, Lap::Backward(index));
         }
-        profile::end(profile, "backward");
+        profile::end(profile, ("backward", self.span_number));
         if let Some(profile) = profile {
             profile.steps += 1;
             profile.images += n;
         }
-        Ok(report)
+        Ok(())
     }
 }

@@ -10,6 +10,12 @@
 //!
 //! Images have their channels last, \[N, H, W, C\], on the CPU and on GPUs, also when flattened. Only the following
 //! dense layer must account for that: its weights expect \[C, H, W\].
+//!
+//! A plan may be that of a *part* of a network: consecutive stages, whose first slot holds what the part before has
+//! computed. Stages, slots and tensors are then numbered within the part; layers keep their indices in the spec, which
+//! names of tensors and keys of dropout masks contain.
+
+use std::ops::Range;
 
 use super::layers::{Image, InPlace, LayerContext, Operation};
 use super::profile::{Profile, StageTimes};
@@ -41,7 +47,7 @@ impl Stage {
     }
 }
 
-/// A network with all shapes known.
+/// A network, or a part of one, with all shapes known.
 #[derive(Debug)]
 pub(super) struct Plan {
     /// The shape of the input.
@@ -50,7 +56,7 @@ pub(super) struct Plan {
     /// Elements per image in each slot.
     pub(super) slots: Vec<usize>,
     /// The first slot of vectors: the output of the first stage that reads flattened images. All slots before it hold
-    /// images.
+    /// images. A part without vectors has the number of its slots here.
     pub(super) vectors: usize,
     pub(super) tensors: Tensors,
 }
@@ -62,22 +68,33 @@ impl Plan {
         profile: &Profile,
         kernels: impl Iterator<Item = String>,
     ) -> Vec<StageTimes> {
-        let first = self.first_with_parameters();
         let times = |(index, (stage, kernel)): (usize, (&Stage, String))| {
             let [forward, backward] = profile.stage(index);
             // A multiplication and an addition for each product; the gradients of weights and of the input take the
             // same number each.
-            let passes = if index > first { 3.0 } else { 2.0 };
+            let passes = if self.needs_input_gradient(index) { 3.0 } else { 2.0 };
             let operations = passes * 2.0 * stage.op.multiply_adds() as f64 * profile.images();
             StageTimes { name: stage.name(), kernel, forward, backward, operations }
         };
         self.stages.iter().zip(kernels).enumerate().map(times).collect()
     }
 
+    /// The whole network.
+    ///
     /// # Panics
     /// If a dense layer follows an image without a `Flatten` between them, a kernel does not fit its image, there is
     /// no dense layer, or the last layer outputs an image.
     pub(super) fn new(spec: &Spec) -> Plan {
+        Plan::part(spec, 0..spec.layers.len())
+    }
+
+    /// The part of the network that begins with layer `layers.start` and ends before layer `layers.end`: both are
+    /// [cuts](Self::cuts), or an end of the network.
+    ///
+    /// # Panics
+    /// As [`new`](Self::new), and if no stage begins in the part.
+    pub(super) fn part(spec: &Spec, layers: Range<usize>) -> Plan {
+        let mut outside = Tensors::default();
         let mut plan = Plan {
             image: Image::of(spec.input),
             stages: Vec::new(),
@@ -90,7 +107,11 @@ impl Plan {
         let mut image = Image::of(extents);
         for (layer, kind) in spec.layers.iter().enumerate() {
             let rectified = spec.layers.get(layer + 1).is_some_and(|next| next.rectifies());
-            let op = kind.plan(&mut plan.tensors, &LayerContext { layer, extents, image, rectified });
+            if layer == layers.start {
+                plan.tensors.before = outside.parameters.tensors().len();
+            }
+            let tensors = if layers.contains(&layer) { &mut plan.tensors } else { &mut outside };
+            let op = kind.plan(tensors, &LayerContext { layer, extents, image, rectified });
             let after = kind.output(extents);
             if let Some(op) = op {
                 let flattened = (image != Image::of(extents)).then_some(image);
@@ -105,7 +126,33 @@ impl Plan {
         );
         let flat = plan.stages.iter().find(|stage| stage.flattened.is_some() || stage.op.takes_vectors());
         plan.vectors = flat.expect("a network has a dense layer").output;
+        plan.keep(&layers);
         plan
+    }
+
+    /// Keeps the stages that begin in `layers`, and their slots.
+    fn keep(&mut self, layers: &Range<usize>) {
+        self.stages.retain(|stage| layers.contains(&stage.layer));
+        let (first, last) = (&self.stages[0], &self.stages[self.stages.len() - 1]);
+        let (first, last) = (first.input, last.output);
+        for stage in &mut self.stages {
+            stage.input -= first;
+            stage.output -= first;
+        }
+        self.slots = self.slots[first..=last].to_vec();
+        self.vectors = self.vectors.saturating_sub(first).min(self.slots.len());
+    }
+
+    /// The layers before which the network can be cut into two parts: those that begin a stage that does not work in
+    /// place. (One that does overwrites its input, which the stage before needs as it is then.)
+    pub(super) fn cuts(&self) -> Vec<usize> {
+        let can_begin = |stage: &&Stage| stage.input != stage.output;
+        self.stages.iter().skip(1).filter(can_begin).map(|stage| stage.layer).collect()
+    }
+
+    /// Whether stage `index` computes the gradient of its input: if a stage before it has parameters.
+    pub(super) fn needs_input_gradient(&self, index: usize) -> bool {
+        self.tensors.before > 0 || index > self.first_with_parameters()
     }
 
     /// Adds `op`, with `len` output elements per image.
@@ -136,8 +183,11 @@ impl Plan {
     }
 
     /// The index of the first stage with parameters, or the number of stages if there is none. No gradients are
-    /// needed before it.
+    /// needed before it, unless there are parameters in a part before this one: then it is 0.
     pub(super) fn first_with_parameters(&self) -> usize {
+        if self.tensors.before > 0 {
+            return 0;
+        }
         self.stages.iter().position(|stage| stage.op.weight().is_some()).unwrap_or(self.stages.len())
     }
 }

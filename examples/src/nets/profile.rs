@@ -46,8 +46,8 @@ impl TimelineSpans {
         TimelineSpans { forward: names("forward"), backward: names("backward"), timeline: timeline.clone() }
     }
 
-    fn show(&self, name: Name, begin: u64, end: u64) {
-        self.timeline.record(Span { name, number: None, begin, end, bytes: 0 });
+    fn show(&self, name: Name, number: Option<u32>, begin: u64, end: u64) {
+        self.timeline.record(Span { name, number, begin, end, bytes: 0 });
     }
 }
 
@@ -190,13 +190,13 @@ pub(super) fn lap(profile: &mut Option<Profile>, lap: Lap) {
     };
     *sum += Duration::from_nanos(end - begin);
     if let Some((spans, name)) = spans.zip(name) {
-        spans.show(name, begin, end);
+        spans.show(name, None, begin, end);
     }
 }
 
-/// Ends a pass with the last lap.
-pub(super) fn end(profile: &Option<Profile>, pass: &'static str) {
+/// Ends a pass with the last lap. `pass` is the name of its span, with the number of the micro-batch if it has one.
+pub(super) fn end(profile: &Option<Profile>, (pass, number): (&'static str, Option<u32>)) {
     if let Some(Profile { pass: begin, last, spans: Some(spans), .. }) = profile {
-        spans.show(Name::new(pass), *begin, *last);
+        spans.show(Name::new(pass), number, *begin, *last);
     }
 }

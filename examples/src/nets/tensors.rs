@@ -26,6 +26,8 @@ pub(super) struct Tensors {
     pub(super) roles: Vec<Role>,
     /// Running statistics.
     pub(super) buffers: Layout,
+    /// The number of parameter tensors of the whole network before these, which are a part of it.
+    pub(super) before: usize,
 }
 
 impl Tensors {

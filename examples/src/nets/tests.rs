@@ -442,3 +442,91 @@ fn a_profile_names_every_stage_and_counts_multiplications() {
     assert_eq!(stages[8].operations, (BATCH * 10 * 12 * 2 * 3) as f64);
     assert!(stages.iter().all(|stage| stage.forward > 0.0 && stage.backward > 0.0));
 }
+
+/// Logits and gradients of two batches, one after the other, and the running statistics.
+fn train_whole<E: Storage>(spec: &Spec) -> (Vec<Vec<f32>>, Vec<f32>) {
+    let mut net = Net::<E>::with_conv_policy(spec, BATCH, 1, ConvPolicy::Auto);
+    let (params, mut buffers) = (net.initial_parameters(3), net.initial_buffers());
+    let mut results = Vec::new();
+    for batch in 0..2 {
+        let images = random(BATCH * net.image_len(), batch);
+        let mut sink = Sink::new(&net, None);
+        net.forward(&params, &mut buffers, &images, with_dropout(batch), &mut sink).unwrap();
+        net.backward(&params, &LABELS, &mut sink).unwrap();
+        results.push([net.logits(), &sink.gradients].concat());
+    }
+    (results, buffers)
+}
+
+fn copy<E: Storage>(from: Activations<'_, E>, to: Activations<'_, E>) {
+    match (from, to) {
+        (Activations::Images(from), Activations::Images(to)) => to.copy_from_slice(from),
+        (Activations::Vectors(from), Activations::Vectors(to)) => to.copy_from_slice(from),
+        (from, to) => panic!("{from:?} and {to:?} at the ends of a cut"),
+    }
+}
+
+/// The same of the parts between `cuts`: first both forward passes, then both backward passes.
+fn train_parts<E: Storage>(spec: &Spec, cuts: &[usize]) -> (Vec<Vec<f32>>, Vec<f32>) {
+    let ends: Vec<usize> = [&[0], cuts, &[spec.layers.len()]].concat();
+    let part = |ends: &[usize]| Net::<E>::part(spec, ends[0]..ends[1], (BATCH, 2), 1, ConvPolicy::Auto);
+    let mut parts: Vec<Net<E>> = ends.windows(2).map(part).collect();
+    let params: Vec<_> = parts.iter().map(|part| part.initial_parameters(3)).collect();
+    let mut buffers: Vec<_> = parts.iter().map(Net::initial_buffers).collect();
+    let image_len = parts[0].image_len();
+    let last = parts.len() - 1;
+    for batch in 0..2 {
+        let images = random(BATCH * image_len, batch as u64);
+        for index in 0..=last {
+            let (done, rest) = parts.split_at_mut(index);
+            rest[0].select_batch(batch, batch);
+            if let Some(before) = done.last_mut() {
+                copy(before.output(), rest[0].input(BATCH));
+            }
+            let (params, buffers) = (&params[index], &mut buffers[index]);
+            let mut sink = Sink::new(&rest[0], None);
+            let images = (index == 0).then_some(&images[..]);
+            rest[0].forward_part(params, buffers, images, with_dropout(batch as u64), &mut sink).unwrap();
+        }
+    }
+    let mut results = Vec::new();
+    for batch in 0..2 {
+        parts.iter_mut().for_each(|part| part.select_batch(batch, batch));
+        let mut gradients = Vec::new();
+        for index in (0..=last).rev() {
+            let (rest, done) = parts.split_at_mut(index + 1);
+            let part = &mut rest[index];
+            let mut sink = Sink::new(part, None);
+            if let Some(after) = done.first_mut() {
+                copy(after.input_gradient(), part.output_gradient());
+                part.backward_part(&params[index], &mut sink).unwrap();
+            } else {
+                part.backward(&params[index], &LABELS, &mut sink).unwrap();
+            }
+            gradients.splice(0..0, sink.gradients);
+        }
+        results.push([parts[last].logits(), &gradients].concat());
+    }
+    (results, buffers.concat())
+}
+
+fn parts_train_the_bits_of_the_whole<E: Storage>(spec: &Spec) {
+    let cuts = spec.cuts();
+    let whole = train_whole::<E>(spec);
+    for cuts in cuts.iter().map(std::slice::from_ref) {
+        assert!(train_parts::<E>(spec, cuts) == whole, "{} cut at {cuts:?}", spec.name);
+    }
+    let enough = |cut: &usize| spec.layers_with_parameters().contains(cut);
+    let cuts: Vec<usize> = cuts.into_iter().filter(enough).collect();
+    assert!(train_parts::<E>(spec, &cuts) == whole, "{} cut at {cuts:?}", spec.name);
+}
+
+#[test]
+fn parts_of_a_network_train_the_bits_of_the_whole() {
+    assert_eq!(tiny().cuts(), [3, 4, 6, 8, 10, 13]);
+    assert_eq!(odd().cuts(), [8, 9, 12]);
+    for spec in [tiny(), odd(), smooth()] {
+        parts_train_the_bits_of_the_whole::<f32>(&spec);
+        parts_train_the_bits_of_the_whole::<bf16>(&spec);
+    }
+}

@@ -49,7 +49,7 @@ impl Operation for Rectifier {
         Some(Epilogue::Rectifier { slope: self.slope })
     }
 
-    fn on_cpu(&self, _: usize, _: ConvPolicy) -> CpuLayer {
+    fn on_cpu(&self, _: ConvPolicy) -> CpuLayer {
         CpuLayer::Rectifier(*self)
     }
 

@@ -11,7 +11,8 @@ use mgpu_kernels::{DType, Storage};
 
 use super::{
     BackwardPass, CpuLayer, Definition, DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep,
-    ForwardPass, InPlace, LayerContext, OnCpu, OnGpu, Operation, SetUp, StageTensors, Step, WorkspaceNeeds,
+    ForwardPass, InPlace, LayerContext, OnCpu, OnGpu, Operation, PassState, SetUp, StageTensors, Step,
+    WorkspaceNeeds,
 };
 use crate::nets::profile::{Lap, lap};
 use crate::nets::tensors::{Role, Tensors};
@@ -52,9 +53,12 @@ impl Operation for NormOp {
         InPlace::Backward
     }
 
-    fn on_cpu(&self, _: usize, _: ConvPolicy) -> CpuLayer {
-        let (statistics, sums) = (Statistics::new(self.channels), Sums::new(self.channels));
-        CpuLayer::BatchNorm(Cpu { norm: self.clone(), statistics, sums })
+    fn on_cpu(&self, _: ConvPolicy) -> CpuLayer {
+        CpuLayer::BatchNorm(Cpu { norm: self.clone(), sums: Sums::new(self.channels) })
+    }
+
+    fn pass_state(&self, _: usize) -> PassState {
+        PassState { statistics: Some(Statistics::new(self.channels)), ..PassState::default() }
     }
 
     fn on_gpu(&self, set_up: &SetUp<'_>) -> Result<Box<dyn OnGpu>> {
@@ -68,17 +72,23 @@ impl Operation for NormOp {
     }
 }
 
-/// On the CPU, with the batch statistics kept from the forward to the backward pass.
+/// On the CPU. The batch statistics are kept from the forward to the backward pass.
 #[derive(Debug)]
 pub(in crate::nets) struct Cpu {
     norm: NormOp,
-    statistics: Statistics,
     sums: Sums,
+}
+
+/// The statistics of the batch in `state`.
+fn statistics_of(state: &mut PassState) -> &mut Statistics {
+    state.statistics.as_mut().expect("a batch normalisation keeps its statistics")
 }
 
 impl<T: Storage> OnCpu<T> for Cpu {
     fn forward(&mut self, step: Step<'_>, x: &[T], y: &mut [T], pass: &mut ForwardPass<'_>) -> Result<()> {
-        let Cpu { norm: NormOp { weight, mean, var, .. }, statistics, sums } = self;
+        let Cpu { norm: NormOp { weight, mean, var, .. }, sums } = self;
+        let (gamma, beta) = (step.tensor(*weight), step.tensor(*weight + 1));
+        let statistics = statistics_of(step.state);
         match pass {
             ForwardPass::Train { buffers, ranks, .. } => {
                 norm::cpu::sum_inputs(step.threads, x, sums);
@@ -93,7 +103,6 @@ impl<T: Storage> OnCpu<T> for Cpu {
                 statistics.of_running(&buffers[mean.clone()], &buffers[var.clone()]);
             }
         }
-        let (gamma, beta) = (step.tensor(*weight), step.tensor(*weight + 1));
         norm::cpu::normalise(step.threads, statistics, gamma, beta, x, y);
         Ok(())
     }
@@ -104,10 +113,10 @@ impl<T: Storage> OnCpu<T> for Cpu {
         tensors: StageTensors<'_, T>,
         pass: BackwardPass<'_>,
     ) -> Result<()> {
-        let Cpu { norm: NormOp { weight, .. }, statistics, sums } = self;
+        let Cpu { norm: NormOp { weight, .. }, sums } = self;
         let (StageTensors { x, dy, .. }, BackwardPass { input_gradient, sink, bias, .. }) = (tensors, pass);
         let gamma = step.tensor(*weight);
-        norm::cpu::sum_gradients(step.threads, statistics, x, dy, sums);
+        norm::cpu::sum_gradients(step.threads, statistics_of(step.state), x, dy, sums);
         norm::cpu::scale_gradient(sums, sink.gradient(*weight));
         let db = &mut bias[..gamma.len()];
         norm::cpu::shift_gradient(sums, db);
@@ -115,7 +124,7 @@ impl<T: Storage> OnCpu<T> for Cpu {
         if input_gradient {
             sink.sum_over_ranks(sums.values_mut())?;
             lap(step.profile, Lap::Communication);
-            norm::cpu::backward_input(step.threads, statistics, sums, gamma, x, dy);
+            norm::cpu::backward_input(step.threads, statistics_of(step.state), sums, gamma, x, dy);
         }
         Ok(())
     }

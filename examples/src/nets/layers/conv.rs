@@ -12,8 +12,8 @@ use mgpu_kernels::{DType, Storage, pool};
 use super::activation::Rectifier;
 use super::{
     BackwardPass, CpuLayer, Definition, DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep, Epilogue,
-    ForwardPass, Image, LayerContext, OnCpu, OnGpu, Operation, PoolOp, SetUp, StageTensors, Step, Transposed,
-    WorkspaceNeeds,
+    ForwardPass, Image, LayerContext, OnCpu, OnGpu, Operation, PassState, PoolOp, SetUp, StageTensors, Step,
+    Transposed, WorkspaceNeeds,
 };
 use crate::nets::tensors::{Role, Tensors};
 
@@ -86,14 +86,18 @@ impl Operation for ConvOp {
         Some(Transposed { outer: filters, channels, plane: kernel * kernel })
     }
 
-    fn on_cpu(&self, max_batch: usize, choice: ConvPolicy) -> CpuLayer {
+    fn on_cpu(&self, choice: ConvPolicy) -> CpuLayer {
         let epilogue = ConvEpilogue { slope: self.slope, pool: self.pool.map(|pool| pool.shape.rounding) };
         CpuLayer::Conv(Box::new(Cpu {
             filters: self.shape.filters,
             weight: self.weight,
             kernel: conv::cpu::Conv::new(self.shape, epilogue, choice),
-            chosen: vec![0; self.pool.map_or(0, |pool| pool.outputs()) * max_batch],
         }))
+    }
+
+    fn pass_state(&self, max_batch: usize) -> PassState {
+        let outputs = self.pool.map_or(0, |pool| pool.outputs());
+        PassState { chosen: vec![0; outputs * max_batch], ..PassState::default() }
     }
 
     fn on_gpu(&self, set_up: &SetUp<'_>) -> Result<Box<dyn OnGpu>> {
@@ -108,8 +112,6 @@ pub(in crate::nets) struct Cpu {
     filters: usize,
     weight: usize,
     kernel: conv::cpu::Conv,
-    /// For every pooled output, the index of the maximum in its window.
-    chosen: Vec<u8>,
 }
 
 impl Cpu {
@@ -121,9 +123,10 @@ impl Cpu {
 
 impl<T: Storage> OnCpu<T> for Cpu {
     fn forward(&mut self, step: Step<'_>, x: &[T], y: &mut [T], _: &mut ForwardPass<'_>) -> Result<()> {
-        let Cpu { weight, kernel, chosen, .. } = self;
-        let chosen = if chosen.is_empty() { chosen } else { &mut chosen[..y.len()] };
+        let Cpu { weight, kernel, .. } = self;
         let (weights, bias) = (step.tensor(*weight), step.tensor(*weight + 1));
+        let chosen = &mut step.state.chosen[..];
+        let chosen = if chosen.is_empty() { chosen } else { &mut chosen[..y.len()] };
         kernel.forward(step.threads, step.scratch, x, weights, bias, y, chosen);
         Ok(())
     }
@@ -134,8 +137,9 @@ impl<T: Storage> OnCpu<T> for Cpu {
         tensors: StageTensors<'_, T>,
         pass: BackwardPass<'_>,
     ) -> Result<()> {
-        let Cpu { filters, weight, kernel, chosen } = self;
+        let Cpu { filters, weight, kernel } = self;
         let (StageTensors { x, y, dy, dx }, BackwardPass { sink, bias, .. }) = (tensors, pass);
+        let chosen = &step.state.chosen;
         let chosen = if chosen.is_empty() { &[][..] } else { &chosen[..y.len()] };
         let from = conv::cpu::Backward { x, weights: step.tensor(*weight), y, chosen, dy };
         let db = &mut bias[..*filters];

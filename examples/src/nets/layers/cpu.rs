@@ -4,12 +4,13 @@
 //! [`memory`](crate::nets::memory) says which layers that concerns.
 
 use mgpu::{GradientSink, Layout, Result};
+use mgpu_kernels::norm::Statistics;
 use mgpu_kernels::{Scratch, Threads};
 
 use super::DropoutKey;
 use crate::nets::profile::{Lap, Profile, lap};
 
-/// An operation on the CPU, with its private memory.
+/// An operation on the CPU, with the memory of its kernel.
 pub(in crate::nets) trait OnCpu<T> {
     /// Overwrites `y` with the output. An in-place operation finds its input in `y`; `x` is empty.
     ///
@@ -39,7 +40,18 @@ pub(in crate::nets) struct Step<'a> {
     pub(in crate::nets) layout: &'a Layout,
     /// All parameters.
     pub(in crate::nets) params: &'a [f32],
+    /// What the stage keeps of the current batch.
+    pub(in crate::nets) state: &'a mut PassState,
     pub(in crate::nets) profile: &'a mut Option<Profile>,
+}
+
+/// What a stage keeps of a batch from the forward to the backward pass, besides input and output.
+#[derive(Debug, Default)]
+pub(in crate::nets) struct PassState {
+    /// For every pooled output, the index of the maximum in its window.
+    pub(super) chosen: Vec<u8>,
+    /// Of a batch normalisation.
+    pub(super) statistics: Option<Statistics>,
 }
 
 impl<'a> Step<'a> {

@@ -69,7 +69,7 @@ impl Operation for DenseOp {
         flattened.map(|Image { channels, plane }| Transposed { outer: self.shape.outputs, channels, plane })
     }
 
-    fn on_cpu(&self, _: usize, _: ConvPolicy) -> CpuLayer {
+    fn on_cpu(&self, _: ConvPolicy) -> CpuLayer {
         let &DenseOp { shape, weight, slope } = self;
         CpuLayer::Dense(Cpu { outputs: shape.outputs, weight, kernel: dense::cpu::Dense::new(shape, slope) })
     }

@@ -85,7 +85,7 @@ impl Operation for DropoutOp {
         InPlace::Both
     }
 
-    fn on_cpu(&self, _: usize, _: ConvPolicy) -> CpuLayer {
+    fn on_cpu(&self, _: ConvPolicy) -> CpuLayer {
         CpuLayer::Dropout(*self)
     }
 

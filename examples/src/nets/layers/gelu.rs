@@ -35,7 +35,7 @@ impl Operation for Gelu {
         InPlace::Backward
     }
 
-    fn on_cpu(&self, _: usize, _: ConvPolicy) -> CpuLayer {
+    fn on_cpu(&self, _: ConvPolicy) -> CpuLayer {
         CpuLayer::Gelu(Gelu)
     }
 

@@ -9,7 +9,7 @@ use mgpu_kernels::{DType, Storage};
 
 use super::{
     BackwardPass, CpuLayer, Definition, DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep, Epilogue,
-    ForwardPass, LayerContext, OnCpu, OnGpu, Operation, SetUp, StageTensors, Step,
+    ForwardPass, LayerContext, OnCpu, OnGpu, Operation, PassState, SetUp, StageTensors, Step,
 };
 use crate::nets::tensors::Tensors;
 
@@ -59,8 +59,12 @@ impl Operation for PoolOp {
         Some(Epilogue::MaxPool(*self))
     }
 
-    fn on_cpu(&self, max_batch: usize, _: ConvPolicy) -> CpuLayer {
-        CpuLayer::MaxPool(Cpu { pool: *self, chosen: vec![0; self.outputs() * max_batch] })
+    fn on_cpu(&self, _: ConvPolicy) -> CpuLayer {
+        CpuLayer::MaxPool(*self)
+    }
+
+    fn pass_state(&self, max_batch: usize) -> PassState {
+        PassState { chosen: vec![0; self.outputs() * max_batch], ..PassState::default() }
     }
 
     fn on_gpu(&self, set_up: &SetUp<'_>) -> Result<Box<dyn OnGpu>> {
@@ -68,24 +72,17 @@ impl Operation for PoolOp {
     }
 }
 
-/// On the CPU, with the maximum indices of the forward pass.
-#[derive(Debug)]
-pub(in crate::nets) struct Cpu {
-    pool: PoolOp,
-    chosen: Vec<u8>,
-}
-
-impl<T: Storage> OnCpu<T> for Cpu {
+impl<T: Storage> OnCpu<T> for PoolOp {
     fn forward(&mut self, step: Step<'_>, x: &[T], y: &mut [T], _: &mut ForwardPass<'_>) -> Result<()> {
-        let Cpu { pool: PoolOp { shape, channels }, chosen } = self;
-        pool::cpu::forward(step.threads, shape, *channels, x, y, &mut chosen[..y.len()]);
+        let PoolOp { shape, channels } = self;
+        pool::cpu::forward(step.threads, shape, *channels, x, y, &mut step.state.chosen[..y.len()]);
         Ok(())
     }
 
     fn backward(&mut self, step: Step<'_>, tensors: StageTensors<'_, T>, _: BackwardPass<'_>) -> Result<()> {
-        let Cpu { pool: PoolOp { shape, channels }, chosen } = self;
+        let (PoolOp { shape, channels }, chosen) = (self, &step.state.chosen[..tensors.y.len()]);
         let dx = tensors.dx.expect("pooling has no parameters");
-        pool::cpu::backward(step.threads, shape, *channels, tensors.dy, &chosen[..tensors.y.len()], dx);
+        pool::cpu::backward(step.threads, shape, *channels, tensors.dy, chosen, dx);
         Ok(())
     }
 }

@@ -29,7 +29,7 @@ use mgpu_kernels::conv::cpu::ConvPolicy;
 use mgpu_kernels::pool::Rounding;
 
 use super::tensors::Tensors;
-pub(super) use cpu::{BackwardPass, ForwardPass, OnCpu, StageTensors, Step};
+pub(super) use cpu::{BackwardPass, ForwardPass, OnCpu, PassState, StageTensors, Step};
 pub use dropout::{DeviceDropout, DropoutKey};
 pub(super) use gpu::{
     DevicePass, DeviceStageTensors, DeviceStep, OnGpu, SetUp, SharedWorkspace, Transposed, WorkspaceNeeds,
@@ -188,8 +188,14 @@ pub(super) trait Operation: fmt::Debug + Send + Sync {
         None
     }
 
-    /// Allocates its memory on the CPU for batches of up to `max_batch` images. `choice` applies to convolutions.
-    fn on_cpu(&self, max_batch: usize, choice: ConvPolicy) -> CpuLayer;
+    /// Chooses its kernel on the CPU, and allocates the kernel's memory. `choice` applies to convolutions.
+    fn on_cpu(&self, choice: ConvPolicy) -> CpuLayer;
+
+    /// Allocates what its backward pass on the CPU needs besides input and output, for batches of up to `max_batch`
+    /// images.
+    fn pass_state(&self, _max_batch: usize) -> PassState {
+        PassState::default()
+    }
 
     /// Allocates its memory on a GPU, and chooses its kernels.
     ///
@@ -227,7 +233,7 @@ pub(super) enum CpuLayer {
     Dense(dense::Cpu),
     Dropout(dropout::DropoutOp),
     Gelu(gelu::Gelu),
-    MaxPool(max_pool::Cpu),
+    MaxPool(PoolOp),
 }
 
 impl CpuLayer {
