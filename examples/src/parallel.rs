@@ -15,6 +15,11 @@ pub(crate) struct Parallel {
     /// of the layers; layers:K: K ranks share the layers, and such groups of ranks train in parallel).
     #[arg(long, value_name = "NAME", default_value_t = PlacementChoice::Replicated)]
     placement: PlacementChoice,
+    /// With --placement layers: the layers before which the network is cut, such as 3,7. Layers are counted from 0, as in
+    /// the lines of --profile and --show-kernels. Without it, rank 0 measures the layers at the start, and the cuts
+    /// that make the slowest part fastest are used.
+    #[arg(long, value_name = "LAYERS", value_delimiter = ',', value_parser = positive)]
+    cut: Vec<usize>,
     /// Bucket size in MiB: gradients reduced in one all-reduce, for example 0.25 [default: 1; on GPUs 16].
     #[arg(long, value_name = "MIB", value_parser = mebibytes)]
     bucket: Option<usize>,
@@ -94,6 +99,27 @@ impl Display for PlacementChoice {
     }
 }
 
+/// How ranks share a network with [`PlacementChoice::Layers`]: rank r has part r mod `stages` of replica ⌊r / `stages`⌋.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Grid {
+    /// The number of parts of the network, each on a rank.
+    pub(crate) stages: u32,
+    /// The number of copies of the whole network, which train on different images.
+    pub(crate) replicas: u32,
+}
+
+impl Grid {
+    /// The part of the network on `rank`.
+    pub(crate) fn stage(self, rank: u32) -> u32 {
+        rank % self.stages
+    }
+
+    /// The copy of the network that the part on `rank` belongs to.
+    pub(crate) fn replica(self, rank: u32) -> u32 {
+        rank / self.stages
+    }
+}
+
 /// How gradients are combined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum ReduceBy {
@@ -141,6 +167,65 @@ impl Parallel {
     /// The global norm that gradients are clipped to, if any.
     pub(crate) fn clip_norm(&self) -> Option<f64> {
         self.clip_norm
+    }
+
+    /// The placement, as on the command line.
+    pub(crate) fn placement(&self) -> PlacementChoice {
+        self.placement
+    }
+
+    /// The layers before which the network is to be cut; empty if they are to be measured.
+    pub(crate) fn cuts(&self) -> &[usize] {
+        &self.cut
+    }
+
+    /// How `ranks` ranks share the layers; `None` if each has the whole network.
+    pub(crate) fn grid(&self, ranks: u32) -> Result<Option<Grid>, String> {
+        let PlacementChoice::Layers(stages) = self.placement else {
+            let is_cut = !self.cut.is_empty();
+            return if is_cut { Err("--cut needs --placement layers".to_owned()) } else { Ok(None) };
+        };
+        let placement = format!("--placement {}", self.placement);
+        let stages = stages.unwrap_or(ranks);
+        if self.clip_norm.is_some() {
+            return Err(format!(
+                "{placement} and --clip-norm are incompatible: no rank has all gradients, whose norm would be clipped"
+            ));
+        }
+        if self.is_world_size_invariant() {
+            return Err(format!(
+                "{placement} and --world-size-invariant are incompatible: give the micro-batches with --accumulate"
+            ));
+        }
+        if self.overlap {
+            return Err(format!(
+                "{placement} and --overlap are incompatible: the ranks of a pipeline compute while others communicate"
+            ));
+        }
+        if stages > ranks || !ranks.is_multiple_of(stages) {
+            return Err(format!(
+                "{placement} needs a multiple of {stages} ranks, not {ranks}: each copy of the network is on {stages}"
+            ));
+        }
+        Ok(Some(Grid { stages, replicas: ranks / stages }))
+    }
+
+    /// The number of `rank` of `ranks` ranks among the copies of the network, and the number of copies. Each copy trains on
+    /// batches of its own.
+    pub(crate) fn replica(&self, rank: u32, ranks: u32) -> Result<(u32, u32), String> {
+        Ok(self.grid(ranks)?.map_or((rank, ranks), |grid| (grid.replica(rank), grid.replicas)))
+    }
+
+    /// What the weights on `ranks` ranks have in common, in words.
+    pub(crate) fn describe_copies(&self, ranks: u32) -> String {
+        let s = |count: u32| if count == 1 { "" } else { "s" };
+        match self.grid(ranks) {
+            Ok(Some(Grid { stages, replicas: 1 })) => format!("cut over {stages} rank{}", s(stages)),
+            Ok(Some(Grid { stages, replicas })) => {
+                format!("cut over {stages} rank{}, the same in {replicas} copies", s(stages))
+            }
+            _ => format!("the same on {ranks} rank{}", s(ranks)),
+        }
     }
 
     /// How many times the mean gradients are: with `--reduction sum`, the number of micro-batches on all of `ranks` ranks
@@ -193,6 +278,7 @@ impl Parallel {
     pub(crate) fn settings(&self) -> Vec<(&'static str, String)> {
         vec![
             ("--placement", self.placement.to_string()),
+            ("--cut", format!("{:?}", self.cut)),
             ("--bucket", given(self.bucket.map(|bytes| bytes as f64 / f64::from(1 << 20)))),
             ("--shard-optimizer", self.sharding().unwrap_or("auto").to_owned()),
             ("--overlap", self.overlap.to_string()),

@@ -132,6 +132,13 @@ pub fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     let mut world = World::from_env()?;
+    if args.parallel.grid(world.size())?.is_some() {
+        let placement = args.parallel.placement();
+        return Err(format!(
+            "golden_check has no --placement {placement}: it compares the tensors of each rank"
+        )
+        .into());
+    }
     let folder = args.data.clone().or_else(|| std::env::var_os("MGPU_DATA").map(PathBuf::from));
     let folder = folder.ok_or("golden runs need MNIST: give its folder with --data DIR or in MGPU_DATA")?;
     let train = idx::read_split(&folder, Split::Train)?;

@@ -74,7 +74,8 @@ impl Plan {
             // same number each.
             let passes = if self.needs_input_gradient(index) { 3.0 } else { 2.0 };
             let operations = passes * 2.0 * stage.op.multiply_adds() as f64 * profile.images();
-            StageTimes { name: stage.name(), kernel, forward, backward, operations }
+            let layer = stage.layer;
+            StageTimes { layer, name: stage.name(), kernel, forward, backward, operations }
         };
         self.stages.iter().zip(kernels).enumerate().map(times).collect()
     }

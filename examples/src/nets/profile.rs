@@ -80,6 +80,8 @@ pub struct DeviceTimes {
 /// Average times of one stage.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StageTimes {
+    /// Index of its first layer in the spec.
+    pub layer: usize,
     /// Index of its first layer in the spec, and a description.
     pub name: String,
     /// Its kernel.

@@ -11,7 +11,7 @@ use mgpu_kernels::cuda::{AutotuneOptions, Libraries};
 use super::engine::Options;
 use super::schedule::ScheduleKind;
 use crate::nets::{ConvPolicy, Spec};
-use crate::parallel::{Parallel, above_0, given, positive};
+use crate::parallel::{Parallel, PlacementChoice, above_0, given, positive};
 
 /// Trains a network on MNIST, on one rank or under mgpurun on several.
 ///
@@ -299,6 +299,10 @@ impl Args {
             settings.push(("--threads", threads.to_string()));
         }
         let is_given = |path: &Option<PathBuf>| if path.is_some() { "given" } else { "none" }.to_owned();
+        if matches!(self.parallel.placement(), PlacementChoice::Layers(_)) {
+            // All ranks that share the layers compute logits together.
+            settings.push(("--logits", is_given(&self.logits)));
+        }
         settings.extend([
             ("--evaluate", is_given(&self.evaluate)),
             ("--predict", is_given(&self.predict)),

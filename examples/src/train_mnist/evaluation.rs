@@ -63,23 +63,36 @@ pub(super) fn run(mut args: Args) -> Result<(), Box<dyn Error>> {
         predictions::write(images, output, &mut *engine)?;
     }
     let predicted = images.as_ref().map(Dataset::len);
-    let memory = RankMemory::gather(&mut *engine)?;
-    let Some(checkpoint) = checkpoint else { return Ok(()) };
+    let (memory, l2_loss) = (RankMemory::gather(&mut *engine)?, engine.l2_loss()?);
+    if let Some(checkpoint) = checkpoint {
+        let model =
+            ModelSummary::new(&args, &mut *engine, (tested, l2_loss, checksum), (memory, threads), origin);
+        report(&args, model, checkpoint.path(), (tested, predicted))?;
+    }
+    if let (Some(path), Some(data)) = (&args.logits, &data) {
+        logits::write(path, &args.net().name, &mut *engine, &data.test)?;
+    }
+    Ok(())
+}
+
+/// Prints the results.
+fn report(
+    args: &Args,
+    model: ModelSummary,
+    checkpoint: &Path,
+    (tested, predicted): (Option<TestResult>, Option<usize>),
+) -> Result<(), Box<dyn Error>> {
     if let (Some(count), Some(output)) = (predicted, &args.output) {
         outln!("{count} predictions in {}", output.display());
     }
-    outln!("weights {checksum:016x}, the same on {}", number_of_ranks(world.size()));
-    let model = ModelSummary::new(&args, &mut *engine, tested, (memory, threads), origin, checksum)?;
+    outln!("weights {}, {}", model.weights, args.parallel.describe_copies(model.ranks));
     if let Some(l2) = model.l2_loss {
         outln!("L2 penalty of the weights {l2:.4}, which no loss above includes");
     }
     if args.json {
         let test_s = tested.map(|tested| round(tested.seconds));
-        let checkpoint = checkpoint.path().display().to_string();
+        let checkpoint = checkpoint.display().to_string();
         outln!("{}", serde_json::to_string(&Summary { model, test_s, checkpoint, predicted })?);
-    }
-    if let (Some(path), Some(data)) = (&args.logits, &data) {
-        logits::write(path, &args.net().name, &mut *engine, &data.test)?;
     }
     Ok(())
 }
@@ -94,6 +107,9 @@ fn print_header(args: &Args, engine: &mut dyn Engine, path: &Path, origin: &str)
         number_of_ranks(engine.comm().size()),
         engine.describe_device()
     );
+    if let Some(parts) = engine.describe_parts() {
+        outln!("{parts}");
+    }
     if args.show_kernels {
         engine.kernels().iter().for_each(|line| outln!("{line}"));
     }

@@ -23,16 +23,23 @@ struct Logits<'a> {
     logits: Vec<&'a [f32]>,
 }
 
-/// Writes the first images of `data` and their logits in evaluation mode to `path`, as JSON. Warns if the file cannot
-/// be written.
+/// Writes the first images of `data` and their logits in evaluation mode to `path`, as JSON, on rank 0. Warns if the file
+/// cannot be written. All ranks call it.
 pub(super) fn write(
     path: &Path,
     net: &str,
     engine: &mut dyn Engine,
     data: &Dataset,
 ) -> Result<(), Box<dyn Error>> {
+    // The ranks of the first copy of the network compute together.
+    if engine.replica().0 > 0 {
+        return Ok(());
+    }
     let count = IMAGES.min(data.len());
     let logits = engine.logits(data, count)?;
+    if engine.comm().rank() > 0 {
+        return Ok(());
+    }
     let text = serde_json::to_vec(&Logits {
         net,
         images: data.images.chunks(IMAGE_LEN).take(count).collect(),

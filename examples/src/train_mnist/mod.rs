@@ -28,7 +28,7 @@ use std::sync::Arc;
 use args::Args;
 use byproducts::ByProduct;
 use curves::Curves;
-use engine::{Cpu, Engine, Gpu, TrainingConfig};
+use engine::{Cpu, Engine, Gpu, Pipeline, TrainingConfig};
 use half::bf16;
 use mgpu::Phase;
 use mgpu::replicate::verify_settings;
@@ -131,15 +131,19 @@ impl<'a> Session<'a> {
             return;
         }
         let (args, ranks) = (self.args, self.world.size());
+        let (_, replicas) = trainer.engine().replica();
         outln!(
             "{} ({} parameters) on {} of {}, {} images a step; {}",
             args.net().name,
             trainer.engine().parameters(),
             number_of_ranks(ranks),
             trainer.engine().describe_device(),
-            args.batch() * ranks as usize,
+            args.batch() * replicas as usize,
             self.data.origin
         );
+        if let Some(parts) = trainer.engine().describe_parts() {
+            outln!("{parts}");
+        }
         if args.show_kernels {
             trainer.engine().kernels().iter().for_each(|line| outln!("{line}"));
         }
@@ -224,26 +228,29 @@ impl<'a> Session<'a> {
         let memory = RankMemory::gather(trainer.engine())?;
         let mut communication = trainer.totals().communication();
         trainer.engine().comm().all_reduce_slice(&mut communication, ReduceOp::Avg)?;
+        let (l2_loss, pipeline) = (trainer.engine().l2_loss()?, trainer.engine().pipeline()?);
         if self.world.rank() == 0 {
-            outln!("weights {checksum:016x}, the same on {}", number_of_ranks(ranks));
+            outln!("weights {checksum:016x}, {}", args.parallel.describe_copies(ranks));
             let profile = trainer.engine().profile();
             if let Some(profile) = &profile {
                 print(format_args!("{profile}"));
             }
             if args.json {
                 let (memory, data) = ((memory, self.threads), trainer.data().to_owned());
-                let model = ModelSummary::new(args, trainer.engine(), tested, memory, data, checksum)?;
+                let results = (tested, l2_loss, checksum);
+                let model = ModelSummary::new(args, trainer.engine(), results, memory, data);
                 let mut summary = Summary::new(model, trainer);
+                summary.pipeline = pipeline;
                 if ranks > 1 && trainer.steps() > begun && trainer.engine().gpu().is_none() {
                     summary.set_communication(communication);
                 }
                 summary.profile = profile;
                 outln!("{}", serde_json::to_string(&summary)?);
             }
-            // The last output, so that a full disk cannot lose the lines above.
-            if let Some(path) = &args.logits {
-                logits::write(path, &args.net().name, trainer.engine(), &self.data.test)?;
-            }
+        }
+        // The last output, so that a full disk cannot lose the lines above.
+        if let Some(path) = &args.logits {
+            logits::write(path, &args.net().name, trainer.engine(), &self.data.test)?;
         }
         if let Some(path) = &args.timeline {
             match self.timeline.write(trainer.engine().comm(), path) {
@@ -262,7 +269,15 @@ fn communicators(
     timeline: &Timeline,
     threads: usize,
 ) -> Result<(DeviceComm, Comm), Box<dyn Error>> {
+    let is_cut = args.parallel.grid(world.size())?.is_some();
     let (device, mut comm) = match world.backend() {
+        Backend::Nccl if is_cut => {
+            let placement = args.parallel.placement();
+            return Err(format!(
+                "--placement {placement} runs on CPUs only: start it with mgpurun --backend cpu"
+            )
+            .into());
+        }
         Backend::Cpu => (None, timeline.observe(world.communicator()?)),
         Backend::Nccl => world.communicators().map(|(device, host)| (Some(device), host))?,
     };
@@ -281,6 +296,12 @@ fn engine(
     timeline: &Timeline,
     threads: usize,
 ) -> mgpu::Result<Box<dyn Engine>> {
+    if let Some(grid) = args.parallel.grid(comm.size()).map_err(mgpu::Error::program)? {
+        return Ok(match args.precision {
+            Precision::Bf16 => Box::new(Pipeline::<bf16>::new(config, args, grid, comm, timeline, threads)?),
+            _ => Box::new(Pipeline::<f32>::new(config, args, grid, comm, timeline, threads)?),
+        });
+    }
     Ok(match (device, args.precision) {
         (Some(device), _) => Box::new(Gpu::new(config, args, device, comm, timeline)?),
         (None, Precision::Bf16) => Box::new(Cpu::<bf16>::new(config, args, comm, timeline, threads)?),

@@ -73,7 +73,8 @@ pub(super) fn read(path: &Path, comm: &mut Communicator) -> Result<Dataset, Box<
 
 /// Classifies the images of `data` and writes the predictions to `output`. Collective.
 pub(super) fn write(data: &Dataset, output: &Path, engine: &mut dyn Engine) -> Result<(), Box<dyn Error>> {
-    let round = ROUND * engine.comm().size() as usize * IMAGE_LEN;
+    let (_, replicas) = engine.replica();
+    let round = ROUND * replicas as usize * IMAGE_LEN;
     let mut logits = Vec::with_capacity(data.len() * CLASSES);
     for images in data.images.chunks(round) {
         logits.extend(logits_of(images, engine)?);
@@ -91,22 +92,24 @@ pub(super) fn write(data: &Dataset, output: &Path, engine: &mut dyn Engine) -> R
     Ok(())
 }
 
-/// The logits of `images`; each rank computes its part. Collective.
+/// The logits of `images`; each copy of the network computes its part. Collective.
 fn logits_of(images: &[u8], engine: &mut dyn Engine) -> mgpu::Result<Vec<f32>> {
-    let (rank, ranks, count) = (engine.comm().rank(), engine.comm().size(), images.len() / IMAGE_LEN);
-    let shard = |rank| evaluation_shard(count, rank, ranks);
-    let own = shard(rank)?;
+    let ((replica, replicas), count) = (engine.replica(), images.len() / IMAGE_LEN);
+    let shard = |replica| evaluation_shard(count, replica, replicas);
+    let own = shard(replica)?;
     let images = images[own.start * IMAGE_LEN..own.end * IMAGE_LEN].to_vec();
     let own = Dataset { images, labels: vec![0; own.len()] };
     let mut logits = if own.is_empty() { Vec::new() } else { engine.logits(&own, own.len())? };
     // Equal lengths for the all-gather.
-    let share = count.div_ceil(ranks as usize) * CLASSES;
+    let share = count.div_ceil(replicas as usize) * CLASSES;
     logits.resize(share, 0.0);
     let all = engine.comm().all_gather_slice(&logits)?;
     let mut whole = Vec::with_capacity(count * CLASSES);
-    for rank in 0..ranks {
-        let begin = rank as usize * share;
-        whole.extend_from_slice(&all[begin..begin + shard(rank)?.len() * CLASSES]);
+    // All ranks of a copy, which follow each other, have the same logits.
+    let ranks = (engine.comm().size() / replicas) as usize;
+    for replica in 0..replicas {
+        let begin = replica as usize * ranks * share;
+        whole.extend_from_slice(&all[begin..begin + shard(replica)?.len() * CLASSES]);
     }
     Ok(whole)
 }

@@ -99,7 +99,7 @@ impl StepProfile {
         };
         let layers: Vec<_> = stages
             .into_iter()
-            .map(|StageTimes { name, kernel, forward, backward, operations }| {
+            .map(|StageTimes { name, kernel, forward, backward, operations, .. }| {
                 let gflops = (operations > 0.0).then(|| operations / (forward + backward).max(1e-9) / 1e9);
                 LayerProfile {
                     layer: name,

@@ -11,7 +11,7 @@ use terminal_size::terminal_size_of;
 
 use super::args::Args;
 use super::byproducts::AppendedFile;
-use super::engine::Engine;
+use super::engine::{Engine, PipelineReport};
 use super::profile::StepProfile;
 use super::trainer::Trainer;
 use crate::nets::LossReport;
@@ -94,8 +94,9 @@ pub(super) struct ModelSummary {
     #[serde(rename = "impl")]
     implementation: &'static str,
     net: String,
-    ranks: u32,
-    /// Batch size of each rank, in images.
+    pub(super) ranks: u32,
+    placement: String,
+    /// Batch size of each rank, or of the ranks that share the layers, in images.
     batch: usize,
     device: &'static str,
     dtype: &'static str,
@@ -115,7 +116,7 @@ pub(super) struct ModelSummary {
     seed: u64,
     data: String,
     /// XXH3 checksum of the weights, equal on all ranks.
-    weights: String,
+    pub(super) weights: String,
 }
 
 impl ModelSummary {
@@ -123,16 +124,16 @@ impl ModelSummary {
     pub(super) fn new(
         args: &Args,
         engine: &mut dyn Engine,
-        tested: Option<TestResult>,
+        (tested, l2_loss, checksum): (Option<TestResult>, Option<f64>, u64),
         (memory, threads): (RankMemory, usize),
         data: String,
-        checksum: u64,
-    ) -> mgpu::Result<Self> {
+    ) -> Self {
         let average = tested.and_then(|tested| tested.average);
-        Ok(ModelSummary {
+        ModelSummary {
             implementation: "mgpu",
             net: args.net().name,
             ranks: engine.comm().size(),
+            placement: args.parallel.placement().to_string(),
             batch: args.batch(),
             device: if engine.gpu().is_some() { "cuda" } else { "cpu" },
             dtype: args.precision.name(),
@@ -141,14 +142,14 @@ impl ModelSummary {
             test_loss: tested.map(|tested| tested.score.loss()),
             test_acc_average: average.map(|average| average.accuracy()),
             test_loss_average: average.map(|average| average.loss()),
-            l2_loss: engine.l2_loss()?,
+            l2_loss,
             gpu: engine.gpu().map(|gpu| gpu.name().to_owned()),
             memory,
             threads,
             seed: args.seed(),
             data,
             weights: format!("{checksum:016x}"),
-        })
+        }
     }
 }
 
@@ -174,6 +175,9 @@ pub(super) struct Summary {
     checkpoints: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
     ms_per_checkpoint: Option<f64>,
+    /// If the layers are cut over ranks.
+    #[serde(flatten)]
+    pub(super) pipeline: Option<PipelineReport>,
     /// With `--profile`.
     #[serde(flatten)]
     pub(super) profile: Option<StepProfile>,
@@ -196,6 +200,7 @@ impl Summary {
             epochs_test_s: each(&times.test_s),
             checkpoints: cost.map(|(saved, _)| saved),
             ms_per_checkpoint: cost.map(|(_, ms)| round(ms)),
+            pipeline: None,
             profile: None,
         }
     }

@@ -21,6 +21,7 @@ pub(super) struct Run {
     pub(super) seed: u64,
     /// Batch size of each rank, in images.
     pub(super) batch: usize,
+    /// Number of ranks that train on different images.
     pub(super) ranks: u32,
     /// Initial learning rate.
     pub(super) lr: f64,

@@ -135,6 +135,8 @@ impl Trainer {
     ) -> Result<Self, Box<dyn Error>> {
         let batch = args.batch();
         let samples = data.train.len();
+        // Ranks that share the layers of a network train on the same images.
+        let (rank, ranks) = args.parallel.replica(rank, ranks)?;
         let sampler = Sampler::new(SamplerConfig { samples, batch, rank, ranks, seed: args.seed() })?;
         let length = match args.length() {
             Length::Epochs(epochs) => epochs.saturating_mul(sampler.steps_per_epoch() as u64),
@@ -251,7 +253,7 @@ impl Trainer {
         let (begin, length) = (self.steps(), self.length);
         let watch = Stopwatch::start(&self.timeline, self.running_since.take());
         // A single rank does not communicate, and on GPUs the host cannot count it.
-        let communicates = self.run.ranks > 1 && self.engine.gpu().is_none();
+        let communicates = self.engine.comm().size() > 1 && self.engine.gpu().is_none();
         let share = |spent: TimeSpent| communicates.then(|| spent.communication()[0]);
         let mut measured_from = (begin >= WARM_UP).then(|| (watch.spent(), begin));
         while self.engine.steps() < last {
@@ -355,11 +357,11 @@ impl Trainer {
     }
 }
 
-/// Evaluates on `data`, each image once, on one of the ranks. Collective.
+/// Evaluates on `data`, each image once, on one of the copies of the network. Collective.
 pub(super) fn evaluate(engine: &mut dyn Engine, data: &Dataset) -> mgpu::Result<TestResult> {
     let start = Instant::now();
-    let (rank, ranks) = (engine.comm().rank(), engine.comm().size());
-    let shard: Vec<u32> = evaluation_shard(data.len(), rank, ranks)?.map(|i| i as u32).collect();
+    let (replica, replicas) = engine.replica();
+    let shard: Vec<u32> = evaluation_shard(data.len(), replica, replicas)?.map(|i| i as u32).collect();
     let (score, average) = engine.evaluate(data, &shard)?;
     let score = over_ranks(score, engine.comm())?;
     let average = average.map(|average| over_ranks(average, engine.comm())).transpose()?;

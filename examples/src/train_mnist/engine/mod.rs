@@ -1,11 +1,12 @@
-//! Training on the CPU or on a GPU, behind one interface.
+//! Training on the CPU, on CPUs as a pipeline, or on a GPU, behind one interface.
 //!
-//! The trainer decides what happens when; an engine owns the model and does it. Both engines train the same networks
-//! from the same initial values on the same batches and write the same checkpoints, so a run can be resumed with the
-//! other engine.
+//! The trainer decides what happens when; an engine owns the model and does it. All engines train the same networks
+//! from the same initial values on the same batches and write the same checkpoints, so a run can be resumed with
+//! another engine.
 
 mod cpu;
 mod gpu;
+mod pipeline;
 
 pub(super) use cpu::Cpu;
 pub(super) use gpu::{Gpu, Options};
@@ -13,6 +14,7 @@ use mgpu::checkpoint::{Checkpoint, Snapshot};
 use mgpu::optimizer::{OptimizerConfig, Schedule};
 use mgpu::{Communicator, Layout, ReduceOp, Sampler};
 use mgpu_kernels::cuda::Device;
+pub(super) use pipeline::{Pipeline, PipelineReport};
 
 use super::profile::StepProfile;
 use crate::data::Dataset;
@@ -64,6 +66,12 @@ pub(super) trait Engine {
     /// For the program's own collectives between steps.
     fn comm(&mut self) -> &mut Communicator;
 
+    /// The number of this rank's copy of the network, and the number of copies. Each copy trains on its own images; a rank
+    /// has a copy of its own unless the layers are cut over ranks.
+    fn replica(&mut self) -> (u32, u32) {
+        (self.comm().rank(), self.comm().size())
+    }
+
     /// Number of parameters of the network.
     fn parameters(&self) -> usize;
 
@@ -97,13 +105,13 @@ pub(super) trait Engine {
     fn take_score(&mut self) -> mgpu::Result<LossReport>;
 
     /// The L2 penalty of the weights after the steps so far, if the optimizer has one. To be called where a stretch has
-    /// stopped.
+    /// stopped. Collective.
     ///
     /// # Errors
-    /// Errors of the GPU.
+    /// Errors of the communicator and of the GPU.
     fn l2_loss(&mut self) -> mgpu::Result<Option<f64>>;
 
-    /// Evaluates the samples `shard`, and again with the moving average of the weights if there is one. Collective.
+    /// Evaluates the samples `shard`, the same on all ranks of a [copy](Self::replica), and again with the moving average of the weights if there is one. Collective.
     ///
     /// # Errors
     /// Errors of the communicator and of the GPU.
@@ -127,10 +135,11 @@ pub(super) trait Engine {
     /// If the checkpoint cannot be read or does not fit.
     fn restore(&mut self, step: u64, checkpoint: Option<&Checkpoint>) -> mgpu::Result<()>;
 
-    /// The logits of the first `count` images of `data`, \[count, classes\], in evaluation mode.
+    /// The logits of the first `count` images of `data`, \[count, classes\], in evaluation mode. All ranks of a
+    /// [copy](Self::replica) of the network call it together.
     ///
     /// # Errors
-    /// Errors of the GPU.
+    /// Errors of the communicator and of the GPU.
     fn logits(&mut self, data: &Dataset, count: usize) -> mgpu::Result<Vec<f32>>;
 
     /// The GPU; `None` on the CPU.
@@ -144,6 +153,19 @@ pub(super) trait Engine {
 
     /// The profile of the steps so far, if requested and available.
     fn profile(&self) -> Option<StepProfile>;
+
+    /// Which layers each part of the network has, in words, if the layers are cut over ranks.
+    fn describe_parts(&self) -> Option<String> {
+        None
+    }
+
+    /// How the layers are cut over ranks, if they are. Collective.
+    ///
+    /// # Errors
+    /// Errors of the communicator.
+    fn pipeline(&mut self) -> mgpu::Result<Option<PipelineReport>> {
+        Ok(None)
+    }
 }
 
 /// Sums a report over all ranks. Counts stay exact: they are far below 2^53.

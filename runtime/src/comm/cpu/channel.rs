@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering;
 
 use super::CpuTransport;
 use crate::Result;
+use crate::clock::now;
 use crate::comm::Buffer;
 use crate::comm::signature::Signature;
 
@@ -90,15 +91,26 @@ impl CpuTransport {
         (0..bytes.div_ceil(most).max(1)).map(move |index| (index * most, most.min(bytes - index * most)))
     }
 
+    /// Records that the peer of a message has come: until then this rank has waited for it.
+    fn record_peer(&self) {
+        if let Some(arrival) = &self.arrival {
+            let _ = arrival.compare_exchange(0, now(), Ordering::Relaxed, Ordering::Relaxed);
+        }
+    }
+
     pub(super) fn send_message(&mut self, buffer: &Buffer, to: u32, call: &Signature) -> Result<()> {
         self.membership.page().touch(self.membership.rank());
         let channel = Channel::of_messages(self.rank, to);
-        for (begin, bytes) in self.message_chunks(buffer.bytes()) {
+        for (index, (begin, bytes)) in self.message_chunks(buffer.bytes()).enumerate() {
             let source = buffer.address().wrapping_add(begin);
             self.send_chunk(channel, call, |chunk| {
                 // SAFETY: the range is within the buffer, and the receiver has released the chunk.
                 unsafe { std::ptr::copy_nonoverlapping(source, chunk, bytes) };
             })?;
+            // The first two chunks need no receiver.
+            if index == 2 {
+                self.record_peer();
+            }
         }
         Ok(())
     }
@@ -108,6 +120,7 @@ impl CpuTransport {
         let channel = Channel::of_messages(from, self.rank);
         for (begin, bytes) in self.message_chunks(buffer.bytes()) {
             let chunk = self.receive_chunk(channel, call)?;
+            self.record_peer();
             // SAFETY: the range is within the buffer, and the sender does not write the chunk before its release.
             unsafe { std::ptr::copy_nonoverlapping(chunk, buffer.address().wrapping_add(begin), bytes) };
             self.release_chunk(channel);
