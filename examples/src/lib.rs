@@ -39,6 +39,7 @@ pub mod hello_ring;
 pub mod nets;
 pub mod own_optimizer;
 mod parallel;
+mod pipeline;
 mod print;
 pub mod train_mlp;
 pub mod train_mnist;

@@ -210,6 +210,11 @@ impl Parallel {
         Ok(Some(Grid { stages, replicas: ranks / stages }))
     }
 
+    /// The error of a run on GPUs whose layers are to be cut over ranks.
+    pub(crate) fn refuse_on_gpus(&self) -> String {
+        format!("--placement {} runs on CPUs only: start it with mgpurun --backend cpu", self.placement)
+    }
+
     /// The number of `rank` of `ranks` ranks among the copies of the network, and the number of copies. Each copy trains on
     /// batches of its own.
     pub(crate) fn replica(&self, rank: u32, ranks: u32) -> Result<(u32, u32), String> {

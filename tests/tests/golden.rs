@@ -55,6 +55,13 @@ fn all_networks_on_1_rank() {
     check(1, &[]);
 }
 
+/// The layers cut over ranks, alone and in two copies.
+#[test]
+fn networks_cut_over_ranks() {
+    check(3, &["--placement", "layers"]);
+    check_some(4, &["--placement", "layers:2", "--accumulate", "2"], &["lenet5", "deep"]);
+}
+
 #[test]
 fn all_networks_on_2_ranks() {
     check(2, &["--shard-optimizer", "on"]);

@@ -15,6 +15,7 @@
 
 mod cpu;
 mod gpu;
+mod pipeline;
 
 use std::error::Error;
 use std::fs::File;
@@ -31,6 +32,7 @@ use mgpu::replicate::verify_settings;
 use mgpu::{Backend, Communicator, Layout, ReduceOp, World};
 use mgpu_kernels::Precision;
 use mgpu_kernels::cuda::Libraries;
+use pipeline::Pipeline;
 use serde::Deserialize;
 
 use crate::data::{Dataset, Split, idx};
@@ -132,13 +134,6 @@ pub fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     let mut world = World::from_env()?;
-    if args.parallel.grid(world.size())?.is_some() {
-        let placement = args.parallel.placement();
-        return Err(format!(
-            "golden_check has no --placement {placement}: it compares the tensors of each rank"
-        )
-        .into());
-    }
     let folder = args.data.clone().or_else(|| std::env::var_os("MGPU_DATA").map(PathBuf::from));
     let folder = folder.ok_or("golden runs need MNIST: give its folder with --data DIR or in MGPU_DATA")?;
     let train = idx::read_split(&folder, Split::Train)?;
@@ -217,7 +212,10 @@ fn repeat(
     args: &Args,
     settings: &Settings,
 ) -> Result<RunResults, Box<dyn Error>> {
-    let (rank, ranks) = (world.rank() as usize, world.size() as usize);
+    let grid = args.parallel.grid(world.size())?;
+    // Ranks that share the layers of a network train on the same images.
+    let (rank, ranks) = args.parallel.replica(world.rank(), world.size())?;
+    let (rank, ranks) = (rank as usize, ranks as usize);
     if !golden.batch.is_multiple_of(ranks) {
         return Err(
             format!("a batch of {} images cannot be split evenly over {ranks} ranks", golden.batch).into()
@@ -240,12 +238,20 @@ fn repeat(
             let threads = args.parallel.threads(args.threads, world.thread_share());
             let mut comm = world.communicator()?;
             verify_settings(&mut comm, settings)?;
-            if args.precision == Precision::Bf16 {
+            if let Some(grid) = grid {
+                let part = (batch, grid);
+                if args.precision == Precision::Bf16 {
+                    Box::new(Pipeline::<bf16>::new(golden, train, part, comm, threads, args)?)
+                } else {
+                    Box::new(Pipeline::<f32>::new(golden, train, part, comm, threads, args)?)
+                }
+            } else if args.precision == Precision::Bf16 {
                 Box::new(Cpu::<bf16>::new(golden, train, batch, comm, threads, args)?)
             } else {
                 Box::new(Cpu::<f32>::new(golden, train, batch, comm, threads, args)?)
             }
         }
+        Backend::Nccl if grid.is_some() => return Err(args.parallel.refuse_on_gpus().into()),
         Backend::Nccl => {
             let (device, mut host) = world.communicators()?;
             verify_settings(&mut host, settings)?;

@@ -271,13 +271,7 @@ fn communicators(
 ) -> Result<(DeviceComm, Comm), Box<dyn Error>> {
     let is_cut = args.parallel.grid(world.size())?.is_some();
     let (device, mut comm) = match world.backend() {
-        Backend::Nccl if is_cut => {
-            let placement = args.parallel.placement();
-            return Err(format!(
-                "--placement {placement} runs on CPUs only: start it with mgpurun --backend cpu"
-            )
-            .into());
-        }
+        Backend::Nccl if is_cut => return Err(args.parallel.refuse_on_gpus().into()),
         Backend::Cpu => (None, timeline.observe(world.communicator()?)),
         Backend::Nccl => world.communicators().map(|(device, host)| (Some(device), host))?,
     };

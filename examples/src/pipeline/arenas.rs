@@ -1,23 +1,21 @@
-//! The state of the whole network: gathered from the stages on rank 0, and distributed to them.
+//! The arenas of the whole network: gathered from the stages on rank 0, and distributed to them.
 //!
-//! Only the first copy of the network takes part, because all copies have the same state. Then each stage passes it on
-//! in its own column.
+//! Only the first copy of the network takes part, because all copies have the same values. The stages pass on what they
+//! have received in their own columns.
 
 use std::ops::Range;
 
-use mgpu::checkpoint::{Checkpoint, Snapshot};
 use mgpu::replicate::{checksum, replicate};
 use mgpu::{Element, Layout};
 use mgpu_kernels::Storage;
 
-use super::super::read;
-use super::Pipeline;
+use super::Stage;
 use super::neighbours::{Neighbours, receive, send};
 use crate::nets::Spec;
 
 /// The layouts of the whole network, and where its parts are in them.
 pub(super) struct Layouts {
-    pub(super) parameters: Layout,
+    parameters: Layout,
     buffers: Layout,
     /// The elements of each part.
     of_parameters: Vec<Range<usize>>,
@@ -41,11 +39,11 @@ impl Layouts {
 fn elements(layout: &Layout, layers: Range<usize>) -> Range<usize> {
     let layer = |name: &str| name.split('.').next().and_then(|layer| layer.parse().ok());
     let within = |name: &str| layer(name).is_some_and(|layer| layers.contains(&layer));
-    let mut tensors = layout.tensors().iter().filter(|tensor| within(&tensor.name));
-    match (tensors.next(), tensors.next_back()) {
-        (Some(first), Some(last)) => first.range().start..last.range().end,
-        (Some(only), None) => only.range(),
-        (None, _) => 0..0,
+    let tensors = layout.tensors().iter().filter(|tensor| within(&tensor.name));
+    let ranges: Vec<Range<usize>> = tensors.map(|tensor| tensor.range()).collect();
+    match (ranges.first(), ranges.last()) {
+        (Some(first), Some(last)) => first.start..last.end,
+        _ => 0..0,
     }
 }
 
@@ -63,80 +61,82 @@ fn gather(row: &mut Neighbours, own: &[f32], parts: &[Range<usize>]) -> mgpu::Re
     Ok(Some(whole))
 }
 
-/// Distributes the parts of the arena `whole`, which stage 0 has. Returns this stage's part.
-fn scatter(row: &mut Neighbours, whole: Vec<f32>, parts: &[Range<usize>]) -> mgpu::Result<Vec<f32>> {
+/// Distributes the parts of the arena that `whole` returns, which only stage 0 calls. Returns this stage's part.
+fn scatter(
+    row: &mut Neighbours,
+    parts: &[Range<usize>],
+    whole: impl FnOnce() -> mgpu::Result<Vec<f32>>,
+) -> mgpu::Result<Vec<f32>> {
     let own = parts[row.stage() as usize].clone();
     if row.stage() > 0 {
         let mut values = vec![0.0; own.len()];
         receive(row.comm(), &mut None, &mut values, 0)?;
         return Ok(values);
     }
+    let mut whole = whole()?;
     for (stage, part) in (0..).zip(parts).skip(1) {
         send(row.comm(), &mut None, &whole[part.clone()], stage)?;
     }
-    Ok(whole[own].to_vec())
+    whole.truncate(own.len());
+    Ok(whole)
 }
 
-impl<E: Storage + Element> Pipeline<E> {
-    /// Whether this rank is in the first copy of the network.
-    fn is_in_first_copy(&self) -> bool {
-        self.grid.replica(self.comm.rank()) == 0
+impl<E: Storage + Element> Stage<E> {
+    /// Names, shapes and offsets of the parameters of the whole network.
+    pub(crate) fn layout(&self) -> &Layout {
+        &self.layouts.parameters
     }
 
-    /// The checksum of the whole network's parameters. Collective.
-    pub(super) fn checksum(&mut self) -> mgpu::Result<u64> {
-        let mut sum = [0];
-        if self.is_in_first_copy() {
-            let Pipeline { row, model, layouts, .. } = self;
-            if let Some(whole) = gather(row, model.parameters(), &layouts.of_parameters)? {
-                sum = [checksum(&whole).cast_signed()];
-            }
+    /// The checksum of the whole network's parameters, on rank 0; 0 elsewhere. Collective.
+    pub(crate) fn checksum(&mut self) -> mgpu::Result<u64> {
+        let Stage { copy, row, model, layouts, .. } = self;
+        if *copy > 0 {
+            return Ok(0);
         }
-        self.comm.broadcast_slice(&mut sum, 0)?;
-        Ok(sum[0].cast_unsigned())
+        let whole = gather(row, model.parameters(), &layouts.of_parameters)?;
+        Ok(whole.map_or(0, |whole| checksum(&whole)))
     }
 
-    /// The state of the whole network, on rank 0. Collective.
-    pub(super) fn gather_snapshot(&mut self) -> mgpu::Result<Option<Snapshot>> {
-        let (is_in_first_copy, is_first) = (self.is_in_first_copy(), self.comm.rank() == 0);
-        let Pipeline { row, model, layouts, .. } = self;
-        let mut snapshot = Snapshot::new(model.steps());
+    /// Passes the arenas of the whole network to `keep` on rank 0: parameters, optimizer state and running statistics,
+    /// each with its name and layout. Collective.
+    pub(crate) fn gather_arenas(
+        &mut self,
+        mut keep: impl FnMut(&str, &Layout, Vec<f32>),
+    ) -> mgpu::Result<()> {
+        let Stage { copy, row, model, layouts, .. } = self;
         let arenas = model.arenas()?;
-        if !is_in_first_copy {
-            return Ok(None);
+        if *copy > 0 {
+            return Ok(());
         }
         for (name, own) in arenas {
             if let Some(whole) = gather(row, &own, &layouts.of_parameters)? {
-                snapshot.add(name, &layouts.parameters, whole);
+                keep(name, &layouts.parameters, whole);
             }
         }
         if let Some(whole) = gather(row, model.buffers(), &layouts.of_buffers)? {
-            snapshot.add("buffers", &layouts.buffers, whole);
+            keep("buffers", &layouts.buffers, whole);
         }
-        Ok(is_first.then_some(snapshot))
+        Ok(())
     }
 
-    /// Restores the state after `step` steps from rank 0's checkpoint. Collective.
-    pub(super) fn scatter_checkpoint(
+    /// Restores the state after `steps` steps. `read` returns the arena of the whole network of that name and layout;
+    /// only rank 0 calls it. Collective.
+    pub(crate) fn scatter_arenas(
         &mut self,
-        step: u64,
-        checkpoint: Option<&Checkpoint>,
+        steps: u64,
+        read: impl Fn(&str, &Layout) -> mgpu::Result<Vec<f32>>,
     ) -> mgpu::Result<()> {
-        let is_in_first_copy = self.is_in_first_copy();
-        let Pipeline { row, model, net, layouts, .. } = self;
-        let mut own = |name: &str, (whole, parts): (&Layout, &[Range<usize>]), own: &Layout| {
-            match is_in_first_copy {
-                // Only stage 0 reads.
-                true if row.stage() == 0 => scatter(row, read(checkpoint, name, whole)?, parts),
-                true => scatter(row, Vec::new(), parts),
-                // The values of the first copy replace them.
-                false => Ok(vec![0.0; own.len()]),
-            }
+        let Stage { copy, row, model, net, layouts, .. } = self;
+        let mut part = |name: &str, (whole, parts): (&Layout, &[Range<usize>]), own: &Layout| match *copy {
+            0 => scatter(row, parts, || read(name, whole)),
+            // The values of the first copy replace them.
+            _ => Ok(vec![0.0; own.len()]),
         };
         let of_parameters = (&layouts.parameters, &layouts.of_parameters[..]);
-        model.restore(step, |name, layout| own(name, of_parameters, layout))?;
-        let mut buffers = own("buffers", (&layouts.buffers, &layouts.of_buffers), net.buffers_layout())?;
-        replicate(model.comm(), net.buffers_layout(), &mut buffers)?;
+        model.restore(steps, |name, own| part(name, of_parameters, own))?;
+        let layout = net.buffers_layout();
+        let mut buffers = part("buffers", (&layouts.buffers, &layouts.of_buffers), layout)?;
+        replicate(model.comm(), layout, &mut buffers)?;
         model.buffers_mut().copy_from_slice(&buffers);
         Ok(())
     }

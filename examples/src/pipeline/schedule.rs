@@ -28,6 +28,20 @@ pub(super) enum Action {
     SendGradient(usize),
 }
 
+impl Action {
+    /// The micro-batch.
+    pub(super) fn number(self) -> usize {
+        match self {
+            Action::ReceiveActivation(number)
+            | Action::Forward(number)
+            | Action::SendActivation(number)
+            | Action::ReceiveGradient(number)
+            | Action::Backward(number)
+            | Action::SendGradient(number) => number,
+        }
+    }
+}
+
 /// The position of a stage in its pipeline.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Schedule {

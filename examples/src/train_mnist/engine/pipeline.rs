@@ -1,0 +1,236 @@
+//! Training on CPUs as a [pipeline](crate::pipeline).
+
+use std::time::{Duration, Instant};
+
+use mgpu::checkpoint::{Checkpoint, Snapshot};
+use mgpu::optimizer::OptimizerConfig;
+use mgpu::timeline::Timeline;
+use mgpu::{Communicator, Element, ReduceOp, Sampler};
+use mgpu_kernels::Storage;
+use mgpu_kernels::cuda::Device;
+use serde::Serialize;
+
+use super::super::args::Args;
+use super::super::profile::StepProfile;
+use super::super::report::round;
+use super::super::trainer::WARM_UP;
+use super::{Engine, StepObserver, Stretch, TrainingConfig, check_finite, over_ranks, read};
+use crate::data::{CLASSES, Dataset};
+use crate::nets::{DropoutKey, LossReport, Mode};
+use crate::parallel::Grid;
+use crate::pipeline::{PipelineConfig, Stage};
+
+/// A stage of a pipeline on this rank. Images between layers are stored as `E`.
+pub(in super::super) struct Pipeline<E> {
+    /// Of all ranks.
+    comm: Communicator,
+    grid: Grid,
+    stage: Stage<E>,
+    /// Whether the cuts were measured.
+    measured: bool,
+    training_config: TrainingConfig,
+    optimizer: OptimizerConfig,
+    threads: usize,
+    /// The losses of this rank's images in this epoch, on the last stage.
+    score: LossReport,
+    /// After the warm-up: time of the steps, and of waiting for other stages.
+    steps_time: Duration,
+    idle_time: Duration,
+}
+
+/// How the layers are cut over ranks, for the summary.
+#[derive(Debug, Serialize)]
+pub(in super::super) struct PipelineReport {
+    /// Number of parts, and the layers before which the network is cut.
+    stages: u32,
+    cuts: Vec<usize>,
+    /// Share of the time of a step that a rank waits for other stages, mean over ranks; none without measured steps.
+    idle: Option<f64>,
+    /// Of each rank: the largest number of micro-batches whose activations were kept at the same time, and the memory of
+    /// activations in MiB.
+    rank_in_flight: Vec<usize>,
+    rank_activations_mib: Vec<f64>,
+}
+
+impl<E: Storage + Element> Pipeline<E> {
+    pub(in super::super) fn new(
+        training_config: &TrainingConfig,
+        args: &Args,
+        grid: Grid,
+        mut comm: Communicator,
+        timeline: &Timeline,
+        threads: usize,
+    ) -> mgpu::Result<Self> {
+        let spec = args.net();
+        let (optimizer, cuts) = (training_config.optimizer(&spec), args.parallel.cuts());
+        let &TrainingConfig { batch, micro_batches, seed, .. } = training_config;
+        let config = PipelineConfig {
+            grid,
+            cuts,
+            micro_batch: batch / micro_batches,
+            threads,
+            conv: args.conv,
+            stage: args.parallel.config(optimizer, threads, (grid.replicas, micro_batches)),
+        };
+        let timeline = (timeline, args.timeline.is_some());
+        let stage = Stage::new(&mut comm, &spec, config, |net| net.initial_parameters(seed), timeline)?;
+        Ok(Pipeline {
+            comm,
+            grid,
+            stage,
+            measured: cuts.is_empty(),
+            training_config: *training_config,
+            optimizer,
+            threads,
+            score: LossReport::default(),
+            steps_time: Duration::ZERO,
+            idle_time: Duration::ZERO,
+        })
+    }
+}
+
+impl<E: Storage + Element> Engine for Pipeline<E> {
+    fn comm(&mut self) -> &mut Communicator {
+        &mut self.comm
+    }
+
+    fn replica(&mut self) -> (u32, u32) {
+        (self.stage.copy(), self.grid.replicas)
+    }
+
+    fn parameters(&self) -> usize {
+        self.stage.layout().len()
+    }
+
+    fn steps(&self) -> u64 {
+        self.stage.steps()
+    }
+
+    fn train(
+        &mut self,
+        data: &Dataset,
+        sampler: &mut Sampler,
+        Stretch { until, .. }: Stretch,
+        observer: &mut StepObserver<'_>,
+    ) -> mgpu::Result<()> {
+        let TrainingConfig { seed, first_sample, steps_per_epoch, .. } = self.training_config;
+        let stage = &mut self.stage;
+        while stage.steps() < until {
+            let step = stage.steps();
+            let (begin, waited) = (Instant::now(), stage.waited());
+            let samples = sampler.batch(step / steps_per_epoch, (step % steps_per_epoch) as usize);
+            let mode = |first: usize| {
+                let first_sample = first_sample + first as u64;
+                Mode::Train { dropout: Some(DropoutKey { seed, step, first_sample }) }
+            };
+            let report = stage.step(data, samples, mode, |_, _| ())?;
+            if step >= WARM_UP {
+                self.steps_time += begin.elapsed();
+                self.idle_time += stage.waited() - waited;
+            }
+            if stage.is_last() {
+                self.score += report;
+            }
+            observer(step + 1, report.loss());
+        }
+        Ok(())
+    }
+
+    fn score_so_far(&mut self) -> mgpu::Result<LossReport> {
+        over_ranks(self.score, &mut self.comm)
+    }
+
+    fn take_score(&mut self) -> mgpu::Result<LossReport> {
+        over_ranks(std::mem::take(&mut self.score), &mut self.comm)
+    }
+
+    fn l2_loss(&mut self) -> mgpu::Result<Option<f64>> {
+        let model = self.stage.model();
+        let Some(own) = self.optimizer.l2_penalty(model.layout(), model.parameters()) else {
+            return Ok(None);
+        };
+        let mut sum = [own];
+        self.stage.row().all_reduce_slice(&mut sum, ReduceOp::Sum)?;
+        Ok(Some(sum[0]))
+    }
+
+    fn evaluate(&mut self, data: &Dataset, shard: &[u32]) -> mgpu::Result<(LossReport, Option<LossReport>)> {
+        let (stage, mut score, mut averaged) =
+            (&mut self.stage, LossReport::default(), LossReport::default());
+        stage.predict(None, data, shard, |net, labels| score += net.score(labels))?;
+        let Some(average) = stage.model().averaged_parameters()? else { return Ok((score, None)) };
+        stage.predict(Some(&average), data, shard, |net, labels| averaged += net.score(labels))?;
+        Ok((score, Some(averaged)))
+    }
+
+    fn verify(&mut self) -> mgpu::Result<u64> {
+        let model = self.stage.model();
+        check_finite(model.layout(), model.parameters())?;
+        model.verify()?;
+        let mut sum = [self.stage.checksum()?.cast_signed()];
+        self.comm.broadcast_slice(&mut sum, 0)?;
+        Ok(sum[0].cast_unsigned())
+    }
+
+    fn snapshot(&mut self) -> mgpu::Result<Option<Snapshot>> {
+        let mut snapshot = Snapshot::new(self.steps());
+        self.stage.gather_arenas(|name, layout, values| snapshot.add(name, layout, values))?;
+        Ok((self.comm.rank() == 0).then_some(snapshot))
+    }
+
+    fn restore(&mut self, step: u64, checkpoint: Option<&Checkpoint>) -> mgpu::Result<()> {
+        self.stage.scatter_arenas(step, |name, layout| read(checkpoint, name, layout))
+    }
+
+    fn logits(&mut self, data: &Dataset, count: usize) -> mgpu::Result<Vec<f32>> {
+        let all: Vec<u32> = (0..count as u32).collect();
+        let mut logits = Vec::with_capacity(count * CLASSES);
+        self.stage.predict(None, data, &all, |net, _| logits.extend_from_slice(net.logits()))?;
+        logits.resize(count * CLASSES, 0.0);
+        self.stage.row().broadcast_slice(&mut logits, self.grid.stages - 1)?;
+        Ok(logits)
+    }
+
+    fn gpu(&self) -> Option<&Device> {
+        None
+    }
+
+    fn describe_device(&self) -> String {
+        format!("{} thread{}", self.threads, if self.threads == 1 { "" } else { "s" })
+    }
+
+    fn kernels(&self) -> Vec<String> {
+        self.stage.net().describe()
+    }
+
+    fn profile(&self) -> Option<StepProfile> {
+        None
+    }
+
+    fn describe_parts(&self) -> Option<String> {
+        let layers = |part: &[usize]| match part[1] - part[0] {
+            1 => part[0].to_string(),
+            _ => format!("{}-{}", part[0], part[1] - 1),
+        };
+        let parts: Vec<String> = self.stage.ends().windows(2).map(layers).collect();
+        let how = if self.measured { ", cut by their measured times" } else { "" };
+        Some(format!("parts of the network: layers {}{how}", parts.join(" | ")))
+    }
+
+    fn pipeline(&mut self) -> mgpu::Result<Option<PipelineReport>> {
+        let share = self.idle_time.as_secs_f64() / self.steps_time.as_secs_f64().max(1e-9);
+        let (most, mib) =
+            (self.stage.most_in_flight(), self.stage.net().activation_bytes() as f64 / f64::from(1 << 20));
+        let all = self.comm.all_gather_slice(&[share, most as f64, mib])?;
+        let (ranks, _) = all.as_chunks::<3>();
+        let mean = ranks.iter().map(|[share, ..]| share).sum::<f64>() / ranks.len() as f64;
+        let ends = self.stage.ends();
+        Ok(Some(PipelineReport {
+            stages: self.grid.stages,
+            cuts: ends[1..ends.len() - 1].to_vec(),
+            idle: (self.steps_time > Duration::ZERO).then(|| round(mean)),
+            rank_in_flight: ranks.iter().map(|[_, most, _]| *most as usize).collect(),
+            rank_activations_mib: ranks.iter().map(|[.., mib]| round(*mib)).collect(),
+        }))
+    }
+}
