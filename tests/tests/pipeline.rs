@@ -191,8 +191,12 @@ fn evaluations_are_equal(data: &Data, folder: &Path) {
         let json = data.train(ranks, &[&all[..], flags].concat()).json();
         (json["weights"].clone(), json["test_acc"].clone(), fs::read(output).unwrap())
     };
-    let alone = evaluate(1, "alone.jsonl", &[]);
-    assert_eq!(evaluate(4, "grid.jsonl", &["--placement", "layers:2", "--batch", "3"]), alone);
+    let alone = evaluate(1, "alone.jsonl", &["--batch", "4"]);
+    let grid = evaluate(4, "grid.jsonl", &["--batch", "4", "--placement", "layers:2"]);
+    assert!(grid == alone, "{} and {}", String::from_utf8_lossy(&grid.2), String::from_utf8_lossy(&alone.2));
+    // Batches that do not divide the images.
+    let (weights, accuracy, _) = evaluate(4, "other.jsonl", &["--batch", "3", "--placement", "layers:2"]);
+    assert_eq!((weights, accuracy), (alone.0, alone.1));
 }
 
 /// No more than the stages behind it, and no more than there are micro-batches.
@@ -232,9 +236,9 @@ fn the_timeline_numbers_micro_batches_and_shows_messages() {
     let events = file["traceEvents"].as_array().unwrap();
     let of = |rank: u64, name: &str| -> Vec<Value> {
         let mut spans: Vec<&Value> =
-            events.iter().filter(|event| event["tid"] == rank && event["name"] == name).collect();
+            events.iter().filter(|event| event["tid"] == rank + 1 && event["name"] == name).collect();
         spans.sort_by(|a, b| a["ts"].as_f64().unwrap().total_cmp(&b["ts"].as_f64().unwrap()));
-        spans.iter().map(|span| span["args"]["number"].clone()).collect()
+        spans.iter().map(|span| span["args"]["micro_batch"].clone()).collect()
     };
     for rank in [0, 1] {
         for pass in ["forward", "backward"] {

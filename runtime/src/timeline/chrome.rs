@@ -89,6 +89,7 @@ fn write_arguments(span: &TrackSpan, name: &str, out: &mut impl Write) -> io::Re
     let key = match name {
         "step" => "step",
         "all_reduce" | "reduce_scatter" => "bucket",
+        "forward" | "backward" => "micro_batch",
         _ => "number",
     };
     match (span.number, span.bytes) {
