@@ -275,6 +275,7 @@ fn what_does_not_fit_is_refused() {
     refused(3, &["--placement", "layers:2"], "--placement layers:2 needs a multiple of 2 ranks, not 3");
     refused(2, &["--placement", "layers:4"], "--placement layers:4 needs a multiple of 4 ranks, not 2");
     refused(2, &with(&["--clip-norm", "1"]), "--placement layers and --clip-norm are incompatible");
+    refused(2, &with(&["--profile"]), "--placement layers and --profile are incompatible");
     refused(2, &with(&["--overlap"]), "--placement layers and --overlap are incompatible");
     refused(
         2,

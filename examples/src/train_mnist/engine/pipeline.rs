@@ -61,6 +61,10 @@ impl<E: Storage + Element> Pipeline<E> {
         timeline: &Timeline,
         threads: usize,
     ) -> mgpu::Result<Self> {
+        if args.profile {
+            let problem = "--placement layers and --profile are incompatible: no rank has all layers; see --timeline";
+            return Err(mgpu::Error::program(problem));
+        }
         let spec = args.net();
         let (optimizer, cuts) = (training_config.optimizer(&spec), args.parallel.cuts());
         let &TrainingConfig { batch, micro_batches, seed, .. } = training_config;
