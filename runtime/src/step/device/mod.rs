@@ -18,6 +18,7 @@ mod device_bucket;
 mod exchange;
 mod graph;
 mod guard;
+mod host;
 mod state;
 mod step;
 mod sums;
@@ -32,6 +33,7 @@ use device_bucket::{DeviceBucket, DeviceBuckets, padded};
 pub use graph::{Readback, StepGraph, Upload};
 use guard::Guard;
 pub use guard::StatusReadback;
+use host::{HostModel, HostSide};
 use mgpu_kernels::arena::cuda as arena;
 use mgpu_kernels::cuda::{Memory, StepState, Stream, View};
 use mgpu_kernels::optimizer::chunk::Chunk;
@@ -41,7 +43,7 @@ use sums::{Buffers, DeviceAccumulator};
 pub use trace::{DeviceClock, DeviceSpan, StepTrace, TracePoint};
 
 use super::accumulate::Counter;
-use super::config::{Compression, check_micro_batches, check_sums};
+use super::config::{Compression, Placement, check_micro_batches, check_sums};
 use super::describe_buffers;
 use super::readiness::Readiness;
 use crate::bucket;
@@ -119,7 +121,7 @@ fn check_layout(layout: &Layout) -> Result<()> {
 /// ```
 pub struct DeviceDataParallel {
     // Dropped before the memory below, after `drop` has drained the collectives that use it.
-    host: Communicator,
+    host: HostSide,
     comm: Arc<DeviceCommunicator>,
     layout: Layout,
     config: DeviceConfig,
@@ -186,17 +188,24 @@ impl DeviceDataParallel {
         check_layout(&layout)?;
         config.check(comm.size())?;
         verify_settings(&mut host, &config.settings())?;
-        replicate(&mut host, &layout, &mut parameters)?;
         let device = comm.device().clone();
         let (compute, exchange) = (Stream::new(&device)?, Stream::with_high_priority(&device)?);
         let DeviceConfig { parallel, .. } = config;
-        let exchanges = comm.uses_nccl();
+        let exchanges = comm.uses_nccl() && parallel.placement != Placement::Host;
         let (first, rest) = parallel.reducer.buckets(BUCKET);
         let buckets = bucket::plan(&layout, first, rest);
         let counter = Counter::new(parallel.reducer.micro_batches, parallel.reducer.world_size_invariant);
         let readiness = Readiness::new(&layout, &buckets, exchanges, counter);
         let buckets =
             DeviceBuckets::split(&device, &layout, &buckets, &parallel, (comm.rank(), comm.size()))?;
+        let host = if parallel.placement == Placement::Host {
+            let host = HostModel::new(host, (&layout, parameters), parallel, (&device, &buckets.all))?;
+            parameters = host.parameters().to_vec();
+            HostSide::Model(Box::new(host))
+        } else {
+            replicate(&mut host, &layout, &mut parameters)?;
+            HostSide::Communicator(host)
+        };
         let len = padded(&layout);
         parameters.resize(len, 0.0);
         let arena = |used: bool, dtype, len| used.then(|| Memory::zeroed(&device, dtype, len)).transpose();
@@ -213,7 +222,7 @@ impl DeviceDataParallel {
                 DType::Bf16,
                 len,
             )?,
-            theirs: arena(comm.size() > 1 && invariant, DType::F32, len)?,
+            theirs: arena(exchanges && comm.size() > 1 && invariant, DType::F32, len)?,
             first: arena(rule.states() > 0, DType::F32, buckets.states)?,
             second: arena(rule.states() > 1, DType::F32, buckets.states)?,
             average: arena(parallel.optimizer.average.is_some(), DType::F32, buckets.states)?,
@@ -236,7 +245,7 @@ impl DeviceDataParallel {
             trace: RefCell::default(),
         };
         if let Some(average) = &model.average {
-            copy_own(&model.compute, (&model.buckets, model.ranks()), &model.parameters, average)?;
+            copy_own(&model.compute, &model.buckets, &model.parameters, average)?;
         }
         model.refresh_bf16_copy()?;
         Ok(model)
@@ -248,7 +257,7 @@ impl DeviceDataParallel {
     /// # Errors
     /// [`Error::SettingMismatch`] if ranks have different ones; if memory is short; as the communicator.
     pub fn with_buffers(mut self, buffers: &[f32]) -> Result<Self> {
-        verify_settings(&mut self.host, &[describe_buffers(buffers)])?;
+        verify_settings(self.host.comm(), &[describe_buffers(buffers)])?;
         self.wait(STEP)?;
         self.buffers = Buffers::new(&self.compute, buffers, &self.readiness.counter, self.is_invariant())?;
         Ok(self)
@@ -367,6 +376,9 @@ impl DeviceDataParallel {
     pub fn set_learning_rate(&mut self, lr: f64) {
         let optimizer = &mut self.config.parallel.optimizer;
         optimizer.rule = optimizer.rule.with_lr(lr);
+        if let Some(host) = self.host.model_mut() {
+            host.set_learning_rate(lr);
+        }
     }
 
     /// Number of micro-batches of this rank in each step.
@@ -381,7 +393,7 @@ impl DeviceDataParallel {
     /// If `count` is 0, memory is short, or ranks have different counts; as [`wait`](Self::wait).
     pub fn set_micro_batches(&mut self, count: usize) -> Result<()> {
         check_micro_batches(count)?;
-        verify_same(&mut self.host, "micro-batches", count as i64)?;
+        verify_same(self.host.comm(), "micro-batches", count as i64)?;
         self.wait(STEP)?;
         let counter = self.readiness.counter.with_count(count);
         self.sums = DeviceAccumulator::new(self.compute.device(), self.parameters.len(), &counter)?;
@@ -394,11 +406,14 @@ impl DeviceDataParallel {
 
     /// Number of elements of the optimizer's state on this rank, including the moving average.
     pub fn optimizer_len(&self) -> usize {
+        if let Some(host) = self.host.model() {
+            return host.optimizer_len();
+        }
         [&self.first, &self.second, &self.average].into_iter().flatten().map(Memory::len).sum()
     }
 
     /// The communicator for host buffers, for the program's own collectives between steps.
     pub fn comm(&mut self) -> &mut Communicator {
-        &mut self.host
+        self.host.comm()
     }
 }
