@@ -264,7 +264,7 @@ fn communicators(
 ) -> Result<(DeviceComm, Comm), Box<dyn Error>> {
     let (device, mut comm) = match world.backend() {
         Backend::Cpu => (None, timeline.observe(world.communicator()?)),
-        Backend::Nccl => world.communicators().map(|(device, host)| (Some(device), host))?,
+        Backend::Nccl => args.parallel.communicators(world).map(|(device, host)| (Some(device), host))?,
     };
     verify_settings(&mut comm, &args.settings(threads))?;
     if device.is_some() {
@@ -282,7 +282,7 @@ fn engine(
     threads: usize,
 ) -> mgpu::Result<Box<dyn Engine>> {
     Ok(match (device, args.precision) {
-        (Some(device), _) => Box::new(Gpu::new(config, args, device, comm, timeline)?),
+        (Some(device), _) => Box::new(Gpu::new(config, args, (device, comm), timeline, threads)?),
         (None, Precision::Bf16) => Box::new(Cpu::<bf16>::new(config, args, comm, timeline, threads)?),
         (None, _) => Box::new(Cpu::<f32>::new(config, args, comm, timeline, threads)?),
     })

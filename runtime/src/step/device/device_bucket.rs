@@ -111,7 +111,10 @@ impl DeviceBuckets {
             let elements = plan.elements.start..padded_end(layout, plan.tensors.end - 1);
             let sharded = ranks > 1
                 && config.placement == Placement::Replicated
-                && config.shard_from.bytes(None).is_some_and(|least| size_of::<f32>() * elements.len() >= least);
+                && config
+                    .shard_from
+                    .bytes(None)
+                    .is_some_and(|least| size_of::<f32>() * elements.len() >= least);
             let shard = if sharded { elements.len() / ranks as usize / VECTOR * VECTOR } else { 0 };
             let rest = match config.placement {
                 Placement::Replicated => elements.start + shard * ranks as usize..elements.end,

@@ -34,7 +34,7 @@ impl DeviceDataParallel {
         self.config.parallel.placement == Placement::Shared && self.ranks() > 1
     }
 
-    /// Whether a rank with data of its own has only some of the reduced gradients, or none.
+    /// Whether ranks update different elements.
     pub(super) fn is_divided(&self) -> bool {
         self.is_shared() || self.is_sharded()
     }

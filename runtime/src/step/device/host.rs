@@ -86,9 +86,10 @@ impl HostModel {
                 .to_owned();
             return Err(Error::InvalidArgument { operation: "data parallel", problem });
         }
-        // The device accumulates micro-batches, and compares its own copies of the parameters.
-        let config = config.with_micro_batches(1).with_verify_every(None);
-        let readback = |bucket: &DeviceBucket| Readback::new(device, size_of::<f32>() * bucket.elements.len());
+        // The device accumulates micro-batches.
+        let config = config.with_micro_batches(1);
+        let readback =
+            |bucket: &DeviceBucket| Readback::new(device, size_of::<f32>() * bucket.elements.len());
         Ok(HostModel {
             gradients: buckets.iter().map(readback).collect::<Result<_>>()?,
             parameters: Upload::new(device, size_of::<f32>() * layout.len())?,
