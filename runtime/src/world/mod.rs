@@ -266,8 +266,8 @@ impl World {
         self.host_memory_communicator()
     }
 
-    /// Creates a communicator over all ranks for host buffers in memory that they share, also under the nccl backend.
-    /// Collective, as [`communicator`](Self::communicator).
+    /// Creates a communicator over all ranks for host buffers in memory that they share, also under the nccl backend:
+    /// for [`Placement::Host`](crate::Placement::Host). Collective, as [`communicator`](Self::communicator).
     ///
     /// # Errors
     /// As [`communicator`](Self::communicator).

@@ -64,10 +64,12 @@ impl DeviceConfig {
         let DataParallelConfig { placement, shard_from, reducer, .. } = &self.parallel;
         let problem = match placement {
             Placement::Shared if matches!(shard_from, ShardFrom::Bytes(_)) => {
-                "placement shared keeps the optimizer's state on rank 0, so the optimizer cannot be sharded:                  choose one of the two"
+                "placement shared keeps the optimizer's state on rank 0, so the optimizer cannot be sharded: \
+                 choose one of the two"
             }
             Placement::Shared if reducer.world_size_invariant => {
-                "a world-size-invariant reduction is made on all ranks, and placement shared reduces to rank 0:                  choose one of the two"
+                "a world-size-invariant reduction is made on all ranks, and placement shared reduces to rank 0: \
+                 choose one of the two"
             }
             _ => return Ok(()),
         };

@@ -83,12 +83,15 @@ fn check_layout(layout: &Layout) -> Result<()> {
     }
 }
 
-/// Data-parallel training on GPUs: every rank holds all parameters on its GPU.
+/// Data-parallel training on GPUs: every rank computes with all parameters on its GPU. The
+/// [placement](crate::DataParallelConfig::placement) says where they are updated: on every GPU, on that of rank 0, or
+/// on the host.
 ///
 /// A step consists of [`begin_step`](Self::begin_step); the model's kernels on [`stream`](Self::stream), which write
 /// every [`gradient`](Self::gradient), each followed by [`ready`](Self::ready); and
 /// [`finish_step`](Self::finish_step). Micro-batches are separated by [`next_micro_batch`](Self::next_micro_batch).
-/// None of these waits for the GPU, except at the end of the first step, where ranks agree on the order of gradients.
+/// None of these waits for the GPU, except at the end of the first step, where ranks agree on the order of gradients,
+/// and with [`Placement::Host`] at the end of every step.
 /// [`check`](Self::check) waits and returns errors of the steps.
 ///
 /// Configuration and methods have the same meaning as those of a [`DataParallel`](super::DataParallel). The
@@ -173,11 +176,13 @@ impl DeviceDataParallel {
     /// Replaces every rank's `parameters` by those of rank 0, copies them to the GPU and prepares training. Every
     /// tensor of `layout` must begin at a multiple of [`ALIGNMENT`] ([`Layout::push_aligned`]). Gradients are reduced
     /// by `comm`; `host` is used to set up and verify ([`World::communicators`](crate::World::communicators) creates
-    /// both). Collective.
+    /// both). With [`Placement::Host`] gradients are reduced by `host`, which is a
+    /// [`World::host_memory_communicator`](crate::World::host_memory_communicator). Collective.
     ///
     /// # Errors
     /// If a tensor is not aligned, or ends after 2³¹ elements; if the ranks' layouts or settings differ (the error
-    /// names the first tensor or setting), settings are incompatible, memory is short, or as the communicator.
+    /// names the first tensor or setting), settings are incompatible, memory is short, or as the communicator; with
+    /// [`Placement::Host`], if `host` does not go through shared memory.
     pub fn new(
         comm: Arc<DeviceCommunicator>,
         mut host: Communicator,
@@ -302,7 +307,8 @@ impl DeviceDataParallel {
     }
 
     /// The gradient of `tensor`, f32, to be overwritten in every micro-batch. After a step it is reduced over
-    /// micro-batches and ranks, but not clipped; of a sharded bucket it only contains this rank's shard.
+    /// micro-batches and ranks, but not clipped; of a sharded bucket it only contains this rank's shard. With
+    /// [`Placement::Shared`] only rank 0 has the reduced gradients, and with [`Placement::Host`] only the host.
     ///
     /// # Panics
     /// If there is no such tensor.
