@@ -198,7 +198,7 @@ fn a_rank_that_dies_is_named_in_every_placement() {
         let killed = run(killed.args(["--skip-test", "--batch", "4", "--steps", "50", "--placement", name]));
         killed.expect(
             128 + 9,
-            &["mgpurun: rank 1 was killed by SIGKILL", "train_mnist: lost rank 1 in operation"],
+            &["mgpurun: rank 1 was killed by SIGKILL", "train_mnist: rank 0 lost rank 1 in "],
         );
     }
 }
