@@ -168,7 +168,7 @@ fn overlap_does_not_change_the_weights() {
 
 #[test]
 fn placements_change_neither_the_weights_nor_their_formula() {
-    let all = ["--batch", "8", "--steps", "4", "--skip-test", "--json"];
+    let all = ["--batch", "8", "--steps", "4", "--skip-test"];
     let bytes = |finished: &Finished| finished.json()["bytes_per_step"].as_u64().expect("a number of bytes");
     for (ranks, net, parameters) in [(1, "lenet5", 61_706), (2, "lenet5", 61_706), (3, "mlp-gelu", 269_322)] {
         let run = |placement| train(ranks, &[&all[..], &["--net", net, "--placement", placement]].concat());
@@ -185,14 +185,14 @@ fn placements_change_neither_the_weights_nor_their_formula() {
         }
     }
     // Evaluations do not count.
-    let tested = train(2, &["--batch", "8", "--steps", "4", "--json"]);
+    let tested = train(2, &["--batch", "8", "--steps", "4"]);
     assert_eq!(bytes(&tested), bytes(&train(2, &all)));
 }
 
 #[test]
 fn only_rank_0_has_the_memory_of_the_optimizer_of_shared_weights() {
     let memory = |placement| {
-        let all = ["--net", "deep", "--batch", "4", "--steps", "2", "--skip-test", "--json"];
+        let all = ["--net", "deep", "--batch", "4", "--steps", "2", "--skip-test"];
         let json = train(2, &[&all[..], &["--placement", placement]].concat()).json();
         [0, 1].map(|rank| json["rank_rss_mib"][rank].as_f64().unwrap())
     };
