@@ -120,6 +120,11 @@ enum CommDtype {
 }
 
 impl Parallel {
+    /// Where the weights are.
+    pub(crate) fn placement(&self) -> PlacementChoice {
+        self.placement
+    }
+
     /// Bucket size in bytes, if the user gave one.
     pub(crate) fn bucket_bytes(&self) -> Option<usize> {
         self.bucket

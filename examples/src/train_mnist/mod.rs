@@ -224,6 +224,7 @@ impl<'a> Session<'a> {
         let memory = RankMemory::gather(trainer.engine())?;
         let mut communication = trainer.totals().communication();
         trainer.engine().comm().all_reduce_slice(&mut communication, ReduceOp::Avg)?;
+        let bytes_per_step = trainer.totals().bytes_per_step(trainer.engine().comm())?;
         if self.world.rank() == 0 {
             outln!("weights {checksum:016x}, the same on {}", number_of_ranks(ranks));
             let profile = trainer.engine().profile();
@@ -233,7 +234,7 @@ impl<'a> Session<'a> {
             if args.json {
                 let (memory, data) = ((memory, self.threads), trainer.data().to_owned());
                 let model = ModelSummary::new(args, trainer.engine(), tested, memory, data, checksum)?;
-                let mut summary = Summary::new(model, trainer);
+                let mut summary = Summary::new(model, trainer, bytes_per_step);
                 if ranks > 1 && trainer.steps() > begun && trainer.engine().gpu().is_none() {
                     summary.set_communication(communication);
                 }
