@@ -199,7 +199,7 @@ impl Parallel {
 
     /// Whether the CPU updates the weights, also under the nccl backend.
     pub(crate) fn is_on_host(&self) -> bool {
-        self.placement == PlacementChoice::Host
+        self.placement() == PlacementChoice::Host
     }
 
     /// The communicators of a rank with a GPU: for device memory, and for host buffers. Collective.

@@ -205,14 +205,13 @@ fn a_rank_that_dies_is_named_in_every_placement() {
 
 #[test]
 fn a_placement_that_does_not_fit_is_refused_with_a_reason() {
-    for (flags, reason) in [
-        (
-            ["--shard-optimizer", "on"],
-            "keeps the optimizer's state on rank 0, so the optimizer cannot be sharded",
-        ),
-        (["--world-size-invariant", "4"], "placement shared reduces to rank 0: choose one of the two"),
+    for (name, flags, reason) in [
+        ("shared", ["--shard-optimizer", "on"], "keeps all of its state on rank 0"),
+        ("shared", ["--world-size-invariant", "4"], "incompatible with placement shared"),
+        ("host", ["--shard-optimizer", "off"], "placement host has one copy of the optimizer's state"),
+        ("host", ["--world-size-invariant", "4"], "incompatible with placement host"),
     ] {
-        let flags = [&["--placement", "shared", "--batch", "4", "--steps", "1"][..], &flags].concat();
+        let flags = [&["--placement", name, "--batch", "4", "--steps", "1"][..], &flags].concat();
         train(2, &flags).expect(1, &[reason]);
     }
 }

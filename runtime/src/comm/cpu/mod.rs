@@ -362,6 +362,9 @@ impl CpuTransport {
 
 impl FailureHandler for CpuTransport {
     fn abort(&self) {
+        // Nor need this rank's NCCL communicators wait for peers.
+        #[cfg(feature = "cuda")]
+        self.membership.collectives.fail();
         self.membership.page().note_aborted(self.membership.rank(), self.family);
     }
 

@@ -1,6 +1,6 @@
 //! Configuration of a [`DeviceDataParallel`](super::DeviceDataParallel).
 
-use super::super::config::{DataParallelConfig, Placement, ShardFrom};
+use super::super::config::DataParallelConfig;
 use super::UpdatePlan;
 use crate::{Error, Result};
 
@@ -60,19 +60,6 @@ impl DeviceConfig {
             let problem = "an epoch has at least one step".to_owned();
             return Err(Error::InvalidArgument { operation: "data parallel", problem });
         }
-        self.parallel.check(ranks)?;
-        let DataParallelConfig { placement, shard_from, reducer, .. } = &self.parallel;
-        let problem = match placement {
-            Placement::Shared if matches!(shard_from, ShardFrom::Bytes(_)) => {
-                "placement shared keeps the optimizer's state on rank 0, so the optimizer cannot be sharded: \
-                 choose one of the two"
-            }
-            Placement::Shared if reducer.world_size_invariant => {
-                "a world-size-invariant reduction is made on all ranks, and placement shared reduces to rank 0: \
-                 choose one of the two"
-            }
-            _ => return Ok(()),
-        };
-        Err(Error::InvalidArgument { operation: "data parallel", problem: problem.to_owned() })
+        self.parallel.check(ranks)
     }
 }

@@ -16,7 +16,7 @@ const REDUCE: Name = Name::new("reduce");
 const BROADCAST: Name = Name::new("broadcast");
 
 impl DeviceDataParallel {
-    pub(super) fn is_mean(&self) -> bool {
+    fn is_mean(&self) -> bool {
         self.config.parallel.reducer.reduction == Reduction::Mean
     }
 
@@ -52,7 +52,7 @@ impl DeviceDataParallel {
     /// Starts the exchange of a bucket's gradients over ranks.
     pub(super) fn begin_exchange(&self, index: usize) -> Result<()> {
         if self.is_updated_on_host() {
-            return self.average_for_host(&self.buckets[index]);
+            return Ok(());
         }
         if self.config.parallel.reducer.check_finite {
             self.find_non_finite(index)?;

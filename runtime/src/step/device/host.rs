@@ -10,7 +10,6 @@
 
 use std::sync::Arc;
 
-use mgpu_kernels::arena::cuda as arena;
 use mgpu_kernels::cuda::Device;
 
 use super::super::config::DataParallelConfig;
@@ -108,16 +107,6 @@ impl DeviceDataParallel {
     /// Whether the host updates the parameters.
     pub(super) fn is_updated_on_host(&self) -> bool {
         matches!(self.host, HostSide::Model(_))
-    }
-
-    /// Averages a bucket over this rank's micro-batches, where their accumulation has only added them up.
-    pub(super) fn average_for_host(&self, bucket: &DeviceBucket) -> Result<()> {
-        let count = self.readiness.counter.count();
-        if !self.is_invariant() || !self.is_mean() || count == 1 {
-            return Ok(());
-        }
-        let gradients = self.gradients.slice(bucket.elements.clone());
-        Ok(arena::scale(&self.compute, gradients, 1.0 / count as f32)?)
     }
 
     /// Makes the host's part of a step, after the gradients that are enqueued. Collective.

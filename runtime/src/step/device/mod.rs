@@ -227,7 +227,7 @@ impl DeviceDataParallel {
                 DType::Bf16,
                 len,
             )?,
-            theirs: arena(exchanges && comm.size() > 1 && invariant, DType::F32, len)?,
+            theirs: arena(comm.size() > 1 && invariant, DType::F32, len)?,
             first: arena(rule.states() > 0, DType::F32, buckets.states)?,
             second: arena(rule.states() > 1, DType::F32, buckets.states)?,
             average: arena(parallel.optimizer.average.is_some(), DType::F32, buckets.states)?,

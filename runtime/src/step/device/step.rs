@@ -114,7 +114,7 @@ impl DeviceDataParallel {
         }
         self.readiness.check_complete(&self.layout)?;
         let counter = &self.readiness.counter;
-        if self.is_invariant() && counter.is_last() && self.ranks() > 1 && !self.is_updated_on_host() {
+        if self.is_invariant() && counter.is_last() && self.ranks() > 1 {
             // Messages between two ranks have no tags: those of gradients must end before those of buffers.
             self.wait_for_exchanges()?;
         }
