@@ -581,7 +581,7 @@ fn bad_gradients_for_the_host(world: &mut World, config: DeviceConfig) -> Result
     let mut model = model(world, config)?;
     inputs.step_with(&mut model, 0)?;
     let two = model.capture(|model| (0..2).try_for_each(|_| inputs.step_with(model, 0)));
-    let error = two.err().expect("the host has its part in each step").to_string();
+    let error = two.expect_err("the host has its part in each step").to_string();
     assert!(error.contains("capture one step, not 2"), "{error}");
     let one = model.capture(|model| inputs.step_with(model, 0))?;
     model.replay(&one)?;
