@@ -233,9 +233,9 @@ fn repeat(
         .into());
     }
     let batch = golden.batch / ranks;
+    let threads = args.parallel.threads(args.threads, world.thread_share());
     let mut backend: Box<dyn GoldenBackend + '_> = match world.backend() {
         Backend::Cpu => {
-            let threads = args.parallel.threads(args.threads, world.thread_share());
             let mut comm = world.communicator()?;
             verify_settings(&mut comm, settings)?;
             if let Some(grid) = grid {
@@ -253,9 +253,9 @@ fn repeat(
         }
         Backend::Nccl if grid.is_some() => return Err(args.parallel.refuse_on_gpus().into()),
         Backend::Nccl => {
-            let (device, mut host) = world.communicators()?;
+            let (device, mut host) = args.parallel.communicators(world)?;
             verify_settings(&mut host, settings)?;
-            Box::new(Gpu::new(golden, train, batch, device, host, args)?)
+            Box::new(Gpu::new(golden, train, batch, (device, host), threads, args)?)
         }
     };
     let tensors = backend.layout().tensors().iter();

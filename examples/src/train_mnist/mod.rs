@@ -229,6 +229,7 @@ impl<'a> Session<'a> {
         let mut communication = trainer.totals().communication();
         trainer.engine().comm().all_reduce_slice(&mut communication, ReduceOp::Avg)?;
         let (l2_loss, pipeline) = (trainer.engine().l2_loss()?, trainer.engine().pipeline()?);
+        let bytes_per_step = trainer.totals().bytes_per_step(trainer.engine().comm())?;
         if self.world.rank() == 0 {
             outln!("weights {checksum:016x}, {}", args.parallel.describe_copies(ranks));
             let profile = trainer.engine().profile();
@@ -239,7 +240,7 @@ impl<'a> Session<'a> {
                 let (memory, data) = ((memory, self.threads), trainer.data().to_owned());
                 let results = (tested, l2_loss, checksum);
                 let model = ModelSummary::new(args, trainer.engine(), results, memory, data);
-                let mut summary = Summary::new(model, trainer);
+                let mut summary = Summary::new(model, trainer, bytes_per_step);
                 summary.pipeline = pipeline;
                 if ranks > 1 && trainer.steps() > begun && trainer.engine().gpu().is_none() {
                     summary.set_communication(communication);
@@ -273,7 +274,7 @@ fn communicators(
     let (device, mut comm) = match world.backend() {
         Backend::Nccl if is_cut => return Err(args.parallel.refuse_on_gpus().into()),
         Backend::Cpu => (None, timeline.observe(world.communicator()?)),
-        Backend::Nccl => world.communicators().map(|(device, host)| (Some(device), host))?,
+        Backend::Nccl => args.parallel.communicators(world).map(|(device, host)| (Some(device), host))?,
     };
     verify_settings(&mut comm, &args.settings(threads))?;
     if device.is_some() {
@@ -297,7 +298,7 @@ fn engine(
         });
     }
     Ok(match (device, args.precision) {
-        (Some(device), _) => Box::new(Gpu::new(config, args, device, comm, timeline)?),
+        (Some(device), _) => Box::new(Gpu::new(config, args, (device, comm), timeline, threads)?),
         (None, Precision::Bf16) => Box::new(Cpu::<bf16>::new(config, args, comm, timeline, threads)?),
         (None, _) => Box::new(Cpu::<f32>::new(config, args, comm, timeline, threads)?),
     })

@@ -72,6 +72,11 @@ pub(super) trait Engine {
         (self.comm().rank(), self.comm().size())
     }
 
+    /// Bytes that this rank has moved between ranks so far ([`Communicator::traffic`]), if the backend counts them.
+    fn traffic(&mut self) -> Option<u64> {
+        self.comm().traffic()
+    }
+
     /// Number of parameters of the network.
     fn parameters(&self) -> usize;
 

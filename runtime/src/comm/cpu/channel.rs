@@ -123,6 +123,7 @@ impl CpuTransport {
             self.record_peer();
             // SAFETY: the range is within the buffer, and the sender does not write the chunk before its release.
             unsafe { std::ptr::copy_nonoverlapping(chunk, buffer.address().wrapping_add(begin), bytes) };
+            self.count(bytes, 1);
             self.release_chunk(channel);
         }
         Ok(())
