@@ -78,8 +78,9 @@ pub struct DeviceNet {
     /// The kernels of each stage.
     gpu_layers: Vec<Box<dyn OnGpu>>,
     shared: SharedWorkspace,
-    /// Activations; the last slot holds the logits.
-    slots: Vec<Memory>,
+    /// The batches between their forward and their backward pass, of which `current` is the one in work.
+    batches: Vec<BatchInFlight>,
+    current: usize,
     /// Gradients of the current stage's activations: of its output, and of its input.
     gradients: [Memory; 2],
     labels: Memory,
@@ -87,6 +88,14 @@ pub struct DeviceNet {
     score: Memory,
     /// Names of the spans of stages, and their times, if steps may be traced.
     traced: Option<(TimelineSpans, Profile)>,
+}
+
+/// What exists once for each batch between its forward and its backward pass.
+struct BatchInFlight {
+    /// Activations; the last slot holds the logits.
+    slots: Vec<Memory>,
+    /// What else each stage keeps.
+    states: Vec<Option<Memory>>,
 }
 
 impl DeviceNet {
@@ -119,9 +128,13 @@ impl DeviceNet {
         let activations = |len: &usize| set_up.zeroed(precision.storage(), *len);
         let largest = plan.slots[1..].iter().max().unwrap_or(&0);
         let bytes = |len| Memory::zeroed(stream.device(), DType::U8, len);
+        let slots = plan.slots.iter().map(activations).collect::<Result<_>>()?;
+        let states =
+            gpu_layers.iter().map(|gpu_layer| gpu_layer.pass_state(&set_up)).collect::<Result<_>>()?;
         Ok(DeviceNet {
             order: ElementOrder::of_parameters(&plan),
-            slots: plan.slots.iter().map(activations).collect::<Result<_>>()?,
+            batches: vec![BatchInFlight { slots, states }],
+            current: 0,
             gradients: [activations(largest)?, activations(largest)?],
             labels: bytes(max_batch)?,
             scratch: bytes(loss::cuda::SCRATCH_BYTES)?,
@@ -314,14 +327,20 @@ impl DeviceNet {
         let x = self.output(0, images);
         gather::cuda::range(model.stream(), &data.samples(), first as u64, x, labels)?;
         let _ = self.forward(model, images, DevicePass::Eval, model.begin_span()?)?;
-        let logits = self.output(self.slots.len() - 1, images);
+        let logits = self.output(self.plan.slots.len() - 1, images);
         let (scratch, score) = (self.scratch.view(), self.score.view());
         Ok(loss::cuda::score(model.stream(), logits, self.labels.slice(0..images), scratch, score)?)
     }
 
     /// The elements of slot `slot` for `images` images.
     fn output(&self, slot: usize, images: usize) -> View<'_> {
-        self.slots[slot].slice(0..self.plan.slots[slot] * images)
+        self.batches[self.current].slots[slot].slice(0..self.plan.slots[slot] * images)
+    }
+
+    /// The context of the passes of stage `index`.
+    fn context(&self, index: usize, images: usize) -> DeviceStep<'_> {
+        let state = self.batches[self.current].states[index].as_ref();
+        DeviceStep { images, shared: &self.shared, state }
     }
 
     /// Ends the span of a pass of a stage.
@@ -342,11 +361,10 @@ impl DeviceNet {
         pass: DevicePass,
         begin: TracePoint,
     ) -> Result<TracePoint> {
-        let step = DeviceStep { images, shared: &self.shared };
         let mut at = begin;
         for (index, (stage, gpu_layer)) in self.plan.stages.iter().zip(&self.gpu_layers).enumerate() {
             let (x, y) = (self.output(stage.input, images), self.output(stage.output, images));
-            gpu_layer.forward(step, model, x, y, pass)?;
+            gpu_layer.forward(self.context(index, images), model, x, y, pass)?;
             at = self.end_stage(model, at, |names| names.forward[index])?;
         }
         model.add_span(begin, at, TimelineSpans::FORWARD);
@@ -361,9 +379,8 @@ impl DeviceNet {
         begin: TracePoint,
     ) -> Result<()> {
         let images = self.max_batch;
-        let step = DeviceStep { images, shared: &self.shared };
         let [mut current, mut other] = [&self.gradients[0], &self.gradients[1]];
-        let logits = self.output(self.slots.len() - 1, images);
+        let logits = self.output(self.plan.slots.len() - 1, images);
         let (scratch, score) = (self.scratch.view(), self.score.view());
         let gradient = current.slice(0..logits.len());
         loss::cuda::gradient(model.stream(), logits, self.labels.view(), gradient, scratch, score)?;
@@ -374,7 +391,12 @@ impl DeviceNet {
             let (x, y) = (self.output(stage.input, images), self.output(stage.output, images));
             let dx = (index > first).then(|| other.slice(0..x.len()));
             let dy = current.slice(0..y.len());
-            gpu_layer.backward(step, model, DeviceStageTensors { x, y, dy, dx }, dropout)?;
+            gpu_layer.backward(
+                self.context(index, images),
+                model,
+                DeviceStageTensors { x, y, dy, dx },
+                dropout,
+            )?;
             at = self.end_stage(model, at, |names| names.backward[index])?;
             if !stage.backward_in_place() {
                 std::mem::swap(&mut current, &mut other);

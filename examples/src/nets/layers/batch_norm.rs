@@ -64,7 +64,6 @@ impl Operation for NormOp {
     fn on_gpu(&self, set_up: &SetUp<'_>) -> Result<Box<dyn OnGpu>> {
         let device = set_up.stream.device();
         Ok(Box::new(Gpu {
-            statistics: Memory::zeroed(device, DType::F32, 2 * self.channels)?,
             sums: Memory::zeroed(device, DType::F64, 2 * self.channels + 1)?,
             workspace: norm::cuda::workspace_len(device.multiprocessors(), self.channels),
             norm: self.clone(),
@@ -133,7 +132,6 @@ impl<T: Storage> OnCpu<T> for Cpu {
 /// On a GPU, with the batch statistics kept from the forward to the backward pass.
 struct Gpu {
     norm: NormOp,
-    statistics: Memory,
     sums: Memory,
     /// Size of the memory for partial sums, in elements.
     workspace: usize,
@@ -142,6 +140,11 @@ struct Gpu {
 impl OnGpu for Gpu {
     fn workspace_needs(&self) -> WorkspaceNeeds {
         WorkspaceNeeds { sums: self.workspace, ..WorkspaceNeeds::default() }
+    }
+
+    /// The statistics of the batch.
+    fn pass_state(&self, set_up: &SetUp<'_>) -> Result<Option<Memory>> {
+        Ok(Some(Memory::zeroed(set_up.stream.device(), DType::F32, 2 * self.norm.channels)?))
     }
 
     fn forward(
@@ -153,7 +156,7 @@ impl OnGpu for Gpu {
         pass: DevicePass,
     ) -> Result<()> {
         let (NormOp { weight, mean, var, .. }, stream) = (&self.norm, model.stream());
-        let (statistics, sums) = (self.statistics.view(), self.sums.view());
+        let (statistics, sums) = (step.state().view(), self.sums.view());
         let (mean, var) = (model.buffers().slice(mean.clone()), model.buffers().slice(var.clone()));
         match pass {
             DevicePass::Train(_) => {
@@ -176,7 +179,7 @@ impl OnGpu for Gpu {
     ) -> Result<()> {
         let DeviceStageTensors { x, dy, dx, .. } = tensors;
         let weight = self.norm.weight;
-        let (statistics, sums) = (self.statistics.view(), self.sums.view());
+        let (statistics, sums) = (step.state().view(), self.sums.view());
         let (dgamma, dbeta) = (model.gradient(weight), model.gradient(weight + 1));
         let (stream, workspace) = (model.stream(), step.shared.sums.view());
         norm::cuda::sum_gradients(stream, statistics, x, dy, workspace, sums, dgamma, dbeta)?;

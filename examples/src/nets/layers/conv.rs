@@ -157,13 +157,8 @@ pub(super) struct Gpu {
     dtype: DType,
     /// [`LINEAR`] without an activation function.
     slope: f32,
-    pool: Option<FusedPool>,
-}
-
-/// A fused pooling layer, with the maximum indices of the forward pass.
-struct FusedPool {
-    pool: PoolOp,
-    chosen: Memory,
+    /// A fused pooling layer.
+    pool: Option<PoolOp>,
 }
 
 impl Gpu {
@@ -176,16 +171,13 @@ impl Gpu {
     ) -> Result<Self> {
         let &SetUp { stream, max_batch, precision, options, input_gradient } = set_up;
         let slope = slope.unwrap_or(LINEAR);
-        let pooled = |pool: PoolOp| -> Result<FusedPool> {
-            Ok(FusedPool { pool, chosen: set_up.zeroed(DType::U8, pool.outputs())? })
-        };
         Ok(Gpu {
             conv: conv::gpu::Conv::new(stream, shape, max_batch, precision, slope, input_gradient, options)?,
             shape,
             weight,
             dtype: precision.storage(),
             slope,
-            pool: pool.map(pooled).transpose()?,
+            pool,
         })
     }
 }
@@ -201,6 +193,11 @@ impl OnGpu for Gpu {
         Some(self.conv.describe())
     }
 
+    /// The maximum indices of a fused pooling layer.
+    fn pass_state(&self, set_up: &SetUp<'_>) -> Result<Option<Memory>> {
+        self.pool.map(|pool| set_up.zeroed(DType::U8, pool.outputs())).transpose()
+    }
+
     fn forward(
         &self,
         step: DeviceStep<'_>,
@@ -209,15 +206,15 @@ impl OnGpu for Gpu {
         y: View<'_>,
         _: DevicePass,
     ) -> Result<()> {
-        let DeviceStep { images, shared } = step;
+        let DeviceStep { images, shared, .. } = step;
         let &Gpu { ref conv, shape, weight, dtype, ref pool, .. } = self;
         let (w, b) = (model.parameter_as(weight, dtype), model.parameter(weight + 1));
         let (stream, workspace) = (model.stream(), shared.workspace.view());
-        let Some(FusedPool { pool: PoolOp { shape: window, .. }, chosen }) = pool else {
+        let Some(PoolOp { shape: window, .. }) = pool else {
             return Ok(conv.forward(stream, images, x, w, b, y, workspace)?);
         };
         let raw = shared.unpooled.slice(0..shape.output_len() * images);
-        let chosen = chosen.slice(0..y.len());
+        let chosen = step.state().slice(0..y.len());
         Ok(conv.forward_pooled(stream, images, x, w, b, raw, window, y, chosen, workspace)?)
     }
 
@@ -228,13 +225,13 @@ impl OnGpu for Gpu {
         tensors: DeviceStageTensors<'_>,
         _: Option<DeviceDropout>,
     ) -> Result<()> {
-        let (DeviceStageTensors { x, y, dy, dx }, DeviceStep { images, shared }) = (tensors, step);
+        let (DeviceStageTensors { x, y, dy, dx }, DeviceStep { images, shared, .. }) = (tensors, step);
         let &Gpu { ref conv, shape, weight, dtype, slope, ref pool } = self;
         let (workspace, db) = (shared.workspace.view(), model.gradient(weight + 1));
         let raw = match pool {
-            Some(FusedPool { pool: PoolOp { shape: window, channels }, chosen }) => {
+            Some(PoolOp { shape: window, channels }) => {
                 let raw = shared.unpooled.slice(0..shape.output_len() * images);
-                let (stream, chosen) = (model.stream(), chosen.slice(0..y.len()));
+                let (stream, chosen) = (model.stream(), step.state().slice(0..y.len()));
                 pool::cuda::backward_fused(stream, window, *channels, slope, dy, y, chosen, raw)?;
                 raw
             }

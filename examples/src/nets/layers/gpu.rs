@@ -14,6 +14,15 @@ pub(in crate::nets) trait OnGpu: Send + Sync {
         WorkspaceNeeds::default()
     }
 
+    /// Allocates what its backward pass needs from the forward pass besides input and output. It exists once for each
+    /// batch in flight.
+    ///
+    /// # Errors
+    /// If memory is short.
+    fn pass_state(&self, _set_up: &SetUp<'_>) -> Result<Option<Memory>> {
+        Ok(None)
+    }
+
     /// Its kernel, if it was chosen among several.
     fn describe(&self) -> Option<String> {
         None
@@ -108,6 +117,15 @@ pub(in crate::nets) struct DeviceStep<'a> {
     /// Images in the batch.
     pub(in crate::nets) images: usize,
     pub(in crate::nets) shared: &'a SharedWorkspace,
+    /// What the operation has [allocated](OnGpu::pass_state) for this batch.
+    pub(in crate::nets) state: Option<&'a Memory>,
+}
+
+impl<'a> DeviceStep<'a> {
+    /// The operation's state of this batch, of an operation that has one.
+    pub(super) fn state(&self) -> &'a Memory {
+        self.state.expect("the operation has allocated its state")
+    }
 }
 
 /// The kind of forward pass.

@@ -67,8 +67,8 @@ impl Operation for PoolOp {
         PassState { chosen: vec![0; self.outputs() * max_batch], ..PassState::default() }
     }
 
-    fn on_gpu(&self, set_up: &SetUp<'_>) -> Result<Box<dyn OnGpu>> {
-        Ok(Box::new(Gpu { pool: *self, chosen: set_up.zeroed(DType::U8, self.outputs())? }))
+    fn on_gpu(&self, _: &SetUp<'_>) -> Result<Box<dyn OnGpu>> {
+        Ok(Box::new(Gpu { pool: *self }))
     }
 }
 
@@ -87,35 +87,39 @@ impl<T: Storage> OnCpu<T> for PoolOp {
     }
 }
 
-/// On a GPU, with the maximum indices of the forward pass.
+/// On a GPU.
 struct Gpu {
     pool: PoolOp,
-    chosen: Memory,
 }
 
 impl OnGpu for Gpu {
+    /// The maximum indices.
+    fn pass_state(&self, set_up: &SetUp<'_>) -> Result<Option<Memory>> {
+        Ok(Some(set_up.zeroed(DType::U8, self.pool.outputs())?))
+    }
+
     fn forward(
         &self,
-        _: DeviceStep<'_>,
+        step: DeviceStep<'_>,
         model: &DeviceDataParallel,
         x: View<'_>,
         y: View<'_>,
         _: DevicePass,
     ) -> Result<()> {
         let PoolOp { shape, channels } = &self.pool;
-        let chosen = self.chosen.slice(0..y.len());
+        let chosen = step.state().slice(0..y.len());
         Ok(pool::cuda::forward(model.stream(), shape, *channels, x, y, chosen)?)
     }
 
     fn backward(
         &self,
-        _: DeviceStep<'_>,
+        step: DeviceStep<'_>,
         model: &mut DeviceDataParallel,
         tensors: DeviceStageTensors<'_>,
         _: Option<DeviceDropout>,
     ) -> Result<()> {
         let PoolOp { shape, channels } = &self.pool;
-        let chosen = self.chosen.slice(0..tensors.y.len());
+        let chosen = step.state().slice(0..tensors.y.len());
         let dx = tensors.dx.expect("pooling has no parameters");
         Ok(pool::cuda::backward(model.stream(), shape, *channels, tensors.dy, chosen, dx)?)
     }
