@@ -44,7 +44,7 @@ mod tensors;
 mod tests;
 
 pub use catalogue::{UnknownNet, names};
-pub use device::{DeviceData, DeviceNet};
+pub use device::{DeviceData, DeviceNet, Neighbours};
 pub use layers::{DeviceDropout, DropoutKey, Layer};
 pub use mgpu_kernels::conv::Padding;
 pub use mgpu_kernels::conv::cpu::ConvPolicy;

@@ -5,6 +5,7 @@
 //! step from GPU memory (the step number, and with it samples and dropout masks).
 
 mod order;
+mod part;
 
 use std::ops::Range;
 
@@ -14,6 +15,7 @@ use mgpu::{DType, Layout, Result};
 use mgpu_kernels::cuda::{AutotuneOptions, Memory, Stream, View};
 use mgpu_kernels::{Precision, gather, loss};
 use order::ElementOrder;
+pub use part::Neighbours;
 
 use super::layers::{
     DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep, OnGpu, SetUp, SharedWorkspace,
@@ -70,7 +72,7 @@ impl DeviceData {
     }
 }
 
-/// A network with all the memory that batches of up to a given size need on a GPU.
+/// A network, or a part of one, with all the memory that batches of up to a given size need on a GPU.
 pub struct DeviceNet {
     plan: Plan,
     order: ElementOrder,
@@ -81,8 +83,11 @@ pub struct DeviceNet {
     /// The batches between their forward and their backward pass, of which `current` is the one in work.
     batches: Vec<BatchInFlight>,
     current: usize,
-    /// Gradients of the current stage's activations: of its output, and of its input.
+    /// Gradients of the current stage's activations: of its output, and of its input. A backward pass begins with the
+    /// gradient of the last slot in the first of them.
     gradients: [Memory; 2],
+    /// Receives the images of a batch of which a part needs only the labels.
+    unused_images: Option<Memory>,
     labels: Memory,
     scratch: Memory,
     score: Memory,
@@ -114,27 +119,43 @@ impl DeviceNet {
         options: AutotuneOptions,
         stream: &Stream,
     ) -> Result<DeviceNet> {
-        let plan = Plan::new(spec);
-        let first = plan.first_with_parameters();
+        Self::of_plan(Plan::new(spec), (max_batch, 1), precision, options, stream)
+    }
+
+    /// Allocates everything for `in_flight` batches of up to `max_batch` images.
+    fn of_plan(
+        plan: Plan,
+        (max_batch, in_flight): (usize, usize),
+        precision: Precision,
+        options: AutotuneOptions,
+        stream: &Stream,
+    ) -> Result<DeviceNet> {
         let set_up = SetUp { stream, max_batch, precision, options, input_gradient: false };
         let mut gpu_layers = Vec::new();
         for (index, stage) in plan.stages.iter().enumerate() {
             let reordered = stage.op.takes_vectors() || stage.flattened.is_none();
             assert!(reordered, "layer {}: on a GPU only dense layers follow a flattened image", stage.layer);
-            gpu_layers.push(stage.op.on_gpu(&SetUp { input_gradient: index > first, ..set_up })?);
+            gpu_layers.push(
+                stage.op.on_gpu(&SetUp { input_gradient: plan.needs_input_gradient(index), ..set_up })?,
+            );
         }
         let shared =
             SharedWorkspace::new(&set_up, gpu_layers.iter().map(|gpu_layer| gpu_layer.workspace_needs()))?;
         let activations = |len: &usize| set_up.zeroed(precision.storage(), *len);
-        let largest = plan.slots[1..].iter().max().unwrap_or(&0);
+        let largest = plan.slots[usize::from(plan.tensors.before == 0)..].iter().max().unwrap_or(&0);
         let bytes = |len| Memory::zeroed(stream.device(), DType::U8, len);
-        let slots = plan.slots.iter().map(activations).collect::<Result<_>>()?;
-        let states =
-            gpu_layers.iter().map(|gpu_layer| gpu_layer.pass_state(&set_up)).collect::<Result<_>>()?;
+        let batch = || {
+            let states = gpu_layers.iter().map(|gpu_layer| gpu_layer.pass_state(&set_up));
+            Ok(BatchInFlight {
+                slots: plan.slots.iter().map(activations).collect::<Result<_>>()?,
+                states: states.collect::<Result<_>>()?,
+            })
+        };
         Ok(DeviceNet {
             order: ElementOrder::of_parameters(&plan),
-            batches: vec![BatchInFlight { slots, states }],
+            batches: (0..in_flight).map(|_| batch()).collect::<Result<_>>()?,
             current: 0,
+            unused_images: None,
             gradients: [activations(largest)?, activations(largest)?],
             labels: bytes(max_batch)?,
             scratch: bytes(loss::cuda::SCRATCH_BYTES)?,
@@ -303,6 +324,7 @@ impl DeviceNet {
             let first = (index * n) as u64;
             let dropout = dropout.map(|key| DeviceDropout { first_sample: key.first_sample + first, ..key });
             let at = self.forward(model, n, DevicePass::Train(dropout), at)?;
+            let at = self.loss_gradient(model, at)?;
             self.backward(model, dropout, at)?;
         }
         model.finish_step()
@@ -371,38 +393,41 @@ impl DeviceNet {
         Ok(at)
     }
 
-    /// Enqueues the backward pass. A trace of it begins at `begin`.
+    /// Enqueues the gradient of the loss, and adds to the [`score`](Self::score). A trace of it begins at `begin`;
+    /// returns its end.
+    fn loss_gradient(&self, model: &DeviceDataParallel, begin: TracePoint) -> Result<TracePoint> {
+        let logits = self.output(self.plan.slots.len() - 1, self.max_batch);
+        let (scratch, score) = (self.scratch.view(), self.score.view());
+        let gradient = self.gradients[0].slice(0..logits.len());
+        loss::cuda::gradient(model.stream(), logits, self.labels.view(), gradient, scratch, score)?;
+        model.end_span(begin, TimelineSpans::LOSS)
+    }
+
+    /// Enqueues the backward pass, from the gradient of the last slot. Returns that of the first slot, which is empty
+    /// unless this is a later part. A trace of it begins at `begin`.
     fn backward(
         &self,
         model: &mut DeviceDataParallel,
         dropout: Option<DeviceDropout>,
         begin: TracePoint,
-    ) -> Result<()> {
+    ) -> Result<View<'_>> {
         let images = self.max_batch;
         let [mut current, mut other] = [&self.gradients[0], &self.gradients[1]];
-        let logits = self.output(self.plan.slots.len() - 1, images);
-        let (scratch, score) = (self.scratch.view(), self.score.view());
-        let gradient = current.slice(0..logits.len());
-        loss::cuda::gradient(model.stream(), logits, self.labels.view(), gradient, scratch, score)?;
-        let mut at = model.end_span(begin, TimelineSpans::LOSS)?;
+        let mut at = begin;
         let first = self.plan.first_with_parameters();
         let stages = self.plan.stages.iter().zip(&self.gpu_layers).enumerate();
         for (index, (stage, gpu_layer)) in stages.skip(first).rev() {
             let (x, y) = (self.output(stage.input, images), self.output(stage.output, images));
-            let dx = (index > first).then(|| other.slice(0..x.len()));
-            let dy = current.slice(0..y.len());
-            gpu_layer.backward(
-                self.context(index, images),
-                model,
-                DeviceStageTensors { x, y, dy, dx },
-                dropout,
-            )?;
+            let dx = self.plan.needs_input_gradient(index).then(|| other.slice(0..x.len()));
+            let tensors = DeviceStageTensors { x, y, dy: current.slice(0..y.len()), dx };
+            gpu_layer.backward(self.context(index, images), model, tensors, dropout)?;
             at = self.end_stage(model, at, |names| names.backward[index])?;
             if !stage.backward_in_place() {
                 std::mem::swap(&mut current, &mut other);
             }
         }
         model.add_span(begin, at, TimelineSpans::BACKWARD);
-        Ok(())
+        let len = if self.plan.needs_input_gradient(0) { self.plan.slots[0] * images } else { 0 };
+        Ok(current.slice(0..len))
     }
 }
