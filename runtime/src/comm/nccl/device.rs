@@ -1,7 +1,7 @@
 //! The communicator for device memory: collectives in stream order.
 
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use mgpu_kernels::cuda::{self, Device, Event, Stream, View};
 use nccl_sys::{Library, UniqueId};
@@ -42,6 +42,9 @@ use crate::{Error, Result};
 /// it wait for a peer that is in a collective which this rank has skipped because of the program's own error. Graphs
 /// with captured operations must be dropped first.
 ///
+/// How long work that is left in a stream after an abort may take.
+const DRAIN_LIMIT: Duration = Duration::from_secs(2);
+
 /// In a world of one there is no NCCL, and every operation is the identity, unless `MGPU_NCCL=always` is set.
 #[derive(Debug)]
 pub struct DeviceCommunicator {
@@ -320,10 +323,10 @@ impl DeviceCommunicator {
         link.device(|| work.is_done(), &context).map_err(|error| link.fail(error))
     }
 
-    /// Drains `stream`: returns once all its work has ended, successfully or not. Called before memory is freed that
+    /// Drains `stream`: returns once all its work has ended, successfully or not. To be called before memory is freed that
     /// its collectives use: freeing it would wait for the GPU, and forever if a peer does not arrive, unless the
     /// communicator was aborted first.
-    pub(crate) fn drain(&self, stream: &Stream) {
+    pub fn drain(&self, stream: &Stream) {
         let Some(link) = &self.link else { return };
         if std::thread::panicking() {
             if !matches!(stream.is_done(), Ok(true)) {
@@ -331,8 +334,15 @@ impl DeviceCommunicator {
             }
             return;
         }
-        // An error has aborted the communicator.
-        let _ = self.wait(stream, "draining a stream");
+        if self.wait(stream, "draining a stream").is_ok() {
+            return;
+        }
+        // The communicator is aborted. What else is in the stream waits for nobody.
+        let began = Instant::now();
+        let is_busy = || !self.device.is_abandoned() && matches!(stream.is_done(), Ok(false));
+        while is_busy() && began.elapsed() < DRAIN_LIMIT {
+            std::thread::park_timeout(Duration::from_micros(50));
+        }
     }
 
     /// Describes the last operations for errors and the progress page.
