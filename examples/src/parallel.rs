@@ -177,11 +177,6 @@ impl Parallel {
         self.clip_norm
     }
 
-    /// The placement, as on the command line.
-    pub(crate) fn placement(&self) -> PlacementChoice {
-        self.placement
-    }
-
     /// The layers before which the network is to be cut; empty if they are to be measured.
     pub(crate) fn cuts(&self) -> &[usize] {
         &self.cut
@@ -218,7 +213,7 @@ impl Parallel {
         Ok(Some(Grid { stages, replicas: ranks / stages }))
     }
 
-    /// The error of a run on GPUs whose layers are to be cut over ranks.
+    /// The error of a golden run on GPUs whose layers are to be cut over ranks.
     pub(crate) fn refuse_on_gpus(&self) -> String {
         format!("--placement {} runs on CPUs only: start it with mgpurun --backend cpu", self.placement)
     }
@@ -297,7 +292,8 @@ impl Parallel {
         &self,
         world: &mut World,
     ) -> mgpu::Result<(Arc<DeviceCommunicator>, Communicator)> {
-        if !self.is_on_host() {
+        // The ranks of a pipeline exchange gradients and activations on GPUs, and all else in host memory.
+        if !self.is_on_host() && !matches!(self.placement, PlacementChoice::Layers(_)) {
             return world.communicators();
         }
         Ok((Arc::new(world.device_communicator()?), world.host_memory_communicator()?))

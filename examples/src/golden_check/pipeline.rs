@@ -48,19 +48,19 @@ impl<'a, E: Storage + Element> Pipeline<'a, E> {
     /// Joins a value for each tensor of this stage into a value for each of the whole network.
     fn of_whole(&mut self, own: &[f64]) -> mgpu::Result<Vec<f64>> {
         let first = self.stage.model().layout().tensors()[0].name.clone();
-        let tensors = self.stage.layout().tensors();
+        let tensors = self.stage.place.layout().tensors();
         let begin = tensors.iter().position(|tensor| tensor.name == first);
         let begin = begin.expect("a tensor of a part is one of the whole network");
         let mut all = vec![0.0; tensors.len()];
         all[begin..begin + own.len()].copy_from_slice(own);
-        self.stage.row().all_reduce_slice(&mut all, ReduceOp::Sum)?;
+        self.stage.place.row().all_reduce_slice(&mut all, ReduceOp::Sum)?;
         Ok(all)
     }
 }
 
 impl<E: Storage + Element> GoldenBackend for Pipeline<'_, E> {
     fn layout(&self) -> &Layout {
-        self.stage.layout()
+        self.stage.place.layout()
     }
 
     fn comm(&mut self) -> &mut Communicator {
@@ -81,8 +81,8 @@ impl<E: Storage + Element> GoldenBackend for Pipeline<'_, E> {
             },
         )?;
         // The loss is the same on all ranks of a copy, as if each had computed it.
-        let mut loss = [if stage.is_last() { report.loss() } else { 0.0 }];
-        stage.row().all_reduce_slice(&mut loss, ReduceOp::Sum)?;
+        let mut loss = [if stage.place.is_last() { report.loss() } else { 0.0 }];
+        stage.place.row().all_reduce_slice(&mut loss, ReduceOp::Sum)?;
         Ok(loss[0])
     }
 
@@ -102,7 +102,7 @@ impl<E: Storage + Element> GoldenBackend for Pipeline<'_, E> {
     }
 
     fn logits(&mut self) -> mgpu::Result<Vec<f64>> {
-        self.stage.row().all_reduce_slice(&mut self.logits, ReduceOp::Sum)?;
+        self.stage.place.row().all_reduce_slice(&mut self.logits, ReduceOp::Sum)?;
         Ok(self.logits.clone())
     }
 

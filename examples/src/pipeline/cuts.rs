@@ -13,12 +13,31 @@ const MEASURED_BATCH: usize = 64;
 /// Steps of a measurement, after one that is not measured.
 const MEASURED_STEPS: usize = 2;
 
+/// The ends of `parts` parts of `spec`, as indices of layers: at `cuts`, or where rank 0 finds it best by measuring the
+/// layers with batches of `batch` images. Collective.
+///
+/// # Errors
+/// If there are too few layers, or such cuts do not exist; errors of the communicator.
+pub(super) fn ends<E: Storage>(
+    comm: &mut Communicator,
+    spec: &Spec,
+    (cuts, parts): (&[usize], usize),
+    measured: (usize, usize, ConvPolicy),
+) -> mgpu::Result<Vec<usize>> {
+    check_count(spec, parts).map_err(mgpu::Error::program)?;
+    if cuts.is_empty() {
+        measure::<E>(comm, spec, parts, measured)
+    } else {
+        check(spec, cuts, parts).map_err(mgpu::Error::program)
+    }
+}
+
 /// The ends of the parts of `spec` as indices of layers, from 0 to their number, if it is cut before the layers `cuts`
 /// into `parts` parts.
 ///
 /// # Errors
 /// If such cuts do not exist, or leave a part without parameters. The error names those that exist.
-pub(super) fn check(spec: &Spec, cuts: &[usize], parts: usize) -> Result<Vec<usize>, String> {
+fn check(spec: &Spec, cuts: &[usize], parts: usize) -> Result<Vec<usize>, String> {
     let (all, name) = (spec.cuts(), &spec.name);
     let given = list(cuts);
     if cuts.len() + 1 != parts {
@@ -39,7 +58,7 @@ pub(super) fn check(spec: &Spec, cuts: &[usize], parts: usize) -> Result<Vec<usi
     if !cuts.is_sorted_by(|a, b| a < b) {
         return Err(format!("--cut {given}: the layers are not ascending"));
     }
-    let ends = ends(spec, cuts);
+    let ends = ends_of(spec, cuts);
     match ends.windows(2).find(|part| !has_parameters(spec, part[0]..part[1])) {
         Some(part) => Err(format!(
             "--cut {given}: there are no parameters from layer {} to before layer {}",
@@ -50,7 +69,7 @@ pub(super) fn check(spec: &Spec, cuts: &[usize], parts: usize) -> Result<Vec<usi
 }
 
 /// Refuses more parts than layers with parameters.
-pub(super) fn check_count(spec: &Spec, parts: usize) -> Result<(), String> {
+fn check_count(spec: &Spec, parts: usize) -> Result<(), String> {
     let (most, name) = (spec.layers_with_parameters().len(), &spec.name);
     if parts <= most {
         return Ok(());
@@ -65,7 +84,7 @@ fn list(layers: &[usize]) -> String {
     layers.iter().map(usize::to_string).collect::<Vec<_>>().join(",")
 }
 
-fn ends(spec: &Spec, cuts: &[usize]) -> Vec<usize> {
+fn ends_of(spec: &Spec, cuts: &[usize]) -> Vec<usize> {
     [&[0], cuts, &[spec.layers.len()]].concat()
 }
 
@@ -77,7 +96,7 @@ fn has_parameters(spec: &Spec, layers: Range<usize>) -> bool {
 ///
 /// # Errors
 /// Errors of the communicator.
-pub(super) fn measure<E: Storage>(
+fn measure<E: Storage>(
     comm: &mut Communicator,
     spec: &Spec,
     parts: usize,
@@ -91,7 +110,7 @@ pub(super) fn measure<E: Storage>(
         }
     }
     comm.broadcast_slice(&mut cuts, 0)?;
-    Ok(ends(spec, &cuts.into_iter().map(|cut| cut as usize).collect::<Vec<_>>()))
+    Ok(ends_of(spec, &cuts.into_iter().map(|cut| cut as usize).collect::<Vec<_>>()))
 }
 
 /// The first layer of each stage and the seconds of its passes.

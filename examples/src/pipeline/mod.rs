@@ -1,46 +1,41 @@
-//! Pipeline parallelism on CPUs: the layers of a network are cut over ranks (`--placement layers`).
+//! Pipeline parallelism: the layers of a network are cut over ranks (`--placement layers`).
 //!
 //! A rank has one part of the network, a *stage*. Activations are sent to the next stage, their gradients to the one
 //! before; [`schedule`] says when. A stage is a [`DataParallel`] of its own tensors, on the communicator of the ranks
 //! that have the same stage: with several copies of the network these average its gradients, and all that a step does
 //! besides (accumulation, reduction, update, checks) is as for a whole network. With one copy each of these
-//! communicators has one rank.
+//! communicators has one rank. [`device`] does the same on GPUs.
 //!
 //! The ranks form a grid. With p stages, rank r has stage r mod p of copy ⌊r / p⌋. A copy's ranks are a *row*, those
 //! with the same stage a *column*. The stages' arenas, one behind the other, are the arena of the whole network, so
-//! checkpoints and checksums are those of any other placement ([`arenas`]).
+//! checkpoints and checksums are those of any other placement ([`place`]).
 
-mod arenas;
 mod cuts;
+mod device;
 mod neighbours;
+mod place;
 mod schedule;
 
-use std::time::Duration;
-
+use mgpu::replicate::replicate;
 use mgpu::timeline::{Name, Timeline};
-use mgpu::{Communicator, DataParallel, DataParallelConfig, Element, MicroBatch};
+use mgpu::{Communicator, DataParallel, DataParallelConfig, Element, Layout, MicroBatch};
 use mgpu_kernels::Storage;
 use mgpu_kernels::conv::cpu::ConvPolicy;
 
 use crate::data::{Dataset, IMAGE_LEN};
 use crate::nets::{LossReport, Mode, Net, Spec};
 use crate::parallel::Grid;
-use arenas::Layouts;
-use neighbours::Neighbours;
-use schedule::{Action, Schedule};
+pub(crate) use device::{DeviceStage, DeviceStageConfig};
+use place::Arena;
+pub(crate) use place::Place;
+use schedule::Action;
 
 /// A stage on this rank. Images between layers are stored as `E`.
 pub(crate) struct Stage<E> {
-    /// The number of the copy of the network.
-    copy: u32,
-    row: Neighbours,
+    pub(crate) place: Place,
     /// On the column.
     model: DataParallel,
     net: Net<E>,
-    layouts: Layouts,
-    /// The ends of the parts, as indices of layers.
-    ends: Vec<usize>,
-    schedule: Schedule,
     /// The [actions](Schedule::until_backward) up to each backward pass.
     actions: Vec<Vec<Action>>,
     timeline: Timeline,
@@ -76,21 +71,12 @@ impl<E: Storage + Element> Stage<E> {
         (timeline, record_passes): (&Timeline, bool),
     ) -> mgpu::Result<Self> {
         let PipelineConfig { grid, cuts, micro_batch, threads, conv, stage: column_config } = config;
-        let (rank, stages) = (comm.rank(), grid.stages as usize);
-        cuts::check_count(spec, stages).map_err(mgpu::Error::program)?;
-        let ends = if cuts.is_empty() {
-            cuts::measure::<E>(comm, spec, stages, (micro_batch, threads, conv))?
-        } else {
-            cuts::check(spec, cuts, stages).map_err(mgpu::Error::program)?
-        };
-        let own_group = "a rank with a colour has a group";
-        let row = comm.split(Some(grid.replica(rank)), 0)?.expect(own_group);
-        let column = comm.split(Some(grid.stage(rank)), 0)?.expect(own_group);
-
-        let (stage, micro_batches) = (grid.stage(rank) as usize, column_config.reducer.micro_batches);
-        let schedule = Schedule { stage, stages, micro_batches };
-        let layers = ends[stage]..ends[stage + 1];
-        let mut net = Net::part(spec, layers, (micro_batch, schedule.in_flight()), threads, conv);
+        let micro_batches = column_config.reducer.micro_batches;
+        let ends = cuts::ends::<E>(comm, spec, (cuts, grid.stages as usize), (micro_batch, threads, conv))?;
+        let (place, column) = Place::new(comm, spec, grid, ends, micro_batches, timeline)?;
+        let schedule = place.schedule;
+        let batches = (micro_batch, schedule.in_flight());
+        let mut net = Net::part(spec, place.layers(), batches, threads, conv);
         if record_passes {
             net.record_on(timeline);
         }
@@ -98,12 +84,8 @@ impl<E: Storage + Element> Stage<E> {
         let model = DataParallel::with_config(timeline.observe(column), layout, parameters, column_config)?;
         let model = model.with_buffers(net.initial_buffers())?;
         Ok(Stage {
-            copy: grid.replica(rank),
-            row: Neighbours::new(row, timeline),
+            place,
             model,
-            layouts: Layouts::new(spec, &ends),
-            ends,
-            schedule,
             actions: (0..micro_batches).map(|index| schedule.until_backward(index)).collect(),
             timeline: timeline.clone(),
             images: vec![0.0; if schedule.is_first() { micro_batch * IMAGE_LEN } else { 0 }],
@@ -126,7 +108,8 @@ impl<E: Storage + Element> Stage<E> {
         mode: impl Fn(usize) -> Mode,
         mut see_logits: impl FnMut(usize, &[f32]),
     ) -> mgpu::Result<LossReport> {
-        let Stage { row, model, net, schedule, actions, timeline, images, labels, .. } = self;
+        let Stage { place, model, net, actions, timeline, images, labels, .. } = self;
+        let (row, schedule) = (&mut place.row, place.schedule);
         let (stage, in_flight, most) = (row.stage(), schedule.in_flight(), &mut self.most_in_flight);
         let (micro_batch, mut report, mut kept) = (labels.len(), LossReport::default(), 0);
         model.step_accumulated(|batch| {
@@ -162,7 +145,7 @@ impl<E: Storage + Element> Stage<E> {
             }
             Ok(())
         })?;
-        self.row.report_to_first(report)
+        self.place.row.report_to_first(report)
     }
 
     /// Runs `samples` through all stages, batch by batch, with this stage's current parameters or others. On the last
@@ -177,7 +160,8 @@ impl<E: Storage + Element> Stage<E> {
         samples: &[u32],
         mut scored: impl FnMut(&Net<E>, &[u8]),
     ) -> mgpu::Result<()> {
-        let Stage { row, model, net, schedule, images, labels, .. } = self;
+        let Stage { place, model, net, images, labels, .. } = self;
+        let (row, schedule) = (&mut place.row, place.schedule);
         let stage = row.stage();
         let (parameters, buffers) = (parameters.unwrap_or(model.parameters()), model.buffers());
         net.select_batch(0, 0);
@@ -211,29 +195,45 @@ impl<E: Storage + Element> Stage<E> {
         self.model.steps()
     }
 
-    /// The stages of this rank's copy of the network: rank s is stage s.
-    pub(crate) fn row(&mut self) -> &mut Communicator {
-        self.row.comm()
+    /// Bytes that this rank has moved between ranks so far, if the backend counts them.
+    pub(crate) fn traffic(&mut self) -> Option<u64> {
+        Some(self.place.row().traffic()? + self.model.comm().traffic()?)
     }
 
-    /// Whether the losses are computed here.
-    pub(crate) fn is_last(&self) -> bool {
-        self.schedule.is_last()
+    /// The checksum of the whole network's parameters, on rank 0; 0 elsewhere. Collective.
+    ///
+    /// # Errors
+    /// Errors of the communicator.
+    pub(crate) fn checksum(&mut self) -> mgpu::Result<u64> {
+        self.place.checksum(self.model.parameters())
     }
 
-    /// The number of this rank's copy of the network.
-    pub(crate) fn copy(&self) -> u32 {
-        self.copy
+    /// Passes the arenas of the whole network to `keep` on rank 0: parameters, optimizer state and running statistics,
+    /// each with its name and layout. Collective.
+    ///
+    /// # Errors
+    /// Errors of the communicator.
+    pub(crate) fn gather_arenas(&mut self, keep: impl FnMut(&str, &Layout, Vec<f32>)) -> mgpu::Result<()> {
+        let buffers = self.model.buffers().to_vec();
+        self.place.gather(self.model.arenas()?, &buffers, keep)
     }
 
-    /// The ends of the parts, as indices of layers: 0, the cuts, and the number of layers.
-    pub(crate) fn ends(&self) -> &[usize] {
-        &self.ends
-    }
-
-    /// How long this rank has waited for other stages, as far as its timeline counts.
-    pub(crate) fn waited(&self) -> Duration {
-        self.row.waited()
+    /// Restores the state after `steps` steps. `read` returns the arena of the whole network of that name and layout;
+    /// only rank 0 calls it. Collective.
+    ///
+    /// # Errors
+    /// As `read`, and errors of the communicator.
+    pub(crate) fn scatter_arenas(
+        &mut self,
+        steps: u64,
+        read: impl Fn(&str, &Layout) -> mgpu::Result<Vec<f32>>,
+    ) -> mgpu::Result<()> {
+        let Stage { place, model, net, .. } = self;
+        model.restore(steps, |name, _| place.scatter(name, Arena::Parameters, &read))?;
+        let mut buffers = place.scatter("buffers", Arena::Buffers, &read)?;
+        replicate(model.comm(), net.buffers_layout(), &mut buffers)?;
+        model.buffers_mut().copy_from_slice(&buffers);
+        Ok(())
     }
 
     /// The largest number of micro-batches so far that were between their passes.

@@ -28,7 +28,7 @@ use std::sync::Arc;
 use args::Args;
 use byproducts::ByProduct;
 use curves::Curves;
-use engine::{Cpu, Engine, Gpu, Pipeline, TrainingConfig};
+use engine::{Cpu, DevicePipeline, Engine, Gpu, Pipeline, TrainingConfig};
 use half::bf16;
 use mgpu::Phase;
 use mgpu::replicate::verify_settings;
@@ -270,9 +270,8 @@ fn communicators(
     timeline: &Timeline,
     threads: usize,
 ) -> Result<(DeviceComm, Comm), Box<dyn Error>> {
-    let is_cut = args.parallel.grid(world.size())?.is_some();
+    args.parallel.grid(world.size())?;
     let (device, mut comm) = match world.backend() {
-        Backend::Nccl if is_cut => return Err(args.parallel.refuse_on_gpus().into()),
         Backend::Cpu => (None, timeline.observe(world.communicator()?)),
         Backend::Nccl => args.parallel.communicators(world).map(|(device, host)| (Some(device), host))?,
     };
@@ -292,9 +291,15 @@ fn engine(
     threads: usize,
 ) -> mgpu::Result<Box<dyn Engine>> {
     if let Some(grid) = args.parallel.grid(comm.size()).map_err(mgpu::Error::program)? {
-        return Ok(match args.precision {
-            Precision::Bf16 => Box::new(Pipeline::<bf16>::new(config, args, grid, comm, timeline, threads)?),
-            _ => Box::new(Pipeline::<f32>::new(config, args, grid, comm, timeline, threads)?),
+        return Ok(match (device, args.precision) {
+            (Some(device), _) => {
+                let comms = (&*device, comm);
+                Box::new(DevicePipeline::new(config, args, grid, comms, timeline, threads)?)
+            }
+            (None, Precision::Bf16) => {
+                Box::new(Pipeline::<bf16>::new(config, args, grid, comm, timeline, threads)?)
+            }
+            (None, _) => Box::new(Pipeline::<f32>::new(config, args, grid, comm, timeline, threads)?),
         });
     }
     Ok(match (device, args.precision) {

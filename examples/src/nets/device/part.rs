@@ -153,6 +153,12 @@ impl DeviceNet {
         Ok(loss::cuda::score(model.stream(), output, labels, scratch, score)?)
     }
 
+    /// Bytes of the activations of all batches in flight.
+    pub fn activation_bytes(&self) -> usize {
+        let slots = self.batches.iter().flat_map(|batch| &batch.slots);
+        slots.map(|slot| slot.view().bytes()).sum()
+    }
+
     /// Enqueues the forward pass of micro-batch `batch`, whose input has been received.
     fn forward_of(
         &mut self,

@@ -1,14 +1,16 @@
-//! Training on the CPU, on CPUs as a pipeline, or on a GPU, behind one interface.
+//! Training on the CPU, on a GPU, or as a pipeline of either, behind one interface.
 //!
 //! The trainer decides what happens when; an engine owns the model and does it. All engines train the same networks
 //! from the same initial values on the same batches and write the same checkpoints, so a run can be resumed with
 //! another engine.
 
 mod cpu;
+mod device_pipeline;
 mod gpu;
 mod pipeline;
 
 pub(super) use cpu::Cpu;
+pub(super) use device_pipeline::DevicePipeline;
 pub(super) use gpu::{Gpu, Options};
 use mgpu::checkpoint::{Checkpoint, Snapshot};
 use mgpu::optimizer::{OptimizerConfig, Schedule};

@@ -18,7 +18,7 @@ use super::{Engine, StepObserver, Stretch, TrainingConfig, check_finite, over_ra
 use crate::data::{CLASSES, Dataset};
 use crate::nets::{DropoutKey, LossReport, Mode};
 use crate::parallel::Grid;
-use crate::pipeline::{PipelineConfig, Stage};
+use crate::pipeline::{PipelineConfig, Place, Stage};
 
 /// A stage of a pipeline on this rank. Images between layers are stored as `E`.
 pub(in super::super) struct Pipeline<E> {
@@ -52,6 +52,49 @@ pub(in super::super) struct PipelineReport {
     rank_activations_mib: Vec<f64>,
 }
 
+impl PipelineReport {
+    /// Of the ranks of `comm`, with this number of stages and ends of parts. `idle` is this rank's share, which has had
+    /// `in_flight` micro-batches between their passes and has memory of `bytes` for their activations. Collective.
+    pub(super) fn gather(
+        comm: &mut Communicator,
+        (stages, ends): (u32, &[usize]),
+        idle: Option<f64>,
+        (in_flight, bytes): (usize, usize),
+    ) -> mgpu::Result<Self> {
+        let mib = bytes as f64 / f64::from(1 << 20);
+        let all = comm.all_gather_slice(&[idle.unwrap_or_default(), in_flight as f64, mib])?;
+        let (ranks, _) = all.as_chunks::<3>();
+        let mean = ranks.iter().map(|[share, ..]| share).sum::<f64>() / ranks.len() as f64;
+        Ok(PipelineReport {
+            stages,
+            cuts: ends[1..ends.len() - 1].to_vec(),
+            idle: idle.map(|_| round(mean)),
+            rank_in_flight: ranks.iter().map(|[_, most, _]| *most as usize).collect(),
+            rank_activations_mib: ranks.iter().map(|[.., mib]| round(*mib)).collect(),
+        })
+    }
+}
+
+/// The layers of each part, in words. `measured` says whether they are cut by their measured times.
+pub(super) fn describe_parts(place: &Place, measured: bool) -> String {
+    let layers = |part: &[usize]| match part[1] - part[0] {
+        1 => part[0].to_string(),
+        _ => format!("{}-{}", part[0], part[1] - 1),
+    };
+    let parts: Vec<String> = place.ends().windows(2).map(layers).collect();
+    let how = if measured { ", cut by their measured times" } else { "" };
+    format!("parts of the network: layers {}{how}", parts.join(" | "))
+}
+
+/// Refuses `--profile`, for which a rank would need all layers.
+pub(super) fn refuse_profile(args: &Args) -> mgpu::Result<()> {
+    if !args.profile {
+        return Ok(());
+    }
+    let problem = "--placement layers and --profile are incompatible: no rank has all layers; see --timeline";
+    Err(mgpu::Error::program(problem))
+}
+
 impl<E: Storage + Element> Pipeline<E> {
     pub(in super::super) fn new(
         training_config: &TrainingConfig,
@@ -61,10 +104,7 @@ impl<E: Storage + Element> Pipeline<E> {
         timeline: &Timeline,
         threads: usize,
     ) -> mgpu::Result<Self> {
-        if args.profile {
-            let problem = "--placement layers and --profile are incompatible: no rank has all layers; see --timeline";
-            return Err(mgpu::Error::program(problem));
-        }
+        refuse_profile(args)?;
         let spec = args.net();
         let (optimizer, cuts) = (training_config.optimizer(&spec), args.parallel.cuts());
         let &TrainingConfig { batch, micro_batches, seed, .. } = training_config;
@@ -98,12 +138,16 @@ impl<E: Storage + Element> Engine for Pipeline<E> {
         &mut self.comm
     }
 
+    fn traffic(&mut self) -> Option<u64> {
+        self.stage.traffic()
+    }
+
     fn replica(&mut self) -> (u32, u32) {
-        (self.stage.copy(), self.grid.replicas)
+        (self.stage.place.copy(), self.grid.replicas)
     }
 
     fn parameters(&self) -> usize {
-        self.stage.layout().len()
+        self.stage.place.layout().len()
     }
 
     fn steps(&self) -> u64 {
@@ -121,7 +165,7 @@ impl<E: Storage + Element> Engine for Pipeline<E> {
         let stage = &mut self.stage;
         while stage.steps() < until {
             let step = stage.steps();
-            let (begin, waited) = (Instant::now(), stage.waited());
+            let (begin, waited) = (Instant::now(), stage.place.waited());
             let samples = sampler.batch(step / steps_per_epoch, (step % steps_per_epoch) as usize);
             let mode = |first: usize| {
                 let first_sample = first_sample + first as u64;
@@ -130,9 +174,9 @@ impl<E: Storage + Element> Engine for Pipeline<E> {
             let report = stage.step(data, samples, mode, |_, _| ())?;
             if step >= WARM_UP {
                 self.steps_time += begin.elapsed();
-                self.idle_time += stage.waited() - waited;
+                self.idle_time += stage.place.waited() - waited;
             }
-            if stage.is_last() {
+            if stage.place.is_last() {
                 self.score += report;
             }
             observer(step + 1, report.loss());
@@ -154,7 +198,7 @@ impl<E: Storage + Element> Engine for Pipeline<E> {
             return Ok(None);
         };
         let mut sum = [own];
-        self.stage.row().all_reduce_slice(&mut sum, ReduceOp::Sum)?;
+        self.stage.place.row().all_reduce_slice(&mut sum, ReduceOp::Sum)?;
         Ok(Some(sum[0]))
     }
 
@@ -191,7 +235,7 @@ impl<E: Storage + Element> Engine for Pipeline<E> {
         let mut logits = Vec::with_capacity(count * CLASSES);
         self.stage.predict(None, data, &all, |net, _| logits.extend_from_slice(net.logits()))?;
         logits.resize(count * CLASSES, 0.0);
-        self.stage.row().broadcast_slice(&mut logits, self.grid.stages - 1)?;
+        self.stage.place.row().broadcast_slice(&mut logits, self.grid.stages - 1)?;
         Ok(logits)
     }
 
@@ -212,29 +256,13 @@ impl<E: Storage + Element> Engine for Pipeline<E> {
     }
 
     fn describe_parts(&self) -> Option<String> {
-        let layers = |part: &[usize]| match part[1] - part[0] {
-            1 => part[0].to_string(),
-            _ => format!("{}-{}", part[0], part[1] - 1),
-        };
-        let parts: Vec<String> = self.stage.ends().windows(2).map(layers).collect();
-        let how = if self.measured { ", cut by their measured times" } else { "" };
-        Some(format!("parts of the network: layers {}{how}", parts.join(" | ")))
+        Some(describe_parts(&self.stage.place, self.measured))
     }
 
     fn pipeline(&mut self) -> mgpu::Result<Option<PipelineReport>> {
-        let share = self.idle_time.as_secs_f64() / self.steps_time.as_secs_f64().max(1e-9);
-        let (most, mib) =
-            (self.stage.most_in_flight(), self.stage.net().activation_bytes() as f64 / f64::from(1 << 20));
-        let all = self.comm.all_gather_slice(&[share, most as f64, mib])?;
-        let (ranks, _) = all.as_chunks::<3>();
-        let mean = ranks.iter().map(|[share, ..]| share).sum::<f64>() / ranks.len() as f64;
-        let ends = self.stage.ends();
-        Ok(Some(PipelineReport {
-            stages: self.grid.stages,
-            cuts: ends[1..ends.len() - 1].to_vec(),
-            idle: (self.steps_time > Duration::ZERO).then(|| round(mean)),
-            rank_in_flight: ranks.iter().map(|[_, most, _]| *most as usize).collect(),
-            rank_activations_mib: ranks.iter().map(|[.., mib]| round(*mib)).collect(),
-        }))
+        let Pipeline { comm, grid, stage, steps_time, idle_time, .. } = self;
+        let idle = (*steps_time > Duration::ZERO).then(|| idle_time.as_secs_f64() / steps_time.as_secs_f64());
+        let in_flight = (stage.most_in_flight(), stage.net().activation_bytes());
+        PipelineReport::gather(comm, (grid.stages, stage.place.ends()), idle, in_flight).map(Some)
     }
 }

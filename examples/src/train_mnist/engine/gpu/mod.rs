@@ -23,7 +23,7 @@ use mgpu::timeline::Timeline;
 use mgpu::{Communicator, DeviceCommunicator, Layout, Sampler};
 use mgpu_kernels::Precision;
 use mgpu_kernels::cuda::{AutotuneOptions, Device, Stream};
-use orders::TrainingSet;
+pub(super) use orders::{EPOCHS, TrainingSet};
 use traces::Traces;
 
 use super::super::args::Args;
@@ -90,7 +90,7 @@ impl Gpu {
         let parallel =
             args.parallel.config(optimizer, threads, (device.size(), training_config.micro_batches));
         let config = DeviceConfig::new(parallel)
-            .with_steps_per_epoch(training_config.steps_per_epoch * orders::EPOCHS)
+            .with_steps_per_epoch(training_config.steps_per_epoch * EPOCHS)
             .with_bf16_copy(options.precision == Precision::Bf16);
         let total = TotalScore::new(Arc::clone(&device))?;
         let model = DeviceDataParallel::new(device, host, net.layout().clone(), parameters, config)?;

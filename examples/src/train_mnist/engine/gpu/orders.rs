@@ -12,10 +12,10 @@ use crate::data::Dataset;
 use crate::nets::DeviceData;
 
 /// Epochs whose orders are on the GPU at the same time.
-pub(super) const EPOCHS: u64 = 2;
+pub(in super::super) const EPOCHS: u64 = 2;
 
 /// The training set and its orders.
-pub(super) struct TrainingSet {
+pub(in super::super) struct TrainingSet {
     data: DeviceData,
     upload: Upload,
     /// Steps of an epoch, and samples of this rank in it.
@@ -27,7 +27,11 @@ pub(super) struct TrainingSet {
 
 impl TrainingSet {
     /// Copies the images and labels to the GPU.
-    pub(super) fn new(model: &DeviceDataParallel, data: &Dataset, config: &TrainingConfig) -> Result<Self> {
+    pub(in super::super) fn new(
+        model: &DeviceDataParallel,
+        data: &Dataset,
+        config: &TrainingConfig,
+    ) -> Result<Self> {
         let (stream, steps) = (model.stream(), config.steps_per_epoch as usize);
         let places = steps * config.batch;
         Ok(TrainingSet {
@@ -41,7 +45,7 @@ impl TrainingSet {
 
     /// Enqueues the upload of this rank's order of `epoch`, unless it is there. It replaces an older epoch, whose steps
     /// must all be enqueued.
-    pub(super) fn prepare(
+    pub(in super::super) fn prepare(
         &mut self,
         model: &DeviceDataParallel,
         sampler: &mut Sampler,
@@ -61,7 +65,7 @@ impl TrainingSet {
     }
 
     /// The data that steps read.
-    pub(super) fn data(&self) -> &DeviceData {
+    pub(in super::super) fn data(&self) -> &DeviceData {
         &self.data
     }
 }

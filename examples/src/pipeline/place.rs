@@ -1,17 +1,38 @@
-//! The arenas of the whole network: gathered from the stages on rank 0, and distributed to them.
+//! A rank's place in the grid, and the arenas of the whole network: gathered from the stages on rank 0, and distributed
+//! to them.
 //!
 //! Only the first copy of the network takes part, because all copies have the same values. The stages pass on what they
 //! have received in their own columns.
 
 use std::ops::Range;
+use std::time::Duration;
 
-use mgpu::replicate::{checksum, replicate};
-use mgpu::{Element, Layout};
-use mgpu_kernels::Storage;
+use mgpu::replicate::checksum;
+use mgpu::timeline::Timeline;
+use mgpu::{Communicator, Layout, NamedArena};
 
-use super::Stage;
 use super::neighbours::{Neighbours, receive, send};
+use super::schedule::Schedule;
 use crate::nets::Spec;
+use crate::parallel::Grid;
+
+/// A rank's place in the grid.
+pub(crate) struct Place {
+    /// The number of its copy of the network.
+    copy: u32,
+    pub(super) row: Neighbours,
+    /// The ends of the parts, as indices of layers.
+    ends: Vec<usize>,
+    layouts: Layouts,
+    pub(super) schedule: Schedule,
+}
+
+/// The kinds of arenas: those with the layout of the parameters, and the running statistics.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Arena {
+    Parameters,
+    Buffers,
+}
 
 /// The layouts of the whole network, and where its parts are in them.
 pub(super) struct Layouts {
@@ -81,30 +102,91 @@ fn scatter(
     Ok(whole)
 }
 
-impl<E: Storage + Element> Stage<E> {
+impl Place {
+    /// This rank's place if `spec` is cut at `ends` over the ranks of `comm`, and the communicator of its column.
+    /// Collective.
+    pub(super) fn new(
+        comm: &mut Communicator,
+        spec: &Spec,
+        grid: Grid,
+        ends: Vec<usize>,
+        micro_batches: usize,
+        timeline: &Timeline,
+    ) -> mgpu::Result<(Self, Communicator)> {
+        let (copy, stage) = (grid.replica(comm.rank()), grid.stage(comm.rank()));
+        let own_group = "a rank with a colour has a group";
+        let row = comm.split(Some(copy), 0)?.expect(own_group);
+        let column = comm.split(Some(stage), 0)?.expect(own_group);
+        let place = Place {
+            copy,
+            row: Neighbours::new(row, timeline),
+            layouts: Layouts::new(spec, &ends),
+            ends,
+            schedule: Schedule { stage: stage as usize, stages: grid.stages as usize, micro_batches },
+        };
+        Ok((place, column))
+    }
+
+    /// The number of this rank's copy of the network.
+    pub(crate) fn copy(&self) -> u32 {
+        self.copy
+    }
+
+    /// The stages of this rank's copy of the network: rank s is stage s.
+    pub(crate) fn row(&mut self) -> &mut Communicator {
+        self.row.comm()
+    }
+
+    /// How long this rank has waited for other stages, as far as its timeline counts.
+    pub(crate) fn waited(&self) -> Duration {
+        self.row.waited()
+    }
+
+    /// Whether the losses are computed here.
+    pub(crate) fn is_last(&self) -> bool {
+        self.schedule.is_last()
+    }
+
+    /// The ends of the parts, as indices of layers: 0, the cuts, and the number of layers.
+    pub(crate) fn ends(&self) -> &[usize] {
+        &self.ends
+    }
+
+    /// The largest number of micro-batches between their passes.
+    pub(crate) fn in_flight(&self) -> usize {
+        self.schedule.in_flight()
+    }
+
+    /// The layers of this rank.
+    pub(super) fn layers(&self) -> Range<usize> {
+        let stage = self.schedule.stage;
+        self.ends[stage]..self.ends[stage + 1]
+    }
+
     /// Names, shapes and offsets of the parameters of the whole network.
     pub(crate) fn layout(&self) -> &Layout {
         &self.layouts.parameters
     }
 
-    /// The checksum of the whole network's parameters, on rank 0; 0 elsewhere. Collective.
-    pub(crate) fn checksum(&mut self) -> mgpu::Result<u64> {
-        let Stage { copy, row, model, layouts, .. } = self;
-        if *copy > 0 {
+    /// The checksum of the whole network's parameters, of which `own` are this stage's, on rank 0; 0 elsewhere.
+    /// Collective.
+    pub(super) fn checksum(&mut self, own: &[f32]) -> mgpu::Result<u64> {
+        if self.copy > 0 {
             return Ok(0);
         }
-        let whole = gather(row, model.parameters(), &layouts.of_parameters)?;
+        let whole = gather(&mut self.row, own, &self.layouts.of_parameters)?;
         Ok(whole.map_or(0, |whole| checksum(&whole)))
     }
 
-    /// Passes the arenas of the whole network to `keep` on rank 0: parameters, optimizer state and running statistics,
-    /// each with its name and layout. Collective.
-    pub(crate) fn gather_arenas(
+    /// Passes the arenas of the whole network to `keep` on rank 0, with their names and layouts. `arenas` and `buffers`
+    /// are this stage's, as far as it is in the first copy. Collective.
+    pub(super) fn gather<'a>(
         &mut self,
+        arenas: impl IntoIterator<Item = NamedArena<'a>>,
+        buffers: &[f32],
         mut keep: impl FnMut(&str, &Layout, Vec<f32>),
     ) -> mgpu::Result<()> {
-        let Stage { copy, row, model, layouts, .. } = self;
-        let arenas = model.arenas()?;
+        let Place { copy, row, layouts, .. } = self;
         if *copy > 0 {
             return Ok(());
         }
@@ -113,32 +195,29 @@ impl<E: Storage + Element> Stage<E> {
                 keep(name, &layouts.parameters, whole);
             }
         }
-        if let Some(whole) = gather(row, model.buffers(), &layouts.of_buffers)? {
+        if let Some(whole) = gather(row, buffers, &layouts.of_buffers)? {
             keep("buffers", &layouts.buffers, whole);
         }
         Ok(())
     }
 
-    /// Restores the state after `steps` steps. `read` returns the arena of the whole network of that name and layout;
-    /// only rank 0 calls it. Collective.
-    pub(crate) fn scatter_arenas(
+    /// This stage's part of an arena. `read` returns the arena of the whole network of that name and layout; only rank 0
+    /// calls it. In other copies than the first zeros, which the first copy's values are to replace. Collective.
+    pub(super) fn scatter(
         &mut self,
-        steps: u64,
-        read: impl Fn(&str, &Layout) -> mgpu::Result<Vec<f32>>,
-    ) -> mgpu::Result<()> {
-        let Stage { copy, row, model, net, layouts, .. } = self;
-        let mut part = |name: &str, (whole, parts): (&Layout, &[Range<usize>]), own: &Layout| match *copy {
-            0 => scatter(row, parts, || read(name, whole)),
-            // The values of the first copy replace them.
-            _ => Ok(vec![0.0; own.len()]),
+        name: &str,
+        arena: Arena,
+        read: impl FnOnce(&str, &Layout) -> mgpu::Result<Vec<f32>>,
+    ) -> mgpu::Result<Vec<f32>> {
+        let Place { copy, row, layouts, schedule, .. } = self;
+        let (whole, parts) = match arena {
+            Arena::Parameters => (&layouts.parameters, &layouts.of_parameters),
+            Arena::Buffers => (&layouts.buffers, &layouts.of_buffers),
         };
-        let of_parameters = (&layouts.parameters, &layouts.of_parameters[..]);
-        model.restore(steps, |name, own| part(name, of_parameters, own))?;
-        let layout = net.buffers_layout();
-        let mut buffers = part("buffers", (&layouts.buffers, &layouts.of_buffers), layout)?;
-        replicate(model.comm(), layout, &mut buffers)?;
-        model.buffers_mut().copy_from_slice(&buffers);
-        Ok(())
+        match *copy {
+            0 => scatter(row, parts, || read(name, whole)),
+            _ => Ok(vec![0.0; parts[schedule.stage].len()]),
+        }
     }
 }
 
