@@ -240,3 +240,40 @@ fn a_non_finite_loss_ends_the_training_and_is_named() {
         finished.expect(1, &["non-finite gradients (NaN or Inf) in tensor `", "in step "]);
     }
 }
+
+/// The parts of a network train what one rank trains with the same micro-batches, on a grid what as many ranks train as
+/// there are copies. A run continues on another number of parts.
+#[test]
+fn layers_cut_over_gpus_train_the_weights_of_whole_networks() {
+    let cases: [(u32, u32, &[&str], &str); 5] = [
+        (1, 2, &["--net", "lenet5", "--batch", "8", "--accumulate", "4", "--steps", "4"], "layers"),
+        (1, 4, &["--net", "lenet5", "--batch", "4", "--accumulate", "2", "--steps", "2"], "layers"),
+        (1, 3, &["--net", "keras", "--batch", "2", "--steps", "1", "--precision", "bf16"], "layers"),
+        (1, 2, &["--net", "mlp-gelu", "--batch", "4", "--accumulate", "2", "--steps", "3"], "layers"),
+        (2, 4, &["--net", "lenet5", "--batch", "4", "--accumulate", "2", "--steps", "3"], "layers:2"),
+    ];
+    for (copies, ranks, flags, placement) in cases {
+        let expected = weights(&train(copies, flags));
+        let cut = train(ranks, &[flags, &["--placement", placement]].concat());
+        cut.expect(0, &["parts of the network: layers 0-"]);
+        assert_eq!(weights(&cut), expected, "{ranks} ranks, {flags:?}");
+        let json = cut.json();
+        let stages = json["stages"].as_u64().unwrap();
+        assert_eq!(stages, u64::from(ranks / copies));
+        for rank in 0..ranks as usize {
+            let in_flight = json["rank_in_flight"][rank].as_u64().unwrap();
+            assert!(in_flight <= stages - rank as u64 % stages, "{json}");
+        }
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let flags = ["--net", "lenet5", "--batch", "4", "--accumulate", "2", "--schedule", "constant"];
+    let expected = weights(&train(1, &[&flags[..], &["--steps", "6"]].concat()));
+    let saving = [&flags[..], &["--checkpoint-dir", folder.path().to_str().unwrap()]].concat();
+    let mut last = train(2, &[&saving[..], &["--steps", "2", "--placement", "layers"]].concat());
+    for (ranks, placement, steps) in [(1, "replicated", "4"), (3, "layers", "6")] {
+        let placed = ["--resume", "--placement", placement, "--steps", steps];
+        last = train(ranks, &[&saving[..], &placed].concat());
+        last.expect(0, &["resumed from"]);
+    }
+    assert_eq!(weights(&last), expected);
+}
