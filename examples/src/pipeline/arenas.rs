@@ -1,7 +1,7 @@
 //! The arenas of the whole network: gathered from the stages on rank 0, and distributed to them.
 //!
-//! Only the first copy of the network takes part, because all copies have the same values. The stages pass on what they
-//! have received in their own columns.
+//! Only the first replica of the network takes part, because all replicas have the same values. The stages pass on what
+//! they have received in their own columns.
 
 use std::ops::Range;
 
@@ -89,8 +89,8 @@ impl<E: Storage + Element> Stage<E> {
 
     /// The checksum of the whole network's parameters, on rank 0; 0 elsewhere. Collective.
     pub(crate) fn checksum(&mut self) -> mgpu::Result<u64> {
-        let Stage { copy, row, model, layouts, .. } = self;
-        if *copy > 0 {
+        let Stage { replica, row, model, layouts, .. } = self;
+        if *replica > 0 {
             return Ok(0);
         }
         let whole = gather(row, model.parameters(), &layouts.of_parameters)?;
@@ -103,9 +103,9 @@ impl<E: Storage + Element> Stage<E> {
         &mut self,
         mut keep: impl FnMut(&str, &Layout, Vec<f32>),
     ) -> mgpu::Result<()> {
-        let Stage { copy, row, model, layouts, .. } = self;
+        let Stage { replica, row, model, layouts, .. } = self;
         let arenas = model.arenas()?;
-        if *copy > 0 {
+        if *replica > 0 {
             return Ok(());
         }
         for (name, own) in arenas {
@@ -126,10 +126,10 @@ impl<E: Storage + Element> Stage<E> {
         steps: u64,
         read: impl Fn(&str, &Layout) -> mgpu::Result<Vec<f32>>,
     ) -> mgpu::Result<()> {
-        let Stage { copy, row, model, net, layouts, .. } = self;
-        let mut part = |name: &str, (whole, parts): (&Layout, &[Range<usize>]), own: &Layout| match *copy {
+        let Stage { replica, row, model, net, layouts, .. } = self;
+        let mut part = |name: &str, (whole, parts): (&Layout, &[Range<usize>]), own: &Layout| match *replica {
             0 => scatter(row, parts, || read(name, whole)),
-            // The values of the first copy replace them.
+            // The values of the first replica replace them.
             _ => Ok(vec![0.0; own.len()]),
         };
         let of_parameters = (&layouts.parameters, &layouts.of_parameters[..]);

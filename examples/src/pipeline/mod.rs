@@ -2,11 +2,11 @@
 //!
 //! A rank has one part of the network, a *stage*. Activations are sent to the next stage, their gradients to the one
 //! before; [`schedule`] says when. A stage is a [`DataParallel`] of its own tensors, on the communicator of the ranks
-//! that have the same stage: with several copies of the network these average its gradients, and all that a step does
-//! besides (accumulation, reduction, update, checks) is as for a whole network. With one copy each of these
+//! that have the same stage: with several replicas of the network these average its gradients, and all that a step does
+//! besides (accumulation, reduction, update, checks) is as for a whole network. With one replica each of these
 //! communicators has one rank.
 //!
-//! The ranks form a grid. With p stages, rank r has stage r mod p of copy ⌊r / p⌋. A copy's ranks are a *row*, those
+//! The ranks form a grid. With p stages, rank r has stage r mod p of replica ⌊r / p⌋. A replica's ranks are a *row*, those
 //! with the same stage a *column*. The stages' arenas, one behind the other, are the arena of the whole network, so
 //! checkpoints and checksums are those of any other placement ([`arenas`]).
 
@@ -31,8 +31,8 @@ use schedule::{Action, Schedule};
 
 /// A stage on this rank. Images between layers are stored as `E`.
 pub(crate) struct Stage<E> {
-    /// The number of the copy of the network.
-    copy: u32,
+    /// The number of the replica of the network.
+    replica: u32,
     row: Neighbours,
     /// On the column.
     model: DataParallel,
@@ -98,7 +98,7 @@ impl<E: Storage + Element> Stage<E> {
         let model = DataParallel::with_config(timeline.observe(column), layout, parameters, column_config)?;
         let model = model.with_buffers(net.initial_buffers())?;
         Ok(Stage {
-            copy: grid.replica(rank),
+            replica: grid.replica(rank),
             row: Neighbours::new(row, timeline),
             model,
             layouts: Layouts::new(spec, &ends),
@@ -211,7 +211,7 @@ impl<E: Storage + Element> Stage<E> {
         self.model.steps()
     }
 
-    /// The stages of this rank's copy of the network: rank s is stage s.
+    /// The stages of this rank's replica of the network: rank s is stage s.
     pub(crate) fn row(&mut self) -> &mut Communicator {
         self.row.comm()
     }
@@ -221,9 +221,9 @@ impl<E: Storage + Element> Stage<E> {
         self.schedule.is_last()
     }
 
-    /// The number of this rank's copy of the network.
-    pub(crate) fn copy(&self) -> u32 {
-        self.copy
+    /// The number of this rank's replica of the network.
+    pub(crate) fn replica(&self) -> u32 {
+        self.replica
     }
 
     /// The ends of the parts, as indices of layers: 0, the cuts, and the number of layers.

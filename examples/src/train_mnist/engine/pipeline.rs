@@ -62,7 +62,8 @@ impl<E: Storage + Element> Pipeline<E> {
         threads: usize,
     ) -> mgpu::Result<Self> {
         if args.profile {
-            let problem = "--placement layers and --profile are incompatible: no rank has all layers; see --timeline";
+            let problem =
+                "--placement layers and --profile are incompatible: no rank has all layers; see --timeline";
             return Err(mgpu::Error::program(problem));
         }
         let spec = args.net();
@@ -99,7 +100,7 @@ impl<E: Storage + Element> Engine for Pipeline<E> {
     }
 
     fn replica(&mut self) -> (u32, u32) {
-        (self.stage.copy(), self.grid.replicas)
+        (self.stage.replica(), self.grid.replicas)
     }
 
     fn parameters(&self) -> usize {
