@@ -226,6 +226,17 @@ fn each_stage_keeps_the_activations_in_flight() {
     }
 }
 
+/// Without micro-batches only one of the stages works at a time.
+#[test]
+fn waiting_for_other_stages_is_idle_time() {
+    let data = Data::new();
+    let flags = ["--batch", "4", "--skip-test", "--placement", "layers", "--steps"];
+    let idle = |steps: &str| data.train(2, &[&flags[..], &[steps]].concat()).json()["idle"].clone();
+    assert_eq!(idle("3"), Value::Null, "steps of the warm-up are not measured");
+    let share = idle("8").as_f64().unwrap();
+    assert!(share > 0.0 && share < 1.0, "{share}");
+}
+
 #[test]
 fn the_timeline_numbers_micro_batches_and_shows_messages() {
     let data = Data::new();
