@@ -107,7 +107,7 @@ impl Display for PlacementChoice {
 pub(crate) struct Grid {
     /// The number of parts of the network, each on a rank.
     pub(crate) stages: u32,
-    /// The number of copies of the whole network, which train on different images.
+    /// The number of replicas of the whole network, which train on different images.
     pub(crate) replicas: u32,
 }
 
@@ -117,7 +117,7 @@ impl Grid {
         rank % self.stages
     }
 
-    /// The copy of the network that the part on `rank` belongs to.
+    /// The replica of the network that the part on `rank` belongs to.
     pub(crate) fn replica(self, rank: u32) -> u32 {
         rank / self.stages
     }
@@ -207,7 +207,7 @@ impl Parallel {
         }
         if stages > ranks || !ranks.is_multiple_of(stages) {
             return Err(format!(
-                "{placement} needs a multiple of {stages} ranks, not {ranks}: each copy of the network is on {stages}"
+                "{placement} needs a multiple of {stages} ranks, not {ranks}: each replica of the network is on {stages}"
             ));
         }
         Ok(Some(Grid { stages, replicas: ranks / stages }))
@@ -218,8 +218,8 @@ impl Parallel {
         format!("--placement {} runs on CPUs only: start it with mgpurun --backend cpu", self.placement)
     }
 
-    /// The number of `rank` of `ranks` ranks among the copies of the network, and the number of copies. Each copy trains on
-    /// batches of its own.
+    /// The number of the replica on `rank`, and the number of replicas on `ranks` ranks. Each replica trains on batches of
+    /// its own.
     pub(crate) fn replica(&self, rank: u32, ranks: u32) -> Result<(u32, u32), String> {
         Ok(self.grid(ranks)?.map_or((rank, ranks), |grid| (grid.replica(rank), grid.replicas)))
     }
@@ -230,7 +230,7 @@ impl Parallel {
         match self.grid(ranks) {
             Ok(Some(Grid { stages, replicas: 1 })) => format!("cut over {stages} rank{}", s(stages)),
             Ok(Some(Grid { stages, replicas })) => {
-                format!("cut over {stages} rank{}, the same in {replicas} copies", s(stages))
+                format!("cut over {stages} rank{}, the same in {replicas} replicas", s(stages))
             }
             _ => format!("the same on {ranks} rank{}", s(ranks)),
         }

@@ -55,7 +55,7 @@ fn all_networks_on_1_rank() {
     check(1, &[]);
 }
 
-/// The layers cut over ranks, alone and in two copies.
+/// The layers cut over ranks, alone and in two replicas.
 #[test]
 fn networks_cut_over_ranks() {
     check(3, &["--placement", "layers"]);

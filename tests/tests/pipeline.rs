@@ -132,7 +132,7 @@ fn images_between_layers_are_passed_on_in_bf16() {
     }
 }
 
-/// Two copies of the network, each on two ranks, against two ranks with the whole network.
+/// Two replicas of the network, each on two ranks, against two ranks with the whole network.
 #[test]
 fn a_grid_trains_the_bits_of_its_copies() {
     let data = Data::new();
@@ -142,11 +142,11 @@ fn a_grid_trains_the_bits_of_its_copies() {
         ("lenet5", &["--accumulate", "2", "--gradients", "bf16", "--reduction", "sum"]),
     ] {
         let flags = [&["--net", net, "--batch", "4", "--steps", "3"], flags].concat();
-        let copies = data.train(2, &flags);
+        let replicas = data.train(2, &flags);
         let grid = data.train(4, &[&flags[..], &["--placement", "layers:2"]].concat());
-        assert_eq!(grid.weights(), copies.weights(), "{flags:?}");
-        grid.expect(0, &["cut over 2 ranks, the same in 2 copies"]);
-        let [found, expected] = [grid, copies].map(|finished| finished.json());
+        assert_eq!(grid.weights(), replicas.weights(), "{flags:?}");
+        grid.expect(0, &["cut over 2 ranks, the same in 2 replicas"]);
+        let [found, expected] = [grid, replicas].map(|finished| finished.json());
         let value = |json: &Value, key: &str| json[key].clone();
         for key in ["test_acc", "test_loss", "test_acc_average", "test_loss_average", "batch", "steps"] {
             assert_eq!(value(&found, key), value(&expected, key), "{key}");
@@ -226,6 +226,17 @@ fn each_stage_keeps_the_activations_in_flight() {
     }
 }
 
+/// Without micro-batches only one of the stages works at a time.
+#[test]
+fn waiting_for_other_stages_is_idle_time() {
+    let data = Data::new();
+    let flags = ["--batch", "4", "--skip-test", "--placement", "layers", "--steps"];
+    let idle = |steps: &str| data.train(2, &[&flags[..], &[steps]].concat()).json()["idle"].clone();
+    assert_eq!(idle("3"), Value::Null, "steps of the warm-up are not measured");
+    let share = idle("8").as_f64().unwrap();
+    assert!(share > 0.0 && share < 1.0, "{share}");
+}
+
 #[test]
 fn the_timeline_numbers_micro_batches_and_shows_messages() {
     let data = Data::new();
@@ -234,20 +245,28 @@ fn the_timeline_numbers_micro_batches_and_shows_messages() {
     data.train(2, &[&flags[..], &["--placement", "layers", "--cut", "7"]].concat()).expect(0, &[]);
     let file: Value = serde_json::from_slice(&fs::read(path).unwrap()).unwrap();
     let events = file["traceEvents"].as_array().unwrap();
-    let of = |rank: u64, name: &str| -> Vec<Value> {
+    let spans = |rank: u64, name: &str| -> Vec<&Value> {
         let mut spans: Vec<&Value> =
             events.iter().filter(|event| event["tid"] == rank + 1 && event["name"] == name).collect();
         spans.sort_by(|a, b| a["ts"].as_f64().unwrap().total_cmp(&b["ts"].as_f64().unwrap()));
-        spans.iter().map(|span| span["args"]["micro_batch"].clone()).collect()
+        spans
+    };
+    // Within the step.
+    let of = |rank: u64, name: &str| -> Vec<Value> {
+        let begin = |span: &Value| span["ts"].as_f64().unwrap();
+        let step = spans(rank, "step")[0];
+        let step = begin(step)..begin(step) + step["dur"].as_f64().unwrap();
+        let within = spans(rank, name).into_iter().filter(|span| step.contains(&begin(span)));
+        within.map(|span| span["args"]["micro_batch"].clone()).collect()
     };
     for rank in [0, 1] {
         for pass in ["forward", "backward"] {
             assert_eq!(of(rank, pass), [0, 1, 2, 3].map(Value::from), "{pass} on rank {rank}");
         }
     }
-    // Four activations or gradients each way, and the losses.
-    assert_eq!([of(0, "send").len(), of(0, "recv").len()], [4, 5]);
-    assert_eq!([of(1, "send").len(), of(1, "recv").len()], [5, 4]);
+    for (rank, message) in [(0, "send"), (0, "recv"), (1, "send"), (1, "recv")] {
+        assert_eq!(of(rank, message).len(), 4, "{message} on rank {rank}");
+    }
 }
 
 #[test]

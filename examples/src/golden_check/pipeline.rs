@@ -22,7 +22,7 @@ pub(super) struct Pipeline<'a, E> {
 }
 
 impl<'a, E: Storage + Element> Pipeline<'a, E> {
-    /// `batch` is the batch size of each copy of the network.
+    /// `batch` is the batch size of each replica of the network.
     pub(super) fn new(
         golden: &Golden,
         train: &'a Dataset,
@@ -80,7 +80,7 @@ impl<E: Storage + Element> GoldenBackend for Pipeline<'_, E> {
                 }
             },
         )?;
-        // The loss is the same on all ranks of a copy, as if each had computed it.
+        // The loss is the same on all ranks of a replica, as if each had computed it.
         let mut loss = [if stage.place.is_last() { report.loss() } else { 0.0 }];
         stage.place.row().all_reduce_slice(&mut loss, ReduceOp::Sum)?;
         Ok(loss[0])

@@ -1,7 +1,7 @@
 //! Initial values of parameters and running statistics.
 //!
-//! Every element is a function of the seed, its tensor's index in the whole network and its own index, so each rank could compute its own
-//! copy. They are broadcast from rank 0 anyway.
+//! Every element is a function of the seed, its tensor's index in the whole network and its own index, so each rank could
+//! compute its own copy. They are broadcast from rank 0 anyway.
 
 use mgpu_kernels::rng::{Stream, splitmix64};
 

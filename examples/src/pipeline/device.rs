@@ -161,7 +161,7 @@ impl DeviceStage {
         let buffers = model.buffers().to_vec::<f32>(model.stream())?;
         // Only the first rank of a column has the arenas, and others are not asked for them.
         let on_host = arenas.into_iter().map(|(name, values)| (name, net.to_host(&values).into()));
-        if place.copy() == 0 { place.gather(on_host, &buffers, keep) } else { Ok(()) }
+        if place.replica() == 0 { place.gather(on_host, &buffers, keep) } else { Ok(()) }
     }
 
     /// As [`Stage::scatter_arenas`](super::Stage::scatter_arenas).

@@ -2,11 +2,11 @@
 //!
 //! A rank has one part of the network, a *stage*. Activations are sent to the next stage, their gradients to the one
 //! before; [`schedule`] says when. A stage is a [`DataParallel`] of its own tensors, on the communicator of the ranks
-//! that have the same stage: with several copies of the network these average its gradients, and all that a step does
-//! besides (accumulation, reduction, update, checks) is as for a whole network. With one copy each of these
+//! that have the same stage: with several replicas of the network these average its gradients, and all that a step does
+//! besides (accumulation, reduction, update, checks) is as for a whole network. With one replica each of these
 //! communicators has one rank. [`device`] does the same on GPUs.
 //!
-//! The ranks form a grid. With p stages, rank r has stage r mod p of copy ⌊r / p⌋. A copy's ranks are a *row*, those
+//! The ranks form a grid. With p stages, rank r has stage r mod p of replica ⌊r / p⌋. A replica's ranks are a *row*, those
 //! with the same stage a *column*. The stages' arenas, one behind the other, are the arena of the whole network, so
 //! checkpoints and checksums are those of any other placement ([`place`]).
 

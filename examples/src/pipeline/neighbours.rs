@@ -8,7 +8,7 @@ use mgpu_kernels::Storage;
 
 use crate::nets::{Activations, LossReport};
 
-/// The stages of this rank's copy of the network: rank s of the communicator is stage s.
+/// The stages of this rank's replica of the network: rank s of the communicator is stage s.
 pub(super) struct Neighbours {
     comm: Communicator,
     /// Observes the communicator.

@@ -1,8 +1,8 @@
 //! A rank's place in the grid, and the arenas of the whole network: gathered from the stages on rank 0, and distributed
 //! to them.
 //!
-//! Only the first copy of the network takes part, because all copies have the same values. The stages pass on what they
-//! have received in their own columns.
+//! Only the first replica of the network takes part, because all replicas have the same values. The stages pass on what
+//! they have received in their own columns.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -18,8 +18,8 @@ use crate::parallel::Grid;
 
 /// A rank's place in the grid.
 pub(crate) struct Place {
-    /// The number of its copy of the network.
-    copy: u32,
+    /// The number of its replica of the network.
+    replica: u32,
     pub(super) row: Neighbours,
     /// The ends of the parts, as indices of layers.
     ends: Vec<usize>,
@@ -113,12 +113,12 @@ impl Place {
         micro_batches: usize,
         timeline: &Timeline,
     ) -> mgpu::Result<(Self, Communicator)> {
-        let (copy, stage) = (grid.replica(comm.rank()), grid.stage(comm.rank()));
+        let (replica, stage) = (grid.replica(comm.rank()), grid.stage(comm.rank()));
         let own_group = "a rank with a colour has a group";
-        let row = comm.split(Some(copy), 0)?.expect(own_group);
+        let row = comm.split(Some(replica), 0)?.expect(own_group);
         let column = comm.split(Some(stage), 0)?.expect(own_group);
         let place = Place {
-            copy,
+            replica,
             row: Neighbours::new(row, timeline),
             layouts: Layouts::new(spec, &ends),
             ends,
@@ -127,12 +127,12 @@ impl Place {
         Ok((place, column))
     }
 
-    /// The number of this rank's copy of the network.
-    pub(crate) fn copy(&self) -> u32 {
-        self.copy
+    /// The number of this rank's replica of the network.
+    pub(crate) fn replica(&self) -> u32 {
+        self.replica
     }
 
-    /// The stages of this rank's copy of the network: rank s is stage s.
+    /// The stages of this rank's replica of the network: rank s is stage s.
     pub(crate) fn row(&mut self) -> &mut Communicator {
         self.row.comm()
     }
@@ -171,7 +171,7 @@ impl Place {
     /// The checksum of the whole network's parameters, of which `own` are this stage's, on rank 0; 0 elsewhere.
     /// Collective.
     pub(super) fn checksum(&mut self, own: &[f32]) -> mgpu::Result<u64> {
-        if self.copy > 0 {
+        if self.replica > 0 {
             return Ok(0);
         }
         let whole = gather(&mut self.row, own, &self.layouts.of_parameters)?;
@@ -179,15 +179,15 @@ impl Place {
     }
 
     /// Passes the arenas of the whole network to `keep` on rank 0, with their names and layouts. `arenas` and `buffers`
-    /// are this stage's, as far as it is in the first copy. Collective.
+    /// are this stage's, as far as it is in the first replica. Collective.
     pub(super) fn gather<'a>(
         &mut self,
         arenas: impl IntoIterator<Item = NamedArena<'a>>,
         buffers: &[f32],
         mut keep: impl FnMut(&str, &Layout, Vec<f32>),
     ) -> mgpu::Result<()> {
-        let Place { copy, row, layouts, .. } = self;
-        if *copy > 0 {
+        let Place { replica, row, layouts, .. } = self;
+        if *replica > 0 {
             return Ok(());
         }
         for (name, own) in arenas {
@@ -202,19 +202,19 @@ impl Place {
     }
 
     /// This stage's part of an arena. `read` returns the arena of the whole network of that name and layout; only rank 0
-    /// calls it. In other copies than the first zeros, which the first copy's values are to replace. Collective.
+    /// calls it. In other replicas than the first zeros, which the first replica's values are to replace. Collective.
     pub(super) fn scatter(
         &mut self,
         name: &str,
         arena: Arena,
         read: impl FnOnce(&str, &Layout) -> mgpu::Result<Vec<f32>>,
     ) -> mgpu::Result<Vec<f32>> {
-        let Place { copy, row, layouts, schedule, .. } = self;
+        let Place { replica, row, layouts, schedule, .. } = self;
         let (whole, parts) = match arena {
             Arena::Parameters => (&layouts.parameters, &layouts.of_parameters),
             Arena::Buffers => (&layouts.buffers, &layouts.of_buffers),
         };
-        match *copy {
+        match *replica {
             0 => scatter(row, parts, || read(name, whole)),
             _ => Ok(vec![0.0; parts[schedule.stage].len()]),
         }

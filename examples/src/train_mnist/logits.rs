@@ -31,7 +31,7 @@ pub(super) fn write(
     engine: &mut dyn Engine,
     data: &Dataset,
 ) -> Result<(), Box<dyn Error>> {
-    // The ranks of the first copy of the network compute together.
+    // The ranks of the first replica of the network compute together.
     if engine.replica().0 > 0 {
         return Ok(());
     }

@@ -92,7 +92,7 @@ pub(super) fn write(data: &Dataset, output: &Path, engine: &mut dyn Engine) -> R
     Ok(())
 }
 
-/// The logits of `images`; each copy of the network computes its part. Collective.
+/// The logits of `images`; each replica of the network computes its part. Collective.
 fn logits_of(images: &[u8], engine: &mut dyn Engine) -> mgpu::Result<Vec<f32>> {
     let ((replica, replicas), count) = (engine.replica(), images.len() / IMAGE_LEN);
     let shard = |replica| evaluation_shard(count, replica, replicas);
@@ -105,7 +105,7 @@ fn logits_of(images: &[u8], engine: &mut dyn Engine) -> mgpu::Result<Vec<f32>> {
     logits.resize(share, 0.0);
     let all = engine.comm().all_gather_slice(&logits)?;
     let mut whole = Vec::with_capacity(count * CLASSES);
-    // All ranks of a copy, which follow each other, have the same logits.
+    // All ranks of a replica, which follow each other, have the same logits.
     let ranks = (engine.comm().size() / replicas) as usize;
     for replica in 0..replicas {
         let begin = replica as usize * ranks * share;

@@ -375,7 +375,7 @@ impl Trainer {
     }
 }
 
-/// Evaluates on `data`, each image once, on one of the copies of the network. Collective.
+/// Evaluates on `data`, each image once, on one of the replicas of the network. Collective.
 pub(super) fn evaluate(engine: &mut dyn Engine, data: &Dataset) -> mgpu::Result<TestResult> {
     let start = Instant::now();
     let (replica, replicas) = engine.replica();

@@ -96,7 +96,7 @@ impl Engine for DevicePipeline {
     }
 
     fn replica(&mut self) -> (u32, u32) {
-        (self.stage.place.copy(), self.grid.replicas)
+        (self.stage.place.replica(), self.grid.replicas)
     }
 
     fn parameters(&self) -> usize {

@@ -68,8 +68,8 @@ pub(super) trait Engine {
     /// For the program's own collectives between steps.
     fn comm(&mut self) -> &mut Communicator;
 
-    /// The number of this rank's copy of the network, and the number of copies. Each copy trains on its own images; a rank
-    /// has a copy of its own unless the layers are cut over ranks.
+    /// The number of this rank's replica of the network, and the number of replicas. Each replica trains on images of its
+    /// own. It is on one rank, unless the layers are cut over ranks.
     fn replica(&mut self) -> (u32, u32) {
         (self.comm().rank(), self.comm().size())
     }
@@ -118,7 +118,8 @@ pub(super) trait Engine {
     /// Errors of the communicator and of the GPU.
     fn l2_loss(&mut self) -> mgpu::Result<Option<f64>>;
 
-    /// Evaluates the samples `shard`, the same on all ranks of a [copy](Self::replica), and again with the moving average of the weights if there is one. Collective.
+    /// Evaluates the samples `shard`, the same on all ranks of a [replica](Self::replica), and again with the moving
+    /// average of the weights if there is one. Collective.
     ///
     /// # Errors
     /// Errors of the communicator and of the GPU.
@@ -143,7 +144,7 @@ pub(super) trait Engine {
     fn restore(&mut self, step: u64, checkpoint: Option<&Checkpoint>) -> mgpu::Result<()>;
 
     /// The logits of the first `count` images of `data`, \[count, classes\], in evaluation mode. All ranks of a
-    /// [copy](Self::replica) of the network call it together.
+    /// [replica](Self::replica) of the network call it together.
     ///
     /// # Errors
     /// Errors of the communicator and of the GPU.

@@ -143,7 +143,7 @@ impl<E: Storage + Element> Engine for Pipeline<E> {
     }
 
     fn replica(&mut self) -> (u32, u32) {
-        (self.stage.place.copy(), self.grid.replicas)
+        (self.stage.place.replica(), self.grid.replicas)
     }
 
     fn parameters(&self) -> usize {
