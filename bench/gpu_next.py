@@ -51,7 +51,7 @@ def shapes(net):
         if layer[0] == "pool":
             height, width = (height + layer[1]) // 2, (width + layer[1]) // 2
             continue
-        if layer[0] == "norm":
+        if layer[0] in ("norm", "act"):
             continue
         inputs = channels * height * width
         if layer[0] == "conv":
