@@ -79,7 +79,7 @@ pub(super) fn run(mut args: Args) -> Result<(), Box<dyn Error>> {
         outln!("{}", serde_json::to_string(&Summary { model, test_s, checkpoint, predicted })?);
     }
     if let (Some(path), Some(data)) = (&args.logits, &data) {
-        logits::write(path, &args.net().name, &mut *engine, &data.test)?;
+        logits::write("evaluation", path, &args.net().name, &mut *engine, &data.test)?;
     }
     Ok(())
 }
