@@ -154,10 +154,10 @@ def ours(figures, net, place):
 
 def document_000(figures):
     alone = TOWERS_000[1][1] * STEPS_000 / TOWERS_000[1][2][0]
-    lines = [["document 000", "images/s there", "relative to one GPU", "here", "relative to one rank"]]
+    lines = [["document 000", "s for 2,000 steps", "images/s there", "relative to one GPU", "here", "relative to one rank"]]
     for what, images, times, place in TOWERS_000:
         rates = [images * STEPS_000 / time for time in times]
-        lines.append([what, " and ".join(f"{rate:,.0f}" for rate in rates),
+        lines.append([what, " and ".join(f"{time:.2f}" for time in times), " and ".join(f"{rate:,.0f}" for rate in rates),
                       " and ".join(f"{rate / alone:.2f}" for rate in rates), *ours(figures, "deep", place)])
     return lines
 
