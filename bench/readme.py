@@ -264,6 +264,11 @@ def placements():
     return name and summarise_placements.Figures(result(name))
 
 
+def one_gpu():
+    rate = lambda net, batch: gpu_figure("throughput", net, batch, kernels="auto", mode="graph")
+    return summarise_placements.Gpu(gpu_name(gpu_file("throughput", "torch")), rate)
+
+
 def placement_table(summarise, with_origin=False):
     """A table of measured placements; a sentence without a result file."""
     name = newest("placements")
@@ -294,11 +299,10 @@ TABLES = {
     "gpu-next": gpu_what_next, "train-cpu": train_cpu,
     "train-cpu-misses": train_cpu_misses, "allreduce": allreduce, "launch": launch, "quiet": quiet, "chaos": chaos,
     "communication": communication, "logits": logits, "ensemble": ensemble,
-    "document-000": lambda: rows(*summarise_placements.document_000(placements())),
-    "document-001": lambda: rows(*summarise_placements.document_001(placements())),
-    "document-003": lambda: rows(*summarise_placements.document_003(
-        placements(), gpu_figure("throughput", "layers", 1024, kernels="auto", mode="graph"))),
-    "document-004": lambda: rows(*summarise_placements.document_004(placements())),
+    "document-000": lambda: rows(*summarise_placements.document_000(placements(), one_gpu())),
+    "document-001": lambda: rows(*summarise_placements.document_001(placements(), one_gpu())),
+    "document-003": lambda: rows(*summarise_placements.document_003(placements(), one_gpu())),
+    "document-004": lambda: rows(*summarise_placements.document_004(placements(), one_gpu())),
     "document-004-test": lambda: rows(*summarise_placements.document_004_test()),
     "placements-speed": lambda: placement_table(summarise_placements.speed, with_origin=True),
     "placements-bytes": lambda: placement_table(summarise_placements.traffic),

@@ -40,6 +40,13 @@ SHARED_004 = {1: (7.234, 100, 0.412, 100), 2: (3.902, 185, 0.231, 178), 4: (2.31
 NCCL_004 = {1: (7.348, 100, 0.415, 100), 2: (3.877, 190, 0.229, 181), 4: (2.208, 333, 0.143, 290), 8: (1.448, 507, 0.095, 435)}
 
 
+class Gpu:
+    """Training with the fastest kernels on one GPU: its name, and images/s by network and batch, None if not measured."""
+
+    def __init__(self, name="GPU", rate=lambda net, batch: None):
+        self.name, self.rate = name, rate
+
+
 class Figures:
     """The cells of a result."""
 
@@ -152,17 +159,20 @@ def ours(figures, net, place):
     return [name, f"{relative:.2f}" if relative else "not measured"]
 
 
-def document_000(figures):
+def document_000(figures, gpu):
     alone = TOWERS_000[1][1] * STEPS_000 / TOWERS_000[1][2][0]
     lines = [["document 000", "s for 2,000 steps", "images/s there", "relative to one GPU", "here", "relative to one rank"]]
     for what, images, times, place in TOWERS_000:
         rates = [images * STEPS_000 / time for time in times]
         lines.append([what, " and ".join(f"{time:.2f}" for time in times), " and ".join(f"{rate:,.0f}" for rate in rates),
                       " and ".join(f"{rate / alone:.2f}" for rate in rates), *ours(figures, "deep", place)])
+    if rate := gpu.rate("deep", 128):
+        lines.append([f"(here, one {gpu.name}, bf16)", f"{128 * STEPS_000 / rate:.2f}", f"{rate:,.0f}", "–",
+                      "`replicated`, 1 rank", "–"])
     return lines
 
 
-def document_001(figures):
+def document_001(figures, gpu):
     one, eight = EPOCH_001[1], EPOCH_001[8]
     lines = [["", "devices", "s an epoch", "relative to one"],
              ["document 001, one GPU", "1 GPU", one, "1.00"],
@@ -173,21 +183,23 @@ def document_001(figures):
         cores = min(place[0], figures.cores) if figures else place[0]
         devices = "1 CPU core" if cores == 1 else f"{cores} CPU cores"
         lines.append([f"here, {name}", devices, f"{TRAINING_IMAGES / rate:,.0f}" if rate else "not measured", relative])
+    if rate := gpu.rate("keras", 128):
+        lines.append(["here, `replicated`, 1 rank, bf16", f"one {gpu.name}", f"{TRAINING_IMAGES / rate:.2f}", "–"])
     return lines
 
 
-def document_003(figures, gpu_rate):
-    """`gpu_rate` is that of one GPU with batch 1,024, if it was measured."""
+def document_003(figures, gpu):
+    gpu_rate = gpu.rate("layers", 1024)
     rate = figures and figures.value("layers", 2, "host", "images_per_s")
     return [
         ["", "device", "images/s"],
         ["document 003", "two GPUs", f"{statistics.median(RATES_003):,.0f} ({min(RATES_003):,}–{max(RATES_003):,})"],
         ["here, `host`, 128 images per step", "two CPU cores", f"{rate:,.0f}" if rate else "not measured"],
-        ["here, `replicated`, 1,024 images per step, bf16", "one GPU", f"{gpu_rate:,.0f}" if gpu_rate else "not measured"],
+        ["here, `replicated`, 1,024 images per step, bf16", f"one {gpu.name}", f"{gpu_rate:,.0f}" if gpu_rate else "not measured"],
     ]
 
 
-def document_004(figures):
+def document_004(figures, gpu):
     head = ["devices", "there: weights on GPU 0, s an epoch", "%", "there: NCCL, s an epoch", "%",
             "here: `shared`, s an epoch", "%", "here: `replicated`, s an epoch", "%"]
     lines = [head]
@@ -200,6 +212,8 @@ def document_004(figures):
             relative = figures and figures.relative("conv6", devices, placement)
             line += [f"{TRAINING_IMAGES / rate:,.0f}" if rate else "not measured", f"{relative:.0%}" if relative else "–"]
         lines.append(line)
+    if rate := gpu.rate("conv6", 1024):
+        lines.append([f"one {gpu.name}, bf16", *["–"] * 6, f"{TRAINING_IMAGES / rate:.2f}", "–"])
     return lines
 
 
@@ -218,9 +232,11 @@ def main():
         sys.exit(__doc__.strip())
     with open(sys.argv[1]) as file:
         figures = Figures(json.load(file))
-    for summarise in (speed, traffic, memory, shares, document_000, document_001, document_004):
-        print(summarise.__name__)
-        for line in summarise(figures):
+    tables = [(summarise.__name__, summarise(figures)) for summarise in (speed, traffic, memory, shares)]
+    tables += [(compare.__name__, compare(figures, Gpu())) for compare in (document_000, document_001, document_003, document_004)]
+    for name, lines in tables:
+        print(name)
+        for line in lines:
             print("  " + " | ".join(map(str, line)))
 
 

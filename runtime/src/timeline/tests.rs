@@ -158,7 +158,7 @@ fn operations_of_groups_have_the_title_of_the_group() {
                 for _ in 0..2 {
                     let buffer = Buffer::zeroed::<f32>(4);
                     row.all_reduce_tagged(buffer, ReduceOp::Sum, Some(7)).unwrap().wait().unwrap();
-                    column.reduce(Buffer::zeroed::<f32>(4), ReduceOp::Sum, 0).unwrap().wait().unwrap();
+                    column.all_reduce(Buffer::zeroed::<f32>(8), ReduceOp::Sum).unwrap().wait().unwrap();
                 }
                 comm.barrier().unwrap();
                 timeline.write(&mut comm, path).unwrap();
@@ -170,17 +170,17 @@ fn operations_of_groups_have_the_title_of_the_group() {
         let events = file["traceEvents"].as_array().unwrap().iter().filter(|event| event["name"] == name);
         events.map(|event| (event["tid"].as_u64().unwrap(), event["args"].clone())).collect()
     };
-    let bucket = serde_json::json!({"bucket": 7, "bytes": 16});
-    for (name, threads) in [
-        ("all_reduce, group 1 (ranks 0, 1)", [1, 1, 2, 2]),
-        ("all_reduce, group 1 (ranks 2, 3)", [3, 3, 4, 4]),
+    let [bucket, none] = [serde_json::json!({"bucket": 7, "bytes": 16}), serde_json::json!({"bytes": 32})];
+    for (name, threads, args) in [
+        ("all_reduce, group 1 (ranks 0, 1)", [1, 1, 2, 2], &bucket),
+        ("all_reduce, group 1 (ranks 2, 3)", [3, 3, 4, 4], &bucket),
         // Their background threads.
-        ("reduce, group 2 (ranks 0, 2)", [5, 5, 7, 7]),
-        ("reduce, group 2 (ranks 1, 3)", [6, 6, 8, 8]),
+        ("all_reduce, group 2 (ranks 0, 2)", [5, 5, 7, 7], &none),
+        ("all_reduce, group 2 (ranks 1, 3)", [6, 6, 8, 8], &none),
     ] {
         let found = spans(name);
         assert_eq!(found.iter().map(|(thread, _)| *thread).collect::<Vec<_>>(), threads, "{name}");
-        assert!(name.starts_with("reduce") || found.iter().all(|(_, args)| *args == bucket), "{found:?}");
+        assert!(found.iter().all(|(_, found)| found == args), "{found:?}");
     }
     assert_eq!(spans("all_reduce"), []);
     // At least one of each rank.
