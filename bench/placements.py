@@ -146,7 +146,7 @@ def parse():
     except ValueError:
         parser.error("--ranks: write numbers with commas between them, such as 1,2,4")
     if any(ranks < 1 or IMAGES % ranks for ranks in options.ranks):
-        parser.error(f"--ranks: the {IMAGES} images of a step cannot be divided equally")
+        parser.error(f"--ranks: each number must divide the {IMAGES} images of a step")
     options.nets = options.nets or list(QUICK if options.quick else NETS)
     options.rounds = 1 if options.quick else options.rounds
     options.steps = {net: options.steps or (QUICK.get(net, 2) if options.quick else STEPS[net]) for net in options.nets}
