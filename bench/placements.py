@@ -119,6 +119,10 @@ def figure(net, ranks, placement, rounds):
         if values := [summary[key] for summary in done if summary.get(key) is not None]:
             entry[key] = spread(values)
     entry["rank_rss_mib"] = [round(statistics.median(values), 1) for values in zip(*(one["rank_rss_mib"] for one in done))]
+    # Of the last run: micro-batches whose activations each stage kept, and the memory of these.
+    for key in ("rank_in_flight", "rank_activations_mib"):
+        if done[-1].get(key):
+            entry[key] = done[-1][key]
     # Chosen anew by each run, from measured times.
     all_cuts = [summary.get("cuts") or [] for summary in done]
     if any(all_cuts):

@@ -133,7 +133,7 @@ def memory(figures):
 
 
 def shares(figures):
-    """Share of a step in collectives, or, of stages, without work; where the network was cut."""
+    """Share of a step in collectives, or, of stages, without work; where the network was cut; micro-batches in flight."""
     def shown(net, ranks, placement):
         key = "idle" if placement.startswith("layers") else "communication"
         share = figures.value(net, ranks, placement, key)
@@ -141,11 +141,12 @@ def shares(figures):
 
     lines = figures.table_by_cell(shown, [ranks for ranks in figures.ranks if ranks > 1])
     lines[0] = ["network", "ranks", *(f"`{name}`, communication" for name in COLUMNS[:3]),
-                *(f"`{name}`, idle" for name in COLUMNS[3:]), "cuts of `layers`"]
+                *(f"`{name}`, idle" for name in COLUMNS[3:]), "cuts of `layers`", "its micro-batches in flight, by rank"]
     for line in lines[1:]:
         cell = figures.cell(line[0].strip("`"), line[1], "layers") or {}
         chosen = dict.fromkeys(",".join(map(str, cuts)) for cuts in cell.get("cuts", []))
         line.append(" or ".join(chosen) or "–")
+        line.append(", ".join(map(str, cell.get("rank_in_flight", []))) or "–")
     return lines
 
 
