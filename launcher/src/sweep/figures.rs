@@ -62,13 +62,18 @@ impl Figure {
         Figure { name, title, percent, kind, is_share: false, source: Source::Key(key.to_owned()) }
     }
 
+    /// Whether its values are of ranks, not of moments.
+    pub(super) fn is_of_ranks(&self) -> bool {
+        matches!(&self.source, Source::Key(key) if is_of_ranks(key))
+    }
+
     /// Its values in a run, without those of the warm-up.
     pub(super) fn samples(&self, run: &Run) -> Vec<f64> {
         let empty = Map::new();
         let result = run.result.as_ref().unwrap_or(&empty);
         match &self.source {
             Source::Wall => vec![run.wall_s],
-            Source::Key(key) if is_of_ranks(key) => values(result, key),
+            Source::Key(key) if self.is_of_ranks() => values(result, key),
             Source::Key(key) => after_warm_up(values(result, key)),
             Source::TrainEpoch => epochs(result, "epochs_train_s", || {
                 // Warm-up steps are left out of the time of a step, not of the total.
