@@ -110,6 +110,10 @@ def merge_files(paths):
     for path in paths:
         with open(path) as file:
             contents.append(json.load(file))
+        # Parts may differ in these, of which a file has one each.
+        origin = {key: contents[-1][key] for key in ("date", "commit", "command") if key in contents[-1]}
+        for letter in contents[-1]["letters"].values():
+            letter.update({**origin, **letter})
     newest = contents[-1]
     for content in contents[:-1]:
         target = types.SimpleNamespace(letters=newest["letters"], versions=newest["versions"], runs=newest["runs"],
