@@ -9,8 +9,7 @@ use crate::config::InitConfig;
 use crate::loader::Library;
 use crate::results::{NcclError, Progress, check, describe_without_library};
 use crate::sys::{
-    NCCL_SPLIT_NOCOLOR, NCCL_UNIQUE_ID_BYTES, cudaStream_t, ncclComm_t, ncclDataType_t, ncclRedOp_t,
-    ncclResult_t, ncclUniqueId,
+    NCCL_UNIQUE_ID_BYTES, cudaStream_t, ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclResult_t, ncclUniqueId,
 };
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fmt;
@@ -275,11 +274,12 @@ impl Library {
     }
 
     /// Splits a communicator: the ranks that pass the same `color` form a new one, which is written to `new`. They are
-    /// ordered by `key`, then by their rank in `comm`. A rank without a color is in none, and gets null. All ranks of
-    /// `comm` call it, while none of its operations is in progress. Available since 2.18.1.
+    /// ordered by `key`, then by their rank in `comm`. All ranks of `comm` call it, while none of its operations is in
+    /// progress. Available since 2.18.1. A rank that needs no new communicator takes a color of its own:
+    /// `NCCL_SPLIT_NOCOLOR` is not offered, since NCCL 2.28.3 then writes to address 0 if the split fails.
     ///
-    /// While it is in progress, so is `comm`, which is used for the synchronisation; [`Library::comm_abort`] of `comm`
-    /// ends it. Afterwards the two are independent.
+    /// While it is in progress, so is `comm`, which is used for the synchronisation, although this function may return
+    /// "done"; [`Library::comm_abort`] of `comm` ends it. Afterwards the two are independent.
     ///
     /// # Safety
     ///
@@ -294,16 +294,15 @@ impl Library {
     pub unsafe fn comm_split(
         &self,
         comm: ncclComm_t,
-        color: Option<u16>,
+        color: u16,
         key: c_int,
         new: *mut ncclComm_t,
         mut config: InitConfig,
     ) -> Result<Progress, NcclError> {
         let function = self.function("ncclCommSplit", |symbols| &symbols.ncclCommSplit)?;
-        let color = color.map_or(NCCL_SPLIT_NOCOLOR, c_int::from);
         // SAFETY: the caller guarantees `comm` and `new`; the configuration is live during the call, contains its own
         // size, and is copied before the call returns.
-        let result = unsafe { function(comm, color, key, new, config.as_nccl()) };
+        let result = unsafe { function(comm, c_int::from(color), key, new, config.as_nccl()) };
         self.check(result, "ncclCommSplit")
     }
 

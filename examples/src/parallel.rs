@@ -1,14 +1,20 @@
 //! The flags for data-parallel training, shared by all training programs.
 
-use std::fmt::Display;
+use std::fmt::{self, Display};
+use std::str::FromStr;
 
 use clap::{Args, ValueEnum};
 use mgpu::optimizer::OptimizerConfig;
-use mgpu::{Compression, DataParallelConfig, Reduction, ShardFrom};
+use mgpu::{Compression, DataParallelConfig, Placement, Reduction, ShardFrom};
 
 /// Data-parallel options.
 #[derive(Debug, Args)]
 pub(crate) struct Parallel {
+    /// Where the weights are: replicated (a copy on every rank), shared (on rank 0, which updates them; the others fetch
+    /// them and hand in gradients), host (in host memory, where the CPU updates them) or layers (every rank has some
+    /// of the layers; layers:K: K ranks share the layers, and such groups of ranks train in parallel).
+    #[arg(long, value_name = "NAME", default_value_t = PlacementChoice::Replicated)]
+    placement: PlacementChoice,
     /// Bucket size in MiB: gradients reduced in one all-reduce, for example 0.25 [default: 1; on GPUs 16].
     #[arg(long, value_name = "MIB", value_parser = mebibytes)]
     bucket: Option<usize>,
@@ -44,6 +50,48 @@ pub(crate) struct Parallel {
     /// is multiplied instead. The L2 penalty and --clip-norm are multiplied too.
     #[arg(long, value_enum, value_name = "HOW", default_value_t = ReduceBy::Mean, hide_possible_values = true)]
     reduction: ReduceBy,
+}
+
+/// Where the weights are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum PlacementChoice {
+    Replicated,
+    Shared,
+    Host,
+    /// The layers are cut over so many ranks; over all, if none is given.
+    Layers(Option<u32>),
+}
+
+impl FromStr for PlacementChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        Ok(match text {
+            "replicated" => PlacementChoice::Replicated,
+            "shared" => PlacementChoice::Shared,
+            "host" => PlacementChoice::Host,
+            "layers" => PlacementChoice::Layers(None),
+            _ => {
+                let ranks = text.strip_prefix("layers:").and_then(|ranks| ranks.parse().ok());
+                let ranks = ranks.filter(|ranks: &u32| *ranks > 0);
+                let problem =
+                    "it should be replicated, shared, host, layers, or layers:K with a number K of ranks";
+                PlacementChoice::Layers(Some(ranks.ok_or(problem)?))
+            }
+        })
+    }
+}
+
+impl Display for PlacementChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            PlacementChoice::Replicated => f.write_str("replicated"),
+            PlacementChoice::Shared => f.write_str("shared"),
+            PlacementChoice::Host => f.write_str("host"),
+            PlacementChoice::Layers(None) => f.write_str("layers"),
+            PlacementChoice::Layers(Some(ranks)) => write!(f, "layers:{ranks}"),
+        }
+    }
 }
 
 /// How gradients are combined.
@@ -144,6 +192,7 @@ impl Parallel {
     /// All flags by name with their values. They must be equal on all ranks.
     pub(crate) fn settings(&self) -> Vec<(&'static str, String)> {
         vec![
+            ("--placement", self.placement.to_string()),
             ("--bucket", given(self.bucket.map(|bytes| bytes as f64 / f64::from(1 << 20)))),
             ("--shard-optimizer", self.sharding().unwrap_or("auto").to_owned()),
             ("--overlap", self.overlap.to_string()),
@@ -170,6 +219,12 @@ impl Parallel {
                 Sharding::Auto => ShardFrom::Auto,
                 Sharding::On => ShardFrom::Bytes(0),
                 Sharding::Off => ShardFrom::Never,
+            })
+            .with_placement(match self.placement {
+                // A group of ranks with the same layers has a copy of them each.
+                PlacementChoice::Replicated | PlacementChoice::Layers(_) => Placement::Replicated,
+                PlacementChoice::Shared => Placement::Shared,
+                PlacementChoice::Host => Placement::Host,
             })
             .with_overlap(self.overlap)
             .with_clip_norm(self.clip_norm.map(|norm| norm * scale))

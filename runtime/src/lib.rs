@@ -80,7 +80,7 @@ pub use sampler::{Sampler, SamplerConfig, evaluation_shard};
 #[cfg(feature = "cuda")]
 pub use step::device::{self, DeviceDataParallel};
 pub use step::{
-    Compression, DataParallel, DataParallelConfig, GradientSink, MicroBatch, NamedArena, Reducer,
+    Compression, DataParallel, DataParallelConfig, GradientSink, MicroBatch, NamedArena, Placement, Reducer,
     ReducerConfig, Reduction, ShardFrom, Unused,
 };
 pub use world::{Backend, World};

@@ -468,6 +468,8 @@ API ncclResult_t ncclCommSplit(ncclComm_t handle, int color, int key, ncclComm_t
         fake::delay();
         const ncclResult_t result = split(parent, child, color, key);
         set_child(parent, nullptr);
+        // The real library then writes to address 0.
+        if (child == nullptr && result != ncclSuccess) std::abort();
         if (child != nullptr) child->settle(result);
         parent->settle(result);
         if (!parent->blocking) fake::delay();
@@ -476,7 +478,8 @@ API ncclResult_t ncclCommSplit(ncclComm_t handle, int color, int key, ncclComm_t
     });
     if (!parent->blocking) {
         work.detach();
-        return ncclInProgress;
+        // As the real library, which looks at the new communicator's state, and there is none yet.
+        return ncclSuccess;
     }
     work.join();
     return (ncclResult_t)parent->state.load();

@@ -186,6 +186,8 @@ pub struct DataParallelConfig {
     /// and updates 1/n of its parameters. The weights have the same bits with and without sharding (under `nccl` only
     /// with two ranks, and without clipping).
     pub shard_from: ShardFrom,
+    /// Where the parameters and the optimizer's state are kept.
+    pub placement: Placement,
     /// Number of steps between two comparisons of all ranks' weights by checksum. They fail with rank and tensor
     /// ([`Error::Diverged`](crate::Error::Diverged)). With `None`, only
     /// [`DataParallel::verify`](super::DataParallel::verify) compares.
@@ -201,6 +203,7 @@ impl DataParallelConfig {
             optimizer,
             threads,
             shard_from: ShardFrom::Auto,
+            placement: Placement::Replicated,
             verify_every: Some(VERIFY_EVERY),
         }
     }
@@ -217,6 +220,12 @@ impl DataParallelConfig {
         DataParallelConfig { shard_from: from.into(), ..self }
     }
 
+    /// Keeps parameters and optimizer state [where](Self::placement) `placement` says.
+    #[must_use]
+    pub fn with_placement(self, placement: Placement) -> Self {
+        DataParallelConfig { placement, ..self }
+    }
+
     /// Compares weights [every](Self::verify_every) so many steps; `None` for never.
     #[must_use]
     pub fn with_verify_every(self, steps: impl Into<Option<u64>>) -> Self {
@@ -230,6 +239,7 @@ impl DataParallelConfig {
             optimizer: OptimizerConfig { rule, decay_weights_only, average, schedule },
             threads: _,
             shard_from,
+            placement,
             verify_every,
         } = self;
         let mut settings = vec![
@@ -238,6 +248,7 @@ impl DataParallelConfig {
             ("average", format!("{average:?}")),
             ("schedule", format!("{schedule:?}")),
             ("shard_from", shard_from.to_string()),
+            ("placement", format!("{placement:?}")),
             ("verify_every", format!("{verify_every:?}")),
         ];
         settings.extend(reducer.settings());
@@ -369,6 +380,22 @@ pub enum Unused {
     /// The gradient is 0. The optimizer treats it as any other gradient, so momentum and weight decay still change
     /// the tensor, even if no rank has used it. (PyTorch's DDP leaves such a tensor unchanged.)
     Zero,
+}
+
+/// Where the parameters and the optimizer's state are kept, and which way gradients and parameters take in a step.
+/// On the host all placements train the same bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Placement {
+    /// A copy on every rank: gradients are all-reduced, and every rank updates its own parameters (or its
+    /// [shard](DataParallelConfig::shard_from) of them).
+    #[default]
+    Replicated,
+    /// On rank 0's device: gradients are reduced to rank 0, which alone has the optimizer's state and updates the
+    /// parameters; the other ranks receive them in every step.
+    Shared,
+    /// In host memory: every rank hands in its gradients there, the CPU averages them and updates the parameters, and
+    /// every rank fetches them for the next step.
+    Host,
 }
 
 /// Size from which buckets are sharded.

@@ -27,7 +27,7 @@ mod tree;
 use std::time::{Duration, Instant};
 
 use config::SHARD_FROM;
-pub use config::{Compression, DataParallelConfig, ReducerConfig, Reduction, ShardFrom, Unused};
+pub use config::{Compression, DataParallelConfig, Placement, ReducerConfig, Reduction, ShardFrom, Unused};
 use gradient_bucket::GradientBucket;
 use reducer::Participation;
 pub use reducer::Reducer;

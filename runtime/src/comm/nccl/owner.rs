@@ -74,9 +74,7 @@ pub(super) struct OwnerState {
     /// Null before NCCL has written it, and after the communicator was destroyed or aborted, which only the owner's
     /// thread does.
     comm: AtomicPtr<ncclComm>,
-    /// Where NCCL writes null in a split without a group for this rank.
-    no_comm: AtomicPtr<ncclComm>,
-    /// False while NCCL may still write to `comm` or `no_comm`.
+    /// False while NCCL may still write to `comm`.
     handle_is_final: AtomicBool,
     /// The call in progress.
     call: Mutex<Option<ActiveCall>>,
@@ -154,30 +152,22 @@ impl OwnerState {
         Ok(())
     }
 
-    /// Splits the communicator. The new handle, if this rank has a group, is written to its owner, which then
-    /// [awaits](Self::await_split) it.
-    fn split(&self, group: Option<&SplitHandle>) -> Outcome<()> {
+    /// Splits the communicator. The new handle is written to its owner, which then [awaits](Self::await_split) it.
+    fn split(&self, (child, color, key): &SplitHandle) -> Outcome<()> {
         let comm = self.comm.load(Ordering::SeqCst);
         if comm.is_null() {
             return Err(TaskError::StopRequested);
         }
-        let (written, handle, color, key) = match group {
-            Some((state, color, key)) => (&**state, &state.comm, Some(*color), *key),
-            None => (self, &self.no_comm, None, 0),
-        };
-        written.handle_is_final.store(false, Ordering::SeqCst);
-        let progress = self.guarded("ncclCommSplit", || {
+        child.handle_is_final.store(false, Ordering::SeqCst);
+        let _ = self.guarded("ncclCommSplit", || {
             let config = InitConfig::non_blocking();
             // SAFETY: the communicator is alive, and only this thread ends it. Its operations have ended, because the
             // ranks have exchanged the arguments of the split through it. The state with the handle is not freed before
             // NCCL has written it for the last time: `Owner::drop` ensures that.
-            unsafe { self.nccl.comm_split(comm, color, key, handle.as_ptr(), config) }
+            unsafe { self.nccl.comm_split(comm, *color, *key, child.comm.as_ptr(), config) }
         })?;
-        self.wait_done(progress)?;
-        if group.is_none() {
-            self.handle_is_final.store(!self.is_stop_requested(), Ordering::SeqCst);
-        }
-        Ok(())
+        // NCCL says "done" as soon as the split has begun; only the communicator's state tells when it has ended.
+        self.wait_done(Progress::InProgress)
     }
 
     /// Waits for the handle of a split, which NCCL may write later than it sets the state of the communicator that was
@@ -335,7 +325,6 @@ impl Owner {
         let state = Arc::new(OwnerState {
             nccl,
             comm: AtomicPtr::default(),
-            no_comm: AtomicPtr::default(),
             handle_is_final: AtomicBool::new(true),
             call: Mutex::default(),
             stop_requested: AtomicBool::default(),
@@ -394,11 +383,10 @@ impl Owner {
         self.submit_nccl(move |state| state.init(id, size, rank))
     }
 
-    /// Splits the communicator: the new one becomes that of the given owner, with this color and key. Without an
-    /// owner, this rank is in no group.
-    pub(super) fn split(&self, group: Option<(&Owner, u16, c_int)>) -> Receiver<Reply<()>> {
-        let group = group.map(|(owner, color, key)| (Arc::clone(&owner.state), color, key));
-        self.submit_nccl(move |state| state.split(group.as_ref()))
+    /// Splits the communicator: the new one becomes that of the given owner, with this color and key.
+    pub(super) fn split(&self, child: &Owner, color: u16, key: c_int) -> Receiver<Reply<()>> {
+        let child = (Arc::clone(&child.state), color, key);
+        self.submit_nccl(move |state| state.split(&child))
     }
 
     /// Waits until the communicator that a split has created is ready.

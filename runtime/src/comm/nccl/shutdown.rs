@@ -31,7 +31,7 @@ const WAIT_SLICES: (Duration, Duration) = (Duration::from_millis(20), Duration::
 const EARLY_END_LIMIT: Duration = Duration::from_millis(500);
 
 /// Timeout of ncclCommFinalize and ncclCommDestroy after all ranks have arrived at the shutdown.
-const FINALISE_LIMIT: Duration = Duration::from_secs(5);
+pub(super) const FINALISE_LIMIT: Duration = Duration::from_secs(5);
 
 /// How long a rank at the shutdown of one communicator assumes that another of its threads may still begin the
 /// collective of another communicator in which a peer waits.

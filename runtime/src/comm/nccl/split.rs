@@ -2,9 +2,11 @@
 //!
 //! The ranks exchange the arguments of the split first, as on the CPU, so that each knows the members of its group.
 //! NCCL gets a color and a key from which it forms the same groups in the same order. It uses the parent for that, so
-//! the call is made by the parent's [`owner`](super::owner), and all ranks of the parent make it, also those without a
-//! group. The handle is written to the state of a new owner, which takes over from then on. The two communicators
-//! share nothing afterwards.
+//! the call is made by the parent's [`owner`](super::owner), and all ranks of the parent make it. The handle is written to
+//! the state of a new owner, which takes over from then on. The two communicators share nothing afterwards.
+//!
+//! A rank without a group gets a communicator of its own, which is freed at once. NCCL could split without one
+//! (`NCCL_SPLIT_NOCOLOR`), but then writes to address 0 if a peer dies in the split (seen with NCCL 2.28.3).
 
 use std::sync::Arc;
 
@@ -12,7 +14,8 @@ use mgpu_kernels::cuda::{Device, Memory, Stream};
 
 use super::DeviceCommunicator;
 use super::link::{Link, WaitContext};
-use super::owner::Owner;
+use super::owner::{Ended, Owner};
+use super::shutdown::FINALISE_LIMIT;
 use crate::Result;
 use crate::comm::split::{SplitArguments, SplitGroup, form_group, group_number};
 use crate::comm::{DType, Rules};
@@ -71,8 +74,7 @@ impl DeviceCommunicator {
 
     /// Takes part in a split without a group of several ranks.
     pub(super) fn connect_no_group(&self) -> Result<()> {
-        let link = self.parent_link();
-        link.answer(&link.owner.split(None), &link.split_context(None))
+        self.parent_link().connect_alone(self.device())
     }
 
     fn parent_link(&self) -> &Link {
@@ -99,15 +101,9 @@ impl Link {
 
     /// Connects a group of several ranks. Its errors are errors of this communicator.
     fn connect_group(&self, group: &SplitGroup, rules: Rules, device: &Arc<Device>) -> Result<Link> {
-        let context = self.split_context(Some(group));
-        let owner = Arc::new(Owner::start(self.owner.library(), device)?);
         let number = group_number_of_link(group);
-        // From here on an error aborts the group, too.
-        self.family.add(number, &owner);
-        // Both differ between the groups of a split and fit NCCL's types.
-        let (color, key) = (group.parent_ranks[0] as u16, group.members.rank() as i32);
-        self.answer(&self.owner.split(Some((&owner, color, key))), &context)?;
-        self.answer(&owner.await_split(), &context)?;
+        let context = self.split_context(Some(group));
+        let owner = self.split(number, group.parent_ranks[0], group.members.rank(), &context, device)?;
         self.membership.collectives.add_group(number);
         Ok(Link {
             membership: Arc::clone(&self.membership),
@@ -121,7 +117,37 @@ impl Link {
             family: Arc::clone(&self.family),
         })
     }
+
+    /// Takes part in a split without a group of several ranks.
+    fn connect_alone(&self, device: &Arc<Device>) -> Result<()> {
+        let owner = self.split(UNUSED, self.members.rank(), 0, &self.split_context(None), device)?;
+        let _: Ended = owner.finalise(FINALISE_LIMIT);
+        self.family.remove(UNUSED);
+        Ok(())
+    }
+
+    /// Splits off the communicator `number` of all ranks that pass the same `first`, which is the rank here of one of
+    /// them; `rank` is this rank's there.
+    fn split(
+        &self,
+        number: u32,
+        first: u32,
+        rank: u32,
+        context: &WaitContext,
+        device: &Arc<Device>,
+    ) -> Result<Arc<Owner>> {
+        let owner = Arc::new(Owner::start(self.owner.library(), device)?);
+        // From here on an error aborts the new communicator, too.
+        self.family.add(number, &owner);
+        // The ranks of a world fit NCCL's types: see `MAX_RANKS`.
+        self.answer(&self.owner.split(&owner, first as u16, rank as i32), context)?;
+        self.answer(&owner.await_split(), context)?;
+        Ok(owner)
+    }
 }
+
+/// Number of a communicator that is freed as soon as it is connected.
+const UNUSED: u32 = GROUP - 1;
 
 /// Bit of the numbers of groups, which distinguishes them from those of the world's communicators.
 pub(super) const GROUP: u32 = 1 << 31;
