@@ -5,8 +5,8 @@
 
   A  right: doctor, every CUDA kernel against the CPU, conv6 trained to the end, golden runs
   B  fast: memory bandwidth, every candidate of every layer, training throughput beside PyTorch, profile and timeline
-  C  the rest: NCCL with one rank and with two on this GPU, a killed rank, a resumed training, GELU, TF32 and f32, ncu,
-     compute-sanitizer
+  C  the rest: NCCL with one rank and with several on this GPU, groups, a killed rank, a resumed training, GELU, TF32 and
+     f32, ncu, compute-sanitizer
 
 Each part ends before its own deadline (470, 530 and 470 seconds). Its items stand in the order of their worth, each with its
 expected duration: one that does not fit any more is skipped, and a shorter one after it may still run. Those that --list calls

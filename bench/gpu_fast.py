@@ -16,9 +16,10 @@ def bandwidth(s):
     run = s.run("bandwidth", [s.program("gpu_check"), "--bandwidth", "--json", path], limit=60)
     if run and os.path.exists(path):
         with open(path) as file:
-            run["result"] = json.load(file)
-        s.add("bandwidth", run["result"][1])
-        for figure in run["result"][1]:
+            _, figures = json.load(file)
+        run["result"] = figures
+        s.add("bandwidth", figures)
+        for figure in figures:
             print(f"       {figure['what']}: {figure['value']:.0f} {figure['unit']}")
 
 
