@@ -170,7 +170,7 @@ fn the_gpu_benchmark_script_has_a_dry_run() {
 fn the_gpu_benchmark_script_checks_groups_gpus_and_checkpoints() {
     let folder = tempfile::tempdir().expect("a folder");
     write_tiny(folder.path());
-    for (item, runs) in [("groups", 8), ("gpus", 11), ("evaluate", 14), ("uneven", 16)] {
+    for (item, runs) in [("groups", 6), ("gpus", 9), ("evaluate", 12), ("uneven", 14)] {
         let mut script = benchmark_script(folder.path());
         let finished = run(script.env("MGPU_DATA", folder.path()).args(["C", "--only", item]));
         finished.expect(0, &[&format!("C: {runs} runs, 0 failed, 0 left out")]);
