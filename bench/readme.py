@@ -138,8 +138,12 @@ def gpu():
 
 
 def gpu_accuracy():
+    measured = gpu_measured("accuracy")
+    # The script of 2026-11-23 has left an accuracy below its bound out of `accuracy`.
+    runs = [run["result"] for run in measured.get("runs", []) if run["group"] == "accuracy"]
+    found = [{**run, "test_accuracy": run["test_acc"]} for run in runs if run] or measured["accuracy"]
     lines = [[f"`{run['net']}`", f"{run['batch']:,}", run["epochs"], f"{run['steps']:,}", f"{run['test_accuracy']:.2%}"]
-             for run in gpu_measured("accuracy")["accuracy"]]
+             for run in found]
     return gpu_origin("accuracy") + rows(["network", "batch", "epochs", "steps", "test accuracy"], *lines)
 
 

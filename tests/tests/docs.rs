@@ -438,9 +438,10 @@ fn what_to_do_next_is_sorted_by_the_time_lost() {
         "| `conv6` | 1,024 | conv 128 5x5 of 128x28x28 | forward | cuDNN 1 (else built in: 3,000 µs) | 2,000 | 822 | 23.6% |",
         "| `conv6` | 1,024 | conv 128 3x3 of 128x7x7, 2 × | backward weights | cuDNN 1 (else cuDNN 1 bf16: 40 µs) | 60 | 18 | 1.7% |",
         "| `lenet5` | 1,024 | dense 10 of 84 | forward | cuBLASLt 1 (else built in: 4 µs) | 3 | 0 | 0.7% |",
-        // Stages of the profile that have no products.
+        // Stages of the profile, without the time of their passes: 2,120 - 2,000 µs. No pass of the backward one is timed.
         "| `conv6` | 1,024 | pool, backward | 250 | 0 | 5.0% |",
         "| `conv6` | 1,024 | optimizer | 150 | 0 | 3.0% |",
+        "| `conv6` | 1,024 | conv 128 5x5 same of 128x28x28, relu: beyond its passes, forward | 120 | 0 | 2.4% |",
         "| `conv6` | 1,024 | pool, forward | 100 | 0 | 2.0% |",
     ];
     assert_eq!(rows, expected);
