@@ -62,8 +62,13 @@ fn flags_incompatible_with_a_placement_are_refused_with_the_reason() {
     for (placement, flag, value, text) in [
         ("shared", "--shard-optimizer", "on", "keeps all of its state on rank 0"),
         ("host", "--shard-optimizer", "off", "so all of it is sharded: enable sharding"),
-        ("shared", "--world-size-invariant", "4", "use placement replicated"),
-        ("host", "--world-size-invariant", "4", "use placement replicated"),
+        (
+            "shared",
+            "--world-size-invariant",
+            "4",
+            "invariant reduction needs placement replicated: its ranks",
+        ),
+        ("host", "--world-size-invariant", "4", "invariant reduction needs placement replicated: its ranks"),
     ] {
         train(2, &["--placement", placement, flag, value]).expect(1, &[text]);
     }
