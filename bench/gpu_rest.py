@@ -218,7 +218,8 @@ def parallel(s):
     files = [os.path.join(s.golden or "", net + ".json") for net in (["lenet5"] if s.fake else ["lenet5", "deep"])]
     if s.data and all(map(os.path.exists, files)):
         for ranks in [1, 2]:
-            for flags in ["--accumulate 4", "--gradients bf16", "--shard-optimizer on", "--world-size-invariant 8"]:
+            for flags in ["--accumulate 4", "--gradients bf16", "--shard-optimizer on", "--world-size-invariant 8",
+                          "--placement shared", "--placement host"]:
                 s.run(f"{ranks} ranks, golden, {flags}", [*launcher(s, ranks), s.program("golden_check"), "--data", s.data,
                                                           *flags.split(), *files], limit=60, keep=" deviation .* bound ")
     else:

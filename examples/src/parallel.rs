@@ -2,10 +2,13 @@
 
 use std::fmt::{self, Display};
 use std::str::FromStr;
+use std::sync::Arc;
 
 use clap::{Args, ValueEnum};
 use mgpu::optimizer::OptimizerConfig;
-use mgpu::{Compression, DataParallelConfig, Placement, Reduction, ShardFrom};
+use mgpu::{
+    Communicator, Compression, DataParallelConfig, DeviceCommunicator, Placement, Reduction, ShardFrom, World,
+};
 
 /// Data-parallel options.
 #[derive(Debug, Args)]
@@ -117,6 +120,11 @@ enum CommDtype {
 }
 
 impl Parallel {
+    /// Where the weights are.
+    pub(crate) fn placement(&self) -> PlacementChoice {
+        self.placement
+    }
+
     /// Bucket size in bytes, if the user gave one.
     pub(crate) fn bucket_bytes(&self) -> Option<usize> {
         self.bucket
@@ -187,6 +195,22 @@ impl Parallel {
                 "the batch of {batch} images on each rank cannot be split into {count} equal micro-batches"
             ))
         }
+    }
+
+    /// Whether the CPU updates the weights, also under the nccl backend.
+    pub(crate) fn is_on_host(&self) -> bool {
+        self.placement() == PlacementChoice::Host
+    }
+
+    /// The communicators of a rank with a GPU: for device memory, and for host buffers. Collective.
+    pub(crate) fn communicators(
+        &self,
+        world: &mut World,
+    ) -> mgpu::Result<(Arc<DeviceCommunicator>, Communicator)> {
+        if !self.is_on_host() {
+            return world.communicators();
+        }
+        Ok((Arc::new(world.device_communicator()?), world.host_memory_communicator()?))
     }
 
     /// All flags by name with their values. They must be equal on all ranks.

@@ -63,6 +63,81 @@ fn a_memory_shortage_is_an_error_and_survivable() {
     }
 }
 
+/// The bytes that all ranks have moved in `call` on a buffer of 100,001 f32.
+fn moved(ranks: u32, in_arena: bool, call: impl Fn(&mut Communicator, Buffer) -> Result<()> + Sync) -> u64 {
+    let counted = threads::run(ranks, |mut world| {
+        let mut comm = world.communicator().unwrap();
+        let buffer = match in_arena {
+            true => comm.allocate(DType::F32, LEN).unwrap(),
+            false => Buffer::zeroed::<f32>(LEN),
+        };
+        let before = comm.traffic().unwrap();
+        call(&mut comm, buffer).unwrap();
+        comm.traffic().unwrap() - before
+    });
+    counted.iter().sum()
+}
+
+const LEN: usize = 100_001;
+
+/// A byte counts once where it crosses from one rank to another, however a rank gets it.
+#[test]
+fn bytes_between_ranks_are_counted() {
+    use mgpu::Algorithm;
+    use mgpu::comm::shard;
+    let sum = ReduceOp::Sum;
+    for ranks in 1..=5u32 {
+        let (bytes, others) = (4 * LEN as u64, u64::from(ranks - 1));
+        for in_arena in [true, false] {
+            let check =
+                |what: &str,
+                 expected: u64,
+                 call: &(dyn Fn(&mut Communicator, Buffer) -> Result<()> + Sync)| {
+                    assert_eq!(
+                        moved(ranks, in_arena, call),
+                        expected,
+                        "{what} on {ranks} ranks, arena: {in_arena}"
+                    );
+                };
+            for algorithm in [Algorithm::Auto, Algorithm::Direct, Algorithm::Ring] {
+                check(algorithm.name(), 2 * others * bytes, &|comm, buffer| {
+                    comm.set_algorithm(algorithm);
+                    comm.all_reduce(buffer, sum)?.wait().map(drop)
+                });
+            }
+            check("reduce-scatter", others * bytes, &|comm, buffer| {
+                comm.reduce_scatter(buffer, sum)?.wait().map(drop)
+            });
+            check("all-gather", others * bytes, &|comm, buffer| comm.all_gather(buffer)?.wait().map(drop));
+            check("broadcast", others * bytes, &|comm, buffer| comm.broadcast(buffer, 0)?.wait().map(drop));
+            check("update + all-gather", others * bytes, &|comm, buffer| {
+                comm.update_all_gather(buffer, &[0..7, 7..LEN], 1000, &mut |_, _, _| ())?.wait().map(drop)
+            });
+            let all_but_the_first = bytes - 4 * shard(LEN, ranks, 0).len() as u64;
+            check("gather", all_but_the_first, &|comm, buffer| comm.gather(buffer, 0)?.wait().map(drop));
+            check("scatter", all_but_the_first, &|comm, buffer| comm.scatter(buffer, 0)?.wait().map(drop));
+            check("messages", others * bytes, &|comm, buffer| {
+                if comm.rank() > 0 {
+                    return comm.send(buffer, 0)?.wait().map(drop);
+                }
+                (1..comm.size()).try_fold(buffer, |buffer, peer| comm.recv(buffer, peer)?.wait()).map(drop)
+            });
+            // Every rank reads everything.
+            check("a small all-reduce", u64::from(ranks) * others * 40, &|comm, buffer| {
+                comm.all_reduce(buffer.split_at(10).0, sum)?.wait().map(drop)
+            });
+        }
+        check_private_reduce(ranks, others * bytes);
+    }
+}
+
+/// In an arena, all ranks share the work, and results cross to the root.
+fn check_private_reduce(ranks: u32, expected: u64) {
+    let reduce = |comm: &mut Communicator, buffer| comm.reduce(buffer, ReduceOp::Sum, 0)?.wait().map(drop);
+    assert_eq!(moved(ranks, false, reduce), expected);
+    assert!(ranks == 1 || moved(ranks, true, reduce) > expected);
+}
+
 /// The errors of ranks that each make a different call, by rank.
 fn mismatch_errors(ranks: u32, call: impl Fn(&mut Communicator) -> Result<()> + Sync) -> Vec<Option<String>> {
     threads::run(ranks, |mut world| {

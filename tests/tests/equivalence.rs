@@ -1,8 +1,8 @@
 //! n ranks with batches of b/n images train like one rank with b images: every network with every option, and a small
 //! network with every optimizer.
 
-use mgpu::Compression;
 use mgpu::optimizer::OptimizerConfig;
+use mgpu::{Compression, Placement, ShardFrom};
 use mgpu::{DataParallel, DataParallelConfig, MicroBatch, Result, World};
 use mgpu_examples::nets::{DropoutKey, LossReport, Mode, Net, Spec, names};
 use mgpu_tests::models::optimizers;
@@ -22,6 +22,8 @@ struct Trained {
     norm: f64,
     checksum: u64,
     has_batch_norm: bool,
+    /// Bytes that this rank has moved in a step.
+    bytes: u64,
 }
 
 fn norm(values: impl Iterator<Item = f32>) -> f64 {
@@ -56,8 +58,9 @@ fn train(
     let model = DataParallel::with_config(world.communicator()?, layout.clone(), parameters, config)?;
     let mut model = model.with_buffers(net.initial_buffers())?;
     let mut images = vec![0.0; size * net.image_len()];
-    let (mut losses, mut gradients) = (Vec::new(), Vec::new());
+    let (mut losses, mut gradients, mut bytes) = (Vec::new(), Vec::new(), 0);
     for step in 0..STEPS {
+        let before = model.comm().traffic();
         let mut report = LossReport::default();
         model.step_accumulated(|batch| {
             let MicroBatch { index, parameters, buffers, gradients } = batch;
@@ -72,6 +75,7 @@ fn train(
             report += net.backward(parameters, &labels, gradients)?;
             Ok(())
         })?;
+        bytes += model.comm().traffic().zip(before).map_or(0, |(now, before)| now - before);
         let mut sums = [report.loss_sum];
         mgpu::replicate::sum_over_ranks(model.comm(), &mut sums)?;
         losses.push(sums[0] / images_a_step as f64);
@@ -81,7 +85,8 @@ fn train(
         }
     }
     let (norm, checksum) = (norm(model.parameters().iter().copied()), model.verify()?);
-    Ok(Trained { losses, gradients, norm, checksum, has_batch_norm: !model.buffers().is_empty() })
+    let has_batch_norm = !model.buffers().is_empty();
+    Ok(Trained { losses, gradients, norm, checksum, has_batch_norm, bytes: bytes / STEPS })
 }
 
 /// Asserts that both are equal within the relative `bound`. (A gradient that is only rounding error, like that of a
@@ -148,6 +153,46 @@ fn check(name: &str, optimizer: OptimizerConfig, ranks: u32) {
 fn every_network_trains_on_two_ranks_as_on_one() {
     for name in names().iter().copied() {
         check(name, Spec::named(name).unwrap().optimizer, 2);
+    }
+}
+
+/// To the bit, with and without all options, and moving the bytes of its formula (see [`Placement`]).
+#[test]
+fn every_network_trains_the_same_in_every_placement() {
+    let options = |config: DataParallelConfig| {
+        config.with_overlap(true).with_clip_norm(Some(SHORT)).with_compression(Compression::Bf16)
+    };
+    for name in names().iter().copied() {
+        let plain = config(Spec::named(name).unwrap().optimizer);
+        let parameters = 4 * Net::new(&Spec::named(name).unwrap(), 1, 1).layout().len() as u64;
+        for (ranks, plain, micro_batches) in [(1, plain, 1), (2, options(plain), 2), (3, plain, 1)] {
+            let run = |config: DataParallelConfig| {
+                let batches = (ranks as usize * micro_batches, micro_batches);
+                threads::run(ranks, |mut world| train(&mut world, name, config, batches).unwrap())
+            };
+            let others = [Placement::Shared, Placement::Host]
+                .map(|placement| plain.with_shard_from(ShardFrom::Auto).with_placement(placement));
+            let expected = run(plain);
+            let gradients = if plain.reducer.compression == Compression::Bf16 { 2 } else { 1 };
+            for (config, crossing) in [
+                (plain, 2 * parameters / gradients),
+                (others[0], parameters / gradients + parameters),
+                (others[1], parameters / gradients + parameters),
+            ] {
+                let found = if config == plain { &expected } else { &run(config) };
+                let what = format!("{name} on {ranks} ranks, {:?}", config.placement);
+                for (found, expected) in found.iter().zip(&expected) {
+                    let same = found.losses == expected.losses
+                        && found.gradients == expected.gradients
+                        && found.checksum == expected.checksum;
+                    assert!(same, "{what}");
+                }
+                let (moved, formula) =
+                    (found.iter().map(|rank| rank.bytes).sum::<u64>(), u64::from(ranks - 1) * crossing);
+                let bounds = formula - formula / 20..=formula + formula / 20;
+                assert!(bounds.contains(&moved), "{what}: {moved} bytes a step, not {formula}");
+            }
+        }
     }
 }
 

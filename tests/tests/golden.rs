@@ -77,6 +77,13 @@ fn golden_runs_with_compressed_gradients() {
 }
 
 #[test]
+fn golden_runs_in_every_placement() {
+    let nets = ["lenet5", "deep", "keras", "ensemble2400"];
+    check_some(2, &["--placement", "shared"], &nets);
+    check_some(4, &["--placement", "host"], &nets);
+}
+
+#[test]
 fn golden_runs_with_summed_gradients() {
     check_some(2, &["--reduction", "sum"], &["lenet5", "keras"]);
 }

@@ -112,21 +112,31 @@ fn a_rank_that_returns_an_error() {
     for rank in [0, 2] {
         gives_up(&finished, rank, &["lost rank 1 in operation 4 of communicator-1"]);
     }
-    let mut launcher = fake_gpu::command(env!("CARGO_BIN_EXE_t-mgpurun"));
-    // Longer than any program may run here, so that waiting for this timeout would be noticed.
-    launcher.env("MGPU_TIMEOUT", "600");
-    launcher.args(["-n", "2", "--backend", "nccl", env!("CARGO_BIN_EXE_t-train_mnist")]);
-    launcher.args(["--net", "lenet5", "--synthetic", "--steps", "100000", "--batch", "4", "--skip-test"]);
-    let folder = tempfile::tempdir().unwrap();
-    let checkpoints = folder.path().join("checkpoints");
-    launcher.args(["--kernels", "builtin", "--checkpoint-every", "1", "--checkpoint-dir"]).arg(&checkpoints);
-    let mut training = launcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    // Rank 0 can no longer save after the folder is removed.
-    until(|| fs::read_dir(&checkpoints).is_ok_and(|mut entries| entries.next().is_some()));
-    fs::rename(&checkpoints, folder.path().join("elsewhere")).unwrap();
-    let finished = finish(&mut training);
-    finished.expect(1, &["mgpurun: rank 0 exited with code 1", checkpoints.to_str().unwrap()]);
-    assert!(!finished.stderr.contains("made no progress"), "{finished:#?}");
+}
+
+/// In every placement: the peers wait for the failed rank in NCCL, or in host memory.
+#[test]
+fn a_training_whose_rank_0_cannot_save() {
+    for placement in ["replicated", "shared", "host"] {
+        let mut launcher = fake_gpu::command(env!("CARGO_BIN_EXE_t-mgpurun"));
+        // Longer than any program may run here, so that waiting for this timeout would be noticed.
+        launcher.env("MGPU_TIMEOUT", "600");
+        launcher.args(["-n", "2", "--backend", "nccl", env!("CARGO_BIN_EXE_t-train_mnist")]);
+        launcher.args(["--net", "lenet5", "--synthetic", "--steps", "100000", "--batch", "4", "--skip-test"]);
+        launcher.args(["--placement", placement]);
+        let folder = tempfile::tempdir().unwrap();
+        let checkpoints = folder.path().join("checkpoints");
+        launcher
+            .args(["--kernels", "builtin", "--checkpoint-every", "1", "--checkpoint-dir"])
+            .arg(&checkpoints);
+        let mut training = launcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        // Rank 0 can no longer save after the folder is removed.
+        until(|| fs::read_dir(&checkpoints).is_ok_and(|mut entries| entries.next().is_some()));
+        fs::rename(&checkpoints, folder.path().join("elsewhere")).unwrap();
+        let finished = finish(&mut training);
+        finished.expect(1, &["mgpurun: rank 0 exited with code 1", checkpoints.to_str().unwrap()]);
+        assert!(!finished.stderr.contains("made no progress"), "{placement}: {finished:#?}");
+    }
 }
 
 /// Steps are replayed from graphs at that point, and more are enqueued than the GPU has finished. Dropping the model,

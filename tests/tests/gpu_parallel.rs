@@ -99,11 +99,13 @@ fn one_rank_trains_through_nccl_on_request() {
 }
 
 /// Combinations of options.
-const FLAGS: [&[&str]; 4] = [
+const FLAGS: [&[&str]; 6] = [
     &["--accumulate", "4", "--clip-norm", "0.5", "--schedule", "cosine:0.1", "--warm-up", "3"],
     &["--shard-optimizer", "on", "--clip-norm", "0.5", "--schedule", "constant"],
     &["--gradients", "bf16", "--shard-optimizer", "on", "--accumulate", "2", "--schedule", "constant"],
     &["--world-size-invariant", "4", "--clip-norm", "0.5", "--schedule", "constant"],
+    &["--placement", "shared", "--accumulate", "2", "--clip-norm", "0.5", "--schedule", "constant"],
+    &["--placement", "host", "--gradients", "bf16", "--clip-norm", "0.5", "--schedule", "constant"],
 ];
 
 #[test]
@@ -141,6 +143,86 @@ fn an_interrupted_run_resumes_bit_equal() {
     }
 }
 
+/// The fake NCCL adds up in the order of ranks, as the CPU does, and both optimizers round alike. (On a real GPU the
+/// sums of NCCL have another order, and the last bits of the host's powers may be others.)
+#[test]
+fn every_placement_trains_the_weights_of_a_replicated_model() {
+    // keras has batch normalisation, dropout and RMSprop.
+    let cases: [(u32, &[&str]); 5] = [
+        (2, &["--batch", "4", "--steps", "14", "--clip-norm", "0.5", "--accumulate", "2"]),
+        (3, &["--batch", "4", "--steps", "5", "--gradients", "bf16", "--reduction", "sum"]),
+        (2, &["--batch", "4", "--steps", "5", "--precision", "bf16"]),
+        (2, &["--net", "keras", "--batch", "2", "--steps", "1"]),
+        (2, &["--net", "mlp-gelu", "--batch", "2", "--steps", "2"]),
+    ];
+    for (ranks, flags) in cases {
+        let placed = |name| weights(&train(ranks, &[flags, &["--placement", name]].concat()));
+        let expected = placed("replicated");
+        for name in ["shared", "host"] {
+            assert_eq!(placed(name), expected, "{name}, {flags:?}");
+        }
+    }
+    // A single rank needs no NCCL for them, or sends everything through it.
+    let alone = ["--batch", "4", "--steps", "5", "--clip-norm", "0.5"];
+    let expected = weights(&train(1, &alone));
+    for (name, nccl) in [("shared", "always"), ("host", "auto"), ("host", "always")] {
+        let mut program = on_gpus(1, TRAIN);
+        program.env("MGPU_NCCL", nccl).args(["--synthetic", "--json", "--kernels", "builtin", "--skip-test"]);
+        let found = weights(&run(program.args(alone).args(["--placement", name])));
+        assert_eq!(found, expected, "{name}, MGPU_NCCL={nccl}");
+    }
+}
+
+#[test]
+fn a_run_continues_under_another_placement() {
+    let folder = tempfile::tempdir().unwrap();
+    let flags = ["--net", "lenet5", "--batch", "4", "--schedule", "constant"];
+    let expected = weights(&train(2, &[&flags[..], &["--steps", "8"]].concat()));
+    let saving = [&flags[..], &["--checkpoint-dir", folder.path().to_str().unwrap()]].concat();
+    let mut last = train(2, &[&saving[..], &["--steps", "2"]].concat());
+    for (name, steps) in [("shared", "4"), ("host", "6"), ("replicated", "8")] {
+        last = train(2, &[&saving[..], &["--resume", "--placement", name, "--steps", steps]].concat());
+        last.expect(0, &["resumed from"]);
+    }
+    assert_eq!(weights(&last), expected);
+}
+
+#[test]
+fn a_rank_that_dies_is_named_in_every_placement() {
+    for name in ["shared", "host"] {
+        let mut killed = fake_gpu::launched(env!("CARGO_BIN_EXE_t-mgpurun"), 2);
+        killed.args(["--inject", "rank=1,step=6,fault=sigkill", "--grace", "60"]);
+        // The other rank ignores the launcher's SIGTERM, and ends by its own error.
+        killed.args([
+            "sh",
+            "-c",
+            "trap '' TERM; exec \"$0\" \"$@\"",
+            TRAIN,
+            "--synthetic",
+            "--kernels",
+            "builtin",
+        ]);
+        let killed = run(killed.args(["--skip-test", "--batch", "4", "--steps", "50", "--placement", name]));
+        killed.expect(
+            128 + 9,
+            &["mgpurun: rank 1 was killed by SIGKILL", "train_mnist: rank 0 lost rank 1 in "],
+        );
+    }
+}
+
+#[test]
+fn a_placement_that_does_not_fit_is_refused_with_a_reason() {
+    for (name, flags, reason) in [
+        ("shared", ["--shard-optimizer", "on"], "keeps all of its state on rank 0"),
+        ("shared", ["--world-size-invariant", "4"], "incompatible with placement shared"),
+        ("host", ["--shard-optimizer", "off"], "placement host has one copy of the optimizer's state"),
+        ("host", ["--world-size-invariant", "4"], "incompatible with placement host"),
+    ] {
+        let flags = [&["--placement", name, "--batch", "4", "--steps", "1"][..], &flags].concat();
+        train(2, &flags).expect(1, &[reason]);
+    }
+}
+
 #[test]
 fn world_size_invariant_training_is_bit_equal() {
     // keras has batch normalisation and dropout.
@@ -160,6 +242,8 @@ fn world_size_invariant_training_is_bit_equal() {
 
 #[test]
 fn a_non_finite_loss_ends_the_training_and_is_named() {
-    let finished = train(2, &["--batch", "4", "--steps", "20", "--lr", "1e30"]);
-    finished.expect(1, &["non-finite gradients (NaN or Inf) in tensor `", "in step "]);
+    for name in ["replicated", "shared", "host"] {
+        let finished = train(2, &["--batch", "4", "--steps", "20", "--lr", "1e30", "--placement", name]);
+        finished.expect(1, &["non-finite gradients (NaN or Inf) in tensor `", "in step "]);
+    }
 }

@@ -377,11 +377,21 @@ fn golden() -> Option<(PathBuf, PathBuf)> {
 }
 
 #[test]
-fn a_golden_run_is_within_its_bounds_in_every_precision_and_split() {
+fn a_golden_run_is_within_its_bounds_in_every_precision_split_and_placement() {
     let Some((file, data)) = golden() else { return };
-    for (ranks, precision) in [(1, "f32"), (2, "f32"), (1, "tf32"), (1, "bf16"), (2, "bf16")] {
+    for (ranks, precision, placement) in [
+        (1, "f32", "replicated"),
+        (2, "f32", "replicated"),
+        (1, "tf32", "replicated"),
+        (1, "bf16", "replicated"),
+        (2, "bf16", "replicated"),
+        (2, "f32", "shared"),
+        (1, "f32", "host"),
+        (2, "f32", "host"),
+    ] {
         let mut program = on_gpus(ranks, GOLDEN);
-        program.args(["--kernels", "builtin", "--precision", precision, "--data"]).arg(&data).arg(&file);
+        program.args(["--kernels", "builtin", "--precision", precision, "--placement", placement]);
+        program.arg("--data").arg(&data).arg(&file);
         let finished = run(&mut program);
         finished.expect(0, &[&format!("on FAKE GPU (tests only), {precision}")]);
         let verdicts = finished.stdout.lines().filter(|line| line.ends_with("ok")).count();

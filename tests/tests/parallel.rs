@@ -1,4 +1,7 @@
-//! The flags for data-parallel training.
+//! The flags for data-parallel training. `placements` covers where the weights are.
+
+#[path = "parallel/placements.rs"]
+mod placements;
 
 use mgpu_tests::mnist;
 use mgpu_tests::process::{Finished, Program, command, run};
@@ -188,6 +191,7 @@ fn flags_that_differ_between_ranks_are_named_before_the_first_step() {
         ("--seed 2", "--seed 2 where rank 0 has 1"),
         ("--precision bf16", "--precision bf16 where rank 0 has f32"),
         ("--conv direct", "--conv direct where rank 0 has auto"),
+        ("--placement shared", "--placement shared where rank 0 has replicated"),
         ("--bucket 0.5", "--bucket 0.5 where rank 0 has none"),
         ("--shard-optimizer on", "--shard-optimizer on where rank 0 has auto"),
         ("--overlap", "--overlap true where rank 0 has false"),

@@ -357,6 +357,30 @@ fn an_extended_run_is_bit_equal() {
 }
 
 #[test]
+fn a_run_continues_under_another_placement() {
+    let tiny = Tiny::new();
+    let all = ["--clip-norm", "0.5", "--skip-test"];
+    let whole = tiny.run(TRAIN.launched(2), &all).weights();
+    let in_placement = |placement, options: &[&str]| {
+        let every = [&all[..], &["--checkpoint-every", "2", "--placement", placement]].concat();
+        let finished = tiny.saved(TRAIN.launched_with(2, options), &every);
+        assert!(!finished.stdout.contains("bit-equal"), "{finished:#?}");
+        finished
+    };
+    for (placement, rank, step) in
+        [("replicated", 1, 5), ("shared", 0, 10), ("host", 1, 15), ("shared", 1, 20)]
+    {
+        let killed =
+            in_placement(placement, &["--inject", &format!("rank={rank},step={step},fault=sigkill")]);
+        killed.expect(128 + 9, &[&format!("rank {rank} was killed by SIGKILL")]);
+        assert!(step == 5 || resumed_after(&killed) > 0);
+    }
+    let last = in_placement("replicated", &[]);
+    assert!(resumed_after(&last) >= 16);
+    assert_eq!(last.weights(), whole);
+}
+
+#[test]
 fn a_run_that_is_killed_with_its_launcher_and_resumed_is_bit_equal() {
     let tiny = Tiny::new();
     let whole = tiny.run(TRAIN.launched(2), &["--net", "keras"]).weights();

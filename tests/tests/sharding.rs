@@ -1,10 +1,11 @@
-//! The sharded optimizer: bit-equal to the replicated one, a shard of the state on each rank, checkpoints for any
-//! number of ranks.
+//! The sharded optimizer, and the placements: bit-equal to the replicated one, a shard of the state on each rank or all of
+//! it on rank 0, checkpoints for any number of ranks.
 
 use std::collections::BTreeMap;
 
 use mgpu::checkpoint::{self, Checkpoint, Snapshot, Writer};
 use mgpu::optimizer::{Adam, AdamW, OptimizerConfig, Rule, Sgd};
+use mgpu::{Compression, Placement, ShardFrom};
 use mgpu::{DType, DataParallel, DataParallelConfig, Layout, Pending, Result, World};
 use mgpu_tests::models::{layout, model, optimizers, outcome};
 use mgpu_tests::threads;
@@ -29,6 +30,14 @@ fn sharded(optimizer: OptimizerConfig, bucket: usize) -> DataParallelConfig {
 
 fn replicated(optimizer: OptimizerConfig, bucket: usize) -> DataParallelConfig {
     sharded(optimizer, bucket).with_shard_from(None)
+}
+
+fn shared(optimizer: OptimizerConfig, bucket: usize) -> DataParallelConfig {
+    replicated(optimizer, bucket).with_placement(Placement::Shared)
+}
+
+fn host(optimizer: OptimizerConfig, bucket: usize) -> DataParallelConfig {
+    replicated(optimizer, bucket).with_shard_from(ShardFrom::Auto).with_placement(Placement::Host)
 }
 
 /// Makes `steps` steps with gradients that depend on the parameters, the rank and the step.
@@ -59,7 +68,7 @@ fn saved(model: &mut DataParallel) -> Result<Saved> {
 }
 
 #[test]
-fn sharded_and_replicated_training_are_bit_equal() {
+fn all_placements_train_the_same_bits() {
     for ranks in 1..=4 {
         threads::run(ranks, |mut world| {
             for (layout, bucket) in layouts().iter().zip([1 << 20, 8, 200, 1 << 18, 1 << 20]) {
@@ -70,9 +79,11 @@ fn sharded_and_replicated_training_are_bit_equal() {
                         Ok::<_, mgpu::Error>((outcome(&mut model)?, saved(&mut model)?))
                     };
                     let expected = run(&mut world, replicated(optimizer, bucket)).unwrap();
-                    let found = run(&mut world, sharded(optimizer, bucket)).unwrap();
-                    let what = || format!("{ranks} ranks, {optimizer:?}, {:?}", layout.tensors());
-                    assert!(found == expected, "{}", what());
+                    for other in [sharded, shared, host] {
+                        let config = other(optimizer, bucket);
+                        let found = run(&mut world, config).unwrap();
+                        assert!(found == expected, "{ranks} ranks, {config:?}, {:?}", layout.tensors());
+                    }
                     let states = optimizer.rule.states() + usize::from(optimizer.average.is_some());
                     assert_eq!(expected.1.len(), 1 + states);
                 }
@@ -94,6 +105,58 @@ fn every_rank_holds_its_shard_of_the_optimizer_state() {
         assert_eq!(lens.iter().sum::<usize>(), 3 * layout.len());
         // There are two buckets, so a rank may have one more element of each.
         assert!(lens.iter().all(|len| *len <= 3 * (layout.len() / ranks as usize + 2)), "{lens:?}");
+    }
+}
+
+#[test]
+fn rank_0_holds_all_of_the_optimizer_state_of_shared_parameters() {
+    let layout = layout(&[&[300, 401], &[7], &[1001]]);
+    let adam = OptimizerConfig::new(Rule::Adam(Adam::default())).with_average(0.9);
+    for ranks in 1..=3 {
+        let lens = threads::run(ranks, |mut world| {
+            model(&mut world, &layout, shared(adam, 1 << 10)).unwrap().optimizer_len()
+        });
+        let mut expected = vec![0; ranks as usize];
+        expected[0] = 3 * layout.len();
+        assert_eq!(lens, expected);
+    }
+}
+
+/// Bytes that all ranks together move in a step, by the formulas of [`Placement`].
+#[test]
+fn each_placement_moves_the_bytes_of_its_formula() {
+    let layout = layout(&[&[331, 401], &[401], &[191, 230], &[23]]);
+    let (len, steps) = (layout.len() as u64, 3);
+    let adam = OptimizerConfig::new(Rule::Adam(Adam::default()));
+    // How often gradients and parameters cross between rank 0 and each of the others.
+    let bucket = 1 << 18;
+    let cases = [
+        (replicated(adam, bucket), 2, 0),
+        (sharded(adam, bucket), 1, 1),
+        (shared(adam, bucket), 1, 1),
+        (host(adam, bucket), 1, 1),
+    ];
+    for ranks in 1..=4u32 {
+        for (config, gradients, parameters) in cases {
+            for (compression, element) in [(Compression::None, 4), (Compression::Bf16, 2)] {
+                for overlap in [false, true] {
+                    let config = config.with_compression(compression).with_overlap(overlap);
+                    let moved = threads::run(ranks, |mut world| {
+                        let mut model = model(&mut world, &layout, config).unwrap();
+                        let before = model.comm().traffic().unwrap();
+                        train(&mut model, steps).unwrap();
+                        model.comm().traffic().unwrap() - before
+                    });
+                    let formula = u64::from(ranks - 1) * len * (gradients * element + parameters * 4);
+                    let found = moved.iter().sum::<u64>() / steps;
+                    // What is checked in a step, and the last small bucket, move a little more.
+                    assert!(
+                        (formula..=formula + formula / 100).contains(&found),
+                        "{found} bytes a step on {ranks} ranks, not {formula}: {config:?}"
+                    );
+                }
+            }
+        }
     }
 }
 
@@ -137,7 +200,13 @@ fn a_checkpoint_loads_on_any_number_of_ranks() {
             (here, outcome(&mut model).unwrap())
         });
         for again in [1, 2, 4] {
-            for config in [sharded(optimizer, 500), replicated(optimizer, 500), sharded(optimizer, 1 << 20)] {
+            for config in [
+                sharded(optimizer, 500),
+                replicated(optimizer, 500),
+                sharded(optimizer, 1 << 20),
+                shared(optimizer, 500),
+                host(optimizer, 500),
+            ] {
                 threads::run(again, |mut world| {
                     let path = checkpoint::latest(folder.path()).unwrap().unwrap();
                     let checkpoint = Checkpoint::open(path).unwrap();
@@ -204,17 +273,22 @@ fn an_unreduced_gradient_cannot_be_read() {
 fn a_rank_that_leaves_is_named_and_nobody_hangs() {
     let layout = layout(&[&[300, 400]]);
     let adam = OptimizerConfig::new(Rule::Adam(Adam::default()));
-    let errors = threads::run(3, |mut world| {
-        let mut model = model(&mut world, &layout, sharded(adam, 1 << 20)).unwrap();
-        train(&mut model, 1).unwrap();
-        if world.rank() == 1 {
-            return None;
+    for (config, leaver) in
+        [(sharded(adam, 1 << 20), 1), (shared(adam, 1 << 20), 1), (shared(adam, 1 << 20), 0)]
+    {
+        let errors = threads::run(3, |mut world| {
+            let mut model = model(&mut world, &layout, config).unwrap();
+            train(&mut model, 1).unwrap();
+            if world.rank() == leaver {
+                return None;
+            }
+            let error = train(&mut model, 1).unwrap_err().to_string();
+            assert!(train(&mut model, 1).is_err());
+            assert!(model.arenas().is_err() || config.placement == Placement::Shared);
+            Some(error)
+        });
+        for error in errors.into_iter().flatten() {
+            assert!(error.contains(&format!("rank {leaver}")), "{error}");
         }
-        let error = train(&mut model, 1).unwrap_err().to_string();
-        assert!(train(&mut model, 1).is_err() && model.arenas().is_err());
-        Some(error)
-    });
-    for error in errors.into_iter().flatten() {
-        assert!(error.contains("rank 1"), "{error}");
     }
 }

@@ -9,7 +9,7 @@ mod uneven;
 use mgpu::optimizer::{OptimizerConfig, Rule, Sgd};
 use mgpu::replicate::verify_same;
 use mgpu::timeline::Timeline;
-use mgpu::{Compression, Reduction};
+use mgpu::{Compression, Placement, Reduction, ShardFrom};
 use mgpu::{DataParallel, DataParallelConfig, Error, Layout, MicroBatch, Result, Unused, World};
 use mgpu_tests::models::{Outcome, layout, model, optimizers, outcome};
 use mgpu_tests::threads;
@@ -29,6 +29,14 @@ fn config(optimizer: OptimizerConfig) -> DataParallelConfig {
 
 fn sharded(optimizer: OptimizerConfig) -> DataParallelConfig {
     config(optimizer).with_shard_from(Some(0))
+}
+
+fn shared(optimizer: OptimizerConfig) -> DataParallelConfig {
+    config(optimizer).with_placement(Placement::Shared)
+}
+
+fn host(optimizer: OptimizerConfig) -> DataParallelConfig {
+    config(optimizer).with_shard_from(ShardFrom::Auto).with_placement(Placement::Host)
 }
 
 /// The gradient of sample `sample` for element `index` in step `step`, independent of the parameters: any f32.
@@ -88,7 +96,15 @@ fn micro_batches_make_the_step_of_the_whole_batch() {
         for ranks in [1, 2, 4] {
             threads::run(ranks, |mut world| {
                 let overlapped = sharded(optimizer).with_overlap(true);
-                for config in [config(optimizer), sharded(optimizer), overlapped] {
+                let overlapped_shared = shared(optimizer).with_overlap(true);
+                for config in [
+                    config(optimizer),
+                    sharded(optimizer),
+                    overlapped,
+                    shared(optimizer),
+                    overlapped_shared,
+                    host(optimizer),
+                ] {
                     for micro_batches in [1, 2, 4] {
                         let found = run(&mut world, config, (16, micro_batches), exact);
                         assert!(
@@ -130,7 +146,9 @@ fn buckets_follow_the_order_of_gradients() {
                 let expected = run([4, 3, 2, 1, 0], config(optimizer));
                 for order in orders {
                     assert!(run(order, config(optimizer)) == expected, "{order:?}");
-                    assert!(run(order, sharded(optimizer)) == expected, "{order:?}, sharded");
+                    for config in [sharded(optimizer), shared(optimizer), host(optimizer)] {
+                        assert!(run(order, config) == expected, "{order:?}, {config:?}");
+                    }
                     let compressed = |config: DataParallelConfig| config.with_compression(Compression::Bf16);
                     run(order, compressed(sharded(optimizer)));
                 }
@@ -164,7 +182,7 @@ fn summed_gradients_train_what_their_mean_does_with_the_optimizer_for_them() {
             adapted.rule = adapted.rule.with_gradient_scale(count as f64);
             threads::run(ranks, |mut world| {
                 let expected = run(&mut world, config(optimizer), (24, micro_batches), rough);
-                for config in [config(adapted), sharded(adapted)] {
+                for config in [config(adapted), sharded(adapted), shared(adapted)] {
                     let sum = config.with_reduction(Reduction::Sum);
                     let found = run(&mut world, sum, (24, micro_batches), rough);
                     let case = format!("{ranks} ranks of {micro_batches} micro-batches, {optimizer:?}");
@@ -259,8 +277,12 @@ fn gradients_are_clipped_by_their_global_norm() {
                 let factor = (most / norm(&free)).min(1.0);
                 assert!((norm(&outcome) / (norm(&free) * factor) - 1.0).abs() < 1e-5);
                 assert!((replicated.gradient_norm().unwrap() / norm(&free) - 1.0).abs() < 1e-5);
-                let shards = run(&mut world, clipped(sharded(sgd())), (12, 1), rough);
-                assert!(shards == outcome, "sharded and replicated are clipped to the same bits");
+                for config in [sharded(sgd()), shared(sgd()), host(sgd())] {
+                    let mut model = model(&mut world, &shapes(), clipped(config)).unwrap();
+                    let found = train(&mut model, 4, (12, 1), rough).unwrap();
+                    assert!(found == outcome, "clipped to other bits than replicated: {config:?}");
+                    assert_eq!(model.gradient_norm(), replicated.gradient_norm());
+                }
             }
         });
     }
@@ -271,7 +293,9 @@ fn gradients_are_clipped_by_their_global_norm() {
 fn compressed_gradients_stay_within_rounding_errors() {
     threads::run(3, |mut world| {
         for optimizer in optimizers() {
-            for config in [config(optimizer), sharded(optimizer)] {
+            let replicated = config(optimizer).with_compression(Compression::Bf16);
+            let replicated = run(&mut world, replicated, (9, 1), rough);
+            for config in [config(optimizer), sharded(optimizer), shared(optimizer), host(optimizer)] {
                 let compressed = config.with_compression(Compression::Bf16);
                 // Three times a multiple of 3 is exact in bf16, and so is the mean.
                 let threes = |sample, index, step| exact(sample % 3, index, step) * 3.0;
@@ -281,6 +305,7 @@ fn compressed_gradients_stay_within_rounding_errors() {
                 let (found, expected) =
                     (run(&mut world, compressed, (9, 1), rough), run(&mut world, config, (9, 1), rough));
                 assert!(found != expected, "compression rounds");
+                assert!(found == replicated, "to the same bits: {config:?}");
                 let most =
                     expected.gradients.iter().flatten().fold(0.0, |most: f32, value| most.max(value.abs()));
                 let pairs = found.gradients.iter().flatten().zip(expected.gradients.iter().flatten());
@@ -293,7 +318,7 @@ fn compressed_gradients_stay_within_rounding_errors() {
 
 #[test]
 fn non_finite_gradients_are_named_and_change_nothing() {
-    for config in [config(sgd()), sharded(sgd())] {
+    for config in [config(sgd()), sharded(sgd()), shared(sgd()), host(sgd())] {
         threads::run(3, |mut world| {
             let mut model = model(&mut world, &shapes(), config).unwrap();
             train(&mut model, 2, (3, 1), rough).unwrap();
@@ -325,6 +350,26 @@ fn non_finite_gradients_are_named_and_change_nothing() {
     assert!(model.parameters()[0].is_nan());
 }
 
+#[test]
+fn settings_incompatible_with_a_placement_are_errors() {
+    let mut world = World::from_env().unwrap();
+    let mut refused = |config| model(&mut world, &shapes(), config).err().unwrap().to_string();
+    for config in [shared(sgd()), host(sgd())] {
+        let error = refused(config.with_world_size_invariant(true));
+        assert!(
+            error.contains("invariant reduction needs placement replicated: its ranks exchange"),
+            "{error}"
+        );
+    }
+    let error = refused(shared(sgd()).with_shard_from(Some(0)));
+    assert!(error.contains("keeps all of its state on rank 0: disable sharding"), "{error}");
+    for shard_from in [None, Some(1)] {
+        let error = refused(host(sgd()).with_shard_from(shard_from));
+        assert!(error.contains("divided over all ranks, so all of it is sharded: enable"), "{error}");
+    }
+    model(&mut world, &shapes(), host(sgd()).with_shard_from(Some(0))).unwrap();
+}
+
 /// The mean of finite gradients overflows.
 #[test]
 fn sums_that_overflow_are_named_and_change_nothing() {
@@ -333,7 +378,9 @@ fn sums_that_overflow_are_named_and_change_nothing() {
     let (plain, shards) = (config(sgd()), sharded(sgd()));
     let overlapped = shards.with_overlap(true);
     let invariant = plain.with_world_size_invariant(true);
-    for config in [plain, shards, overlapped, bf16(plain), bf16(shards), summed(plain), invariant] {
+    let (shared, host) = (shared(sgd()), host(sgd()));
+    let replicated = [plain, shards, overlapped, bf16(plain), bf16(shards), summed(plain), invariant];
+    for config in replicated.into_iter().chain([shared, bf16(shared), host]) {
         for ranks in [2, 4] {
             threads::run(ranks, |mut world| {
                 let mut model = model(&mut world, &shapes(), config).unwrap();
@@ -369,11 +416,10 @@ fn sums_that_overflow_are_named_and_change_nothing() {
 #[test]
 fn one_non_finite_element_of_a_large_tensor_is_found() {
     let large = layout(&[&[3], &[700, 300]]);
-    for shard_from in [None, Some(0)] {
+    for config in [config(sgd()), sharded(sgd()), shared(sgd())] {
         for ranks in [1, 3] {
             threads::run(ranks, |mut world| {
                 let last = world.rank() + 1 == ranks;
-                let config = config(sgd()).with_shard_from(shard_from);
                 let mut model = model(&mut world, &large, config).unwrap();
                 let before = model.parameters().to_vec();
                 for bad in [3, 4321, 100_000, 210_002] {
@@ -413,6 +459,10 @@ fn settings_that_differ_are_named_before_the_first_step() {
     for (config, text) in [
         (other(|config| config.reducer.bucket = Some(401)), "bucket 401 where rank 0 has 400"),
         (other(|config| config.shard_from = Some(7).into()), "shard_from 7 where rank 0 has none"),
+        (
+            other(|config| config.placement = Placement::Shared),
+            "placement Shared where rank 0 has Replicated",
+        ),
         (other(|config| config.reducer.overlap = true), "overlap true where rank 0 has false"),
         (other(|config| config.reducer.reduction = Reduction::Sum), "reduction Sum where rank 0 has Mean"),
         (

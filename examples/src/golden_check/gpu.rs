@@ -24,8 +24,8 @@ impl Gpu {
         golden: &Golden,
         train: &Dataset,
         batch: usize,
-        device: Arc<DeviceCommunicator>,
-        host: Communicator,
+        (device, host): (Arc<DeviceCommunicator>, Communicator),
+        threads: usize,
         args: &Args,
     ) -> Result<Self, Box<dyn Error>> {
         let set_up = Stream::new(device.device())?;
@@ -39,7 +39,7 @@ impl Gpu {
         let net = DeviceNet::new(&spec, batch / micro_batches, args.precision, options, &set_up)?;
         let parameters = net.to_device(&net.golden_parameters(golden.seed));
         // Every step sets a new sample order, so each step is the first step of an epoch.
-        let parallel = args.parallel.config(golden.optimizer(), 1, (device.size(), micro_batches));
+        let parallel = args.parallel.config(golden.optimizer(), threads, (device.size(), micro_batches));
         let config = DeviceConfig::new(parallel).with_bf16_copy(args.precision == Precision::Bf16);
         let model = DeviceDataParallel::new(device, host, net.layout().clone(), parameters, config)?;
         let model = model.with_buffers(&net.initial_buffers())?;

@@ -228,9 +228,9 @@ fn repeat(
         .into());
     }
     let batch = golden.batch / ranks;
+    let threads = args.parallel.threads(args.threads, world.thread_share());
     let mut backend: Box<dyn GoldenBackend + '_> = match world.backend() {
         Backend::Cpu => {
-            let threads = args.parallel.threads(args.threads, world.thread_share());
             let mut comm = world.communicator()?;
             verify_settings(&mut comm, settings)?;
             if args.precision == Precision::Bf16 {
@@ -240,9 +240,9 @@ fn repeat(
             }
         }
         Backend::Nccl => {
-            let (device, mut host) = world.communicators()?;
+            let (device, mut host) = args.parallel.communicators(world)?;
             verify_settings(&mut host, settings)?;
-            Box::new(Gpu::new(golden, train, batch, device, host, args)?)
+            Box::new(Gpu::new(golden, train, batch, (device, host), threads, args)?)
         }
     };
     let tensors = backend.layout().tensors().iter();

@@ -267,7 +267,8 @@ impl Args {
             narrow_gradients: self.narrow_gradients,
             ..AutotuneOptions::default()
         };
-        Options { precision: self.precision, choice, graph: !self.no_graph }
+        let on_host = self.parallel.is_on_host();
+        Options { precision: self.precision, choice, graph: !self.no_graph, on_host }
     }
 
     /// All flags, with their values, that decide what is trained or which collectives ranks call. They must be equal

@@ -224,6 +224,7 @@ impl<'a> Session<'a> {
         let memory = RankMemory::gather(trainer.engine())?;
         let mut communication = trainer.totals().communication();
         trainer.engine().comm().all_reduce_slice(&mut communication, ReduceOp::Avg)?;
+        let bytes_per_step = trainer.totals().bytes_per_step(trainer.engine().comm())?;
         if self.world.rank() == 0 {
             outln!("weights {checksum:016x}, the same on {}", number_of_ranks(ranks));
             let profile = trainer.engine().profile();
@@ -233,7 +234,7 @@ impl<'a> Session<'a> {
             if args.json {
                 let (memory, data) = ((memory, self.threads), trainer.data().to_owned());
                 let model = ModelSummary::new(args, trainer.engine(), tested, memory, data, checksum)?;
-                let mut summary = Summary::new(model, trainer);
+                let mut summary = Summary::new(model, trainer, bytes_per_step);
                 if ranks > 1 && trainer.steps() > begun && trainer.engine().gpu().is_none() {
                     summary.set_communication(communication);
                 }
@@ -264,7 +265,7 @@ fn communicators(
 ) -> Result<(DeviceComm, Comm), Box<dyn Error>> {
     let (device, mut comm) = match world.backend() {
         Backend::Cpu => (None, timeline.observe(world.communicator()?)),
-        Backend::Nccl => world.communicators().map(|(device, host)| (Some(device), host))?,
+        Backend::Nccl => args.parallel.communicators(world).map(|(device, host)| (Some(device), host))?,
     };
     verify_settings(&mut comm, &args.settings(threads))?;
     if device.is_some() {
@@ -282,7 +283,7 @@ fn engine(
     threads: usize,
 ) -> mgpu::Result<Box<dyn Engine>> {
     Ok(match (device, args.precision) {
-        (Some(device), _) => Box::new(Gpu::new(config, args, device, comm, timeline)?),
+        (Some(device), _) => Box::new(Gpu::new(config, args, (device, comm), timeline, threads)?),
         (None, Precision::Bf16) => Box::new(Cpu::<bf16>::new(config, args, comm, timeline, threads)?),
         (None, _) => Box::new(Cpu::<f32>::new(config, args, comm, timeline, threads)?),
     })

@@ -164,6 +164,8 @@ pub(super) struct Summary {
     /// one rank, and on GPUs.
     communication: Option<f64>,
     waiting: Option<f64>,
+    /// Bytes that all ranks together move between ranks in a step, without evaluations; none on GPUs.
+    bytes_per_step: Option<u64>,
     train_s: f64,
     test_s: f64,
     /// Times of each epoch that this run has trained.
@@ -180,7 +182,7 @@ pub(super) struct Summary {
 }
 
 impl Summary {
-    pub(super) fn new(model: ModelSummary, trainer: &Trainer) -> Self {
+    pub(super) fn new(model: ModelSummary, trainer: &Trainer, bytes_per_step: Option<u64>) -> Self {
         let (totals, times, cost) = (trainer.totals(), trainer.epoch_times(), trainer.checkpoint_cost());
         let each = |seconds: &[f64]| seconds.iter().copied().map(round).collect();
         Summary {
@@ -190,6 +192,7 @@ impl Summary {
             ms_per_step: round(totals.ms_per_step()),
             communication: None,
             waiting: None,
+            bytes_per_step,
             train_s: round(totals.train_s),
             test_s: round(totals.test_s),
             epochs_train_s: each(&times.train_s),

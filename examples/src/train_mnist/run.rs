@@ -13,6 +13,7 @@ use super::args::Args;
 use super::schedule::ScheduleKind;
 use crate::data::Mnist;
 use crate::nets::Layer;
+use crate::parallel::PlacementChoice;
 
 /// The part of a checkpoint that describes its run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -62,6 +63,9 @@ struct Update {
     /// Which optimizer state was sharded, if chosen.
     #[serde(default)]
     sharding: Option<String>,
+    /// Where the weights were; none in checkpoints from before there was a choice: a copy on every rank.
+    #[serde(default)]
+    placement: Option<String>,
     /// Their number, and of which ranks, in words.
     micro_batches: String,
     world_size_invariant: bool,
@@ -100,6 +104,7 @@ impl Run {
                 gradients: if args.parallel.compresses() { "bf16" } else { "f32" }.to_owned(),
                 bucket: args.parallel.bucket_bytes(),
                 sharding: args.parallel.sharding().map(str::to_owned),
+                placement: Some(args.parallel.placement().to_string()),
                 micro_batches: args.parallel.describe_micro_batches(),
                 world_size_invariant: args.parallel.is_world_size_invariant(),
                 batch_norm: args.net().layers.iter().any(|layer| matches!(layer, Layer::BatchNorm)),
@@ -190,6 +195,7 @@ impl Run {
             if on_gpus {
                 let sharding = |update: &Update| update.sharding.clone().unwrap_or("auto".to_owned());
                 compare("a sharded optimizer", sharding(&before), sharding(&now));
+                compare("placement", before.placement(), now.placement());
             }
         }
         compare("micro-batches", before.micro_batches, now.micro_batches);
@@ -214,6 +220,7 @@ impl Run {
             gradient_scale: None,
             bucket: None,
             sharding: None,
+            placement: None,
             micro_batches: "1 of each rank".to_owned(),
             world_size_invariant: false,
             batch_norm: false,
@@ -227,6 +234,10 @@ impl Run {
 }
 
 impl Update {
+    fn placement(&self) -> String {
+        self.placement.clone().unwrap_or_else(|| PlacementChoice::Replicated.to_string())
+    }
+
     fn reduction(&self) -> String {
         self.gradient_scale
             .map_or("mean".to_owned(), |scale| format!("sum of {scale} micro-batches on all ranks"))
@@ -263,6 +274,36 @@ mod tests {
             assert!(!of(here).is_same_launch(&of(saved)), "{here:?} {saved:?}");
         }
         assert!(of(Some("a")).differences(&of(Some("b"))).is_empty(), "the launch makes no other run");
+    }
+
+    /// On the CPU all placements train the same bits.
+    #[test]
+    fn another_placement_is_the_same_run() {
+        let run_with = |placement: &str, gpu: Option<&str>| {
+            let args = Args::try_parse_from(["train_mnist", "--placement", placement]).unwrap();
+            let mut run = Run::new(&args, 2, 100);
+            let set = || Dataset { images: vec![0; IMAGE_LEN], labels: vec![0] };
+            run.describe(
+                &args,
+                &Mnist { train: set(), test: set(), origin: Origin::Generated { seed: 1 } },
+                1,
+                gpu,
+            );
+            run
+        };
+        for (gpu, expected) in
+            [(None, &[][..]), (Some("H100"), &["placement host instead of shared".to_owned()][..])]
+        {
+            let (saved, here) = (run_with("shared", gpu), run_with("host", gpu));
+            assert!(here.differences(&saved).is_empty());
+            assert_eq!(here.rounding_differences(&saved), expected);
+        }
+        // A checkpoint from before there were placements.
+        let mut state = serde_json::to_value(run_with("replicated", Some("H100"))).unwrap();
+        state["details"]["update"].as_object_mut().unwrap().remove("placement");
+        let saved: Run = serde_json::from_value(state).unwrap();
+        assert_eq!(run_with("replicated", Some("H100")).rounding_differences(&saved), [""; 0]);
+        assert_eq!(run_with("shared", Some("H100")).rounding_differences(&saved).len(), 1);
     }
 
     /// All leaves of `value`: everything that is not an object.

@@ -31,6 +31,9 @@ pub(super) struct Totals {
     measured: TimeSpent,
     measured_steps: u64,
     measured_images: u64,
+    /// Steps made, and the bytes that this rank has moved between ranks in them, if the backend counts them.
+    steps: u64,
+    bytes: Option<u64>,
 }
 
 impl Totals {
@@ -40,6 +43,16 @@ impl Totals {
 
     pub(super) fn ms_per_step(&self) -> f64 {
         self.measured.seconds * 1e3 / self.measured_steps.max(1) as f64
+    }
+
+    /// Bytes that all ranks together have moved between ranks in a step, on average; `None` without steps, and if the
+    /// backend does not count them. Collective.
+    pub(super) fn bytes_per_step(&self, comm: &mut Communicator) -> mgpu::Result<Option<u64>> {
+        let Some(bytes) = self.bytes else { return Ok(None) };
+        // Exact below 2^53.
+        let mut sum = [bytes as f64];
+        comm.all_reduce_slice(&mut sum, ReduceOp::Sum)?;
+        Ok(Some((sum[0] / self.steps as f64).round() as u64))
     }
 
     /// Shares of the measured time of this rank in collectives, and waiting for peers there.
@@ -280,7 +293,12 @@ impl Trainer {
             let log_at = self.log.as_ref().map_or(u64::MAX, |log| log.next(step));
             let until = save_at.unwrap_or(last).min(log_at);
             let stretch = Stretch { until, stop: if self.runs_on { length.min(log_at) } else { until } };
+            let moved = self.engine.traffic();
             self.engine.train(data, &mut self.sampler, stretch, &mut note)?;
+            self.totals.steps += until - step;
+            if let (Some(before), Some(now)) = (moved, self.engine.traffic()) {
+                *self.totals.bytes.get_or_insert(0) += now - before;
+            }
             if let Some(log) = self.log.as_mut().filter(|log| log.is_due(until)) {
                 let score = self.engine.score_so_far()?;
                 observer(Event::Log(&log.line((until, length), score, watch.spent().seconds)));

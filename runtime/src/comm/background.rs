@@ -1,8 +1,8 @@
 //! Reductions on a background thread, while the rank computes.
 //!
 //! On the CPU backend a collective ends within its call, and the rank does nothing else during it. This transport
-//! delegates every call to another communicator, which applies the rules. All-reduce and reduce-scatter, which reduce
-//! gradients, run on a thread, one after the other, and the caller gets a [`Pending`] immediately. All other calls
+//! delegates every call to another communicator, which applies the rules. All-reduce, reduce-scatter and reduce, which
+//! reduce gradients, run on a thread, one after the other, and the caller gets a [`Pending`] immediately. All other calls
 //! wait for those and then run on the calling thread, so that all ranks execute operations in the order of the calls.
 //!
 //! This helps if there is a spare core: the thread copies and adds as much as the caller would. Without a spare core,
@@ -57,10 +57,38 @@ enum Job {
     Fence(SyncSender<()>),
 }
 
-/// A reduction to run on the thread. (It is not a [`Call`], because other kinds of calls borrow from the caller.)
+/// A call that runs on the thread, with its arguments. (It is not a [`Call`], because other kinds of calls borrow from
+/// the caller.)
+#[derive(Debug, Clone, Copy)]
+enum ReductionCall {
+    AllReduce(ReduceOp),
+    ReduceScatter(ReduceOp),
+    Reduce { op: ReduceOp, root: u32, by_root: bool },
+}
+
+impl ReductionCall {
+    /// The reduction that `call` is, if it is one.
+    fn of(call: &Call<'_>) -> Option<Self> {
+        match *call {
+            Call::AllReduce(op) => Some(ReductionCall::AllReduce(op)),
+            Call::ReduceScatter(op) => Some(ReductionCall::ReduceScatter(op)),
+            Call::Reduce { op, root, by_root } => Some(ReductionCall::Reduce { op, root, by_root }),
+            _ => None,
+        }
+    }
+
+    fn call(self) -> Call<'static> {
+        match self {
+            ReductionCall::AllReduce(op) => Call::AllReduce(op),
+            ReductionCall::ReduceScatter(op) => Call::ReduceScatter(op),
+            ReductionCall::Reduce { op, root, by_root } => Call::Reduce { op, root, by_root },
+        }
+    }
+}
+
+/// A reduction to run on the thread.
 struct ReductionJob {
-    call: fn(ReduceOp) -> Call<'static>,
-    op: ReduceOp,
+    reduction: ReductionCall,
     buffer: Buffer,
     tag: Option<u32>,
     result: SyncSender<Result<Buffer>>,
@@ -91,17 +119,11 @@ impl Background {
         let _ = self.jobs.as_ref().expect("there are jobs until it is dropped").send(job);
     }
 
-    fn start(
-        &mut self,
-        call: fn(ReduceOp) -> Call<'static>,
-        op: ReduceOp,
-        mut rest: Buffer,
-        tag: Option<u32>,
-    ) -> Result<Pending> {
+    fn start(&mut self, reduction: ReductionCall, mut rest: Buffer, tag: Option<u32>) -> Result<Pending> {
         self.check_process()?;
         let (result, pending) = sync_channel(1);
         self.busy = true;
-        self.send_job(Job::Reduce(ReductionJob { call, op, buffer: rest.take(), tag, result }));
+        self.send_job(Job::Reduce(ReductionJob { reduction, buffer: rest.take(), tag, result }));
         Ok(Pending::in_flight(rest, pending, self.observer.clone()))
     }
 
@@ -129,13 +151,13 @@ impl Background {
 fn work(shared: &WorkerState, queue: &Receiver<Job>) {
     for job in queue {
         match job {
-            Job::Reduce(ReductionJob { call, op, buffer, tag, result }) => {
+            Job::Reduce(ReductionJob { reduction, buffer, tag, result }) => {
                 if shared.stopped.load(Ordering::Relaxed) {
                     continue;
                 }
                 let mut comm = shared.comm();
                 comm.set_background(true);
-                let reduced = comm.submit(call(op), buffer, tag);
+                let reduced = comm.submit(reduction.call(), buffer, tag);
                 comm.set_background(false);
                 // If the step was given up, nobody receives the result.
                 let _ = result.send(reduced.and_then(Pending::wait));
@@ -191,10 +213,12 @@ impl Transport for Background {
 
     fn submit(&mut self, request: &mut Request<'_>) -> Result<()> {
         let (buffer, tag) = (request.buffer.take(), request.tag);
-        request.pending = Some(match std::mem::replace(&mut request.call, Call::Barrier) {
-            Call::AllReduce(op) => self.start(Call::AllReduce, op, buffer, tag)?,
-            Call::ReduceScatter(op) => self.start(Call::ReduceScatter, op, buffer, tag)?,
-            call => self.idle()?.submit(call, buffer, tag)?,
+        request.pending = Some(match ReductionCall::of(&request.call) {
+            Some(reduction) => self.start(reduction, buffer, tag)?,
+            None => {
+                let call = std::mem::replace(&mut request.call, Call::Barrier);
+                self.idle()?.submit(call, buffer, tag)?
+            }
         });
         Ok(())
     }
@@ -205,6 +229,11 @@ impl Transport for Background {
 
     fn set_oversubscribed(&mut self) {
         let _ = self.idle().map(|mut comm| comm.set_oversubscribed());
+    }
+
+    /// Without reductions that are still in flight.
+    fn traffic(&self) -> Option<u64> {
+        self.shared.comm().traffic()
     }
 
     fn record_arrivals(&mut self, at: Arc<AtomicU64>) {
@@ -235,13 +264,16 @@ mod tests {
             let rank = comm.rank() as f32;
             let first = comm.all_reduce(Buffer::from_slice(&[rank; 5000]), ReduceOp::Sum).unwrap();
             let second = comm.reduce_scatter(Buffer::from_slice(&[rank; 6]), ReduceOp::Avg).unwrap();
-            // Runs on the caller's thread, after both.
+            let third = comm.reduce(Buffer::from_slice(&[rank; 9]), ReduceOp::Max, 1).unwrap();
+            // Runs on the caller's thread, after all of them.
             let mut values = [rank];
             comm.broadcast_slice(&mut values, 2).unwrap();
             assert_eq!(values, [2.0]);
             let own = comm.rank() as usize * 2;
             assert_eq!(second.wait().unwrap().as_slice::<f32>()[own..own + 2], [1.0; 2]);
             assert_eq!(first.wait().unwrap().as_slice::<f32>(), [3.0; 5000]);
+            let expected = if comm.rank() == 1 { 2.0 } else { rank };
+            assert_eq!(third.wait().unwrap().as_slice::<f32>(), [expected; 9]);
             // A reduction that nobody waits for still ends before the next call on the caller's thread.
             drop(comm.all_reduce(Buffer::from_slice(&[1.0f32]), ReduceOp::Sum).unwrap());
             comm.barrier().unwrap();
@@ -254,8 +286,9 @@ mod tests {
         let shared = Arc::clone(&comm.shared);
         // The thread starts the first one at most.
         let held = shared.comm();
-        let mut begin =
-            || comm.start(Call::AllReduce, ReduceOp::Sum, Buffer::from_slice(&[1.0f32]), None).unwrap();
+        let mut begin = || {
+            comm.start(ReductionCall::AllReduce(ReduceOp::Sum), Buffer::from_slice(&[1.0f32]), None).unwrap()
+        };
         let pending: Vec<_> = (0..10).map(|_| begin()).collect();
         std::thread::scope(|scope| {
             scope.spawn(move || drop(comm));

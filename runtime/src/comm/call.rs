@@ -27,6 +27,8 @@ pub(crate) enum Call<'a> {
     Reduce {
         op: ReduceOp,
         root: u32,
+        /// The root does all of the work, if ranks share memory: it reads the others' buffers, and they wait.
+        by_root: bool,
     },
     AllToAll,
     Gather {

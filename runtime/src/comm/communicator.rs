@@ -272,6 +272,21 @@ impl Communicator {
         self.transport.set_algorithm(algorithm);
     }
 
+    /// The bytes of payload that this rank has moved between ranks since the communicator was created, without those of
+    /// its [groups](Self::split). The sum over ranks is what all of them have moved together: every byte that crosses
+    /// from one rank to another counts once, on one of the ranks.
+    ///
+    /// On shared memory a rank counts what it reads from a peer's buffer or staging memory to reduce it, and what it copies
+    /// from one rank to another. With S bytes on each of n ranks, an all-reduce moves 2·(n − 1)·S bytes; a
+    /// reduce-scatter, an all-gather and a broadcast (n − 1)·S. (Below some KiB an all-reduce moves n·(n − 1)·S, since
+    /// every rank reads everything.) Work that a rank does for a late one counts as if the late one had done it. A single
+    /// rank moves nothing. Flags and the control plane do not count.
+    ///
+    /// `None` under `nccl`, where NCCL moves the bytes and does not count them.
+    pub fn traffic(&self) -> Option<u64> {
+        self.transport.traffic()
+    }
+
     /// Allocates `len` zeroed elements that peers can access in place. Collective.
     ///
     /// # Errors
@@ -382,7 +397,22 @@ impl Communicator {
     /// # Errors
     /// If there is no rank `root`, or as in the [contract](super).
     pub fn reduce(&mut self, buffer: Buffer, op: ReduceOp, root: u32) -> Result<Pending> {
-        self.submit(Call::Reduce { op, root }, buffer, None)
+        self.submit(Call::Reduce { op, root, by_root: false }, buffer, None)
+    }
+
+    /// As [`reduce`](Self::reduce), with the work on the root alone where ranks share memory, so that no other bytes move
+    /// than those of the other ranks' buffers, to the root. With a tag for [observers](Observer).
+    ///
+    /// # Errors
+    /// As in the [contract](super).
+    pub(crate) fn reduce_by_root_tagged(
+        &mut self,
+        buffer: Buffer,
+        op: ReduceOp,
+        root: u32,
+        tag: Option<u32>,
+    ) -> Result<Pending> {
+        self.submit(Call::Reduce { op, root, by_root: true }, buffer, tag)
     }
 
     /// All-to-all: the buffer consists of n equal shards. Shard q of rank r becomes what shard r of rank q was.

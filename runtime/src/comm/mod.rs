@@ -82,6 +82,7 @@ pub use nccl::{CapturedGroup, DeviceCommunicator, Group, Waitable};
 pub use observer::{ObservedOperation, Observer, SpanStart, UpdateTiming};
 pub use pending::Pending;
 pub(crate) use rules::Rules;
+pub(crate) use segments::gather_segments;
 pub(crate) use split::Members;
 pub use transport::Capabilities;
 use transport::Transport;

@@ -32,8 +32,8 @@ pub(super) fn update_blocks(
     done.join(rest)
 }
 
-/// Calls `gather` for each of the segments.
-pub(super) fn gather_segments(
+/// Replaces each of the segments by the result of `gather`, front to back.
+pub(crate) fn gather_segments(
     buffer: Buffer,
     segments: &[Range<usize>],
     mut gather: impl FnMut(Buffer) -> Result<Buffer>,

@@ -26,10 +26,12 @@ pub(crate) enum Path {
     Staged = 4,
     /// From rank to rank, around a ring.
     Ring = 5,
+    /// In place, by the root alone.
+    Root = 6,
 }
 
 impl Path {
-    const NAMES: [&'static str; 6] = ["none", "inline", "eager", "direct", "staged", "ring"];
+    const NAMES: [&'static str; 7] = ["none", "inline", "eager", "direct", "staged", "ring", "by root"];
 }
 
 /// Words of an encoded signature.

@@ -33,6 +33,10 @@ impl Transport for Solo {
         unreachable!("a group of several ranks has a parent of several ranks")
     }
 
+    fn traffic(&self) -> Option<u64> {
+        Some(0)
+    }
+
     fn submit(&mut self, request: &mut Request<'_>) -> Result<()> {
         let Request { call, buffer, .. } = request;
         match call {

@@ -63,6 +63,11 @@ pub(crate) trait Transport: FailureHandler + Send {
     /// Declares that other threads compute on the ranks' cores.
     fn set_oversubscribed(&mut self) {}
 
+    /// Bytes of payload that this rank has moved between ranks, if the transport counts them.
+    fn traffic(&self) -> Option<u64> {
+        None
+    }
+
     /// Makes every collective store the time at which the last rank arrived in `at`, if that is 0 and the transport
     /// knows it.
     fn record_arrivals(&mut self, at: Arc<AtomicU64>) {

@@ -1,13 +1,13 @@
 //! Clipping by the global norm of all reduced gradients.
 //!
 //! Squares are summed shard by shard, and these sums in the order of buckets and ranks, whether a rank holds one
-//! shard of a bucket or all of it: a sharded optimizer clips to the same bits as a replicated one. (Pascanu, Mikolov
-//! and Bengio 2013; the epsilon in the denominator is that of PyTorch's `clip_grad_norm_`.)
+//! shard of a bucket or all of it: all placements, and a sharded optimizer, clip to the same bits. (Pascanu, Mikolov and
+//! Bengio 2013; the epsilon in the denominator is that of PyTorch's `clip_grad_norm_`.)
 
 use mgpu_kernels::arena::cpu::scale;
 use mgpu_kernels::digest::cpu::sum_of_squares;
 
-use super::gradient_bucket::{Averaged, GradientBucket};
+use super::gradient_bucket::{GradientBucket, Owner};
 use super::readiness::Readiness;
 use crate::comm::{Communicator, shard};
 use crate::{Layout, Result};
@@ -16,13 +16,13 @@ use crate::{Layout, Result};
 const EPSILON: f64 = 1e-6;
 
 /// Scales this rank's part of the reduced gradients so that their global norm is at most `most`, and returns the norm
-/// before. Collective if buckets are sharded.
+/// before. Collective unless every rank has all of them.
 ///
 /// # Errors
 /// As [`Communicator::all_gather`].
 pub(super) fn clip(comm: &mut Communicator, buckets: &mut [GradientBucket], most: f64) -> Result<f64> {
     let (rank, ranks) = (comm.rank(), comm.size());
-    let has_shard = |bucket: &&GradientBucket| bucket.averaged == Averaged::Shard;
+    let has_shard = |bucket: &&GradientBucket| bucket.owner == Owner::Shards;
     let squares = |bucket: &GradientBucket, rank| {
         sum_of_squares(&bucket.values()[shard(bucket.elements.len(), ranks, rank)])
     };
@@ -31,14 +31,19 @@ pub(super) fn clip(comm: &mut Communicator, buckets: &mut [GradientBucket], most
     let (mut sum, mut shard_index) = (0.0, 0);
     for bucket in buckets.iter() {
         for peer in 0..ranks {
-            sum += match bucket.averaged {
-                Averaged::Shard => all[peer as usize * mine.len() + shard_index],
-                _ => squares(bucket, peer),
+            sum += match bucket.owner {
+                Owner::Shards => all[peer as usize * mine.len() + shard_index],
+                Owner::RankZero if rank > 0 => 0.0,
+                Owner::EveryRank | Owner::RankZero => squares(bucket, peer),
             };
         }
         shard_index += usize::from(has_shard(&bucket));
     }
-    Ok(scale_down_to(buckets, sum.sqrt(), most))
+    let mut norm = [sum.sqrt()];
+    if buckets.iter().any(|bucket| bucket.owner == Owner::RankZero) {
+        comm.broadcast_slice(&mut norm, 0)?;
+    }
+    Ok(scale_down_to(buckets, norm[0], most))
 }
 
 /// As [`clip`], for gradients that all ranks hold completely. The order of the sum depends neither on ranks nor on

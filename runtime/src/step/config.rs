@@ -180,13 +180,16 @@ pub struct DataParallelConfig {
     pub reducer: ReducerConfig,
     /// Configuration of the optimizer.
     pub optimizer: OptimizerConfig,
-    /// Number of threads for updates on the host, at least 1. It has no effect on a device.
+    /// Number of threads for updates on the host, at least 1. It has no effect on a device, except with
+    /// [`Placement::Host`].
     pub threads: usize,
     /// Size from which the optimizer of a bucket is sharded: every rank holds 1/n of its state and moving average,
     /// and updates 1/n of its parameters. The weights have the same bits with and without sharding (under `nccl` only
     /// with two ranks, and without clipping).
     pub shard_from: ShardFrom,
-    /// Where the parameters and the optimizer's state are kept.
+    /// Where the parameters and the optimizer's state are kept. Other placements than `Replicated` are incompatible with a
+    /// [world-size-invariant](ReducerConfig::world_size_invariant) reduction; `Shared` is incompatible with sharding, and
+    /// `Host` with less than sharding everything.
     pub placement: Placement,
     /// Number of steps between two comparisons of all ranks' weights by checksum. They fail with rank and tensor
     /// ([`Error::Diverged`](crate::Error::Diverged)). With `None`, only
@@ -263,10 +266,34 @@ impl DataParallelConfig {
             "weights are verified every step or less often, not every 0 steps".to_owned()
         } else if self.optimizer.schedule.decay.steps() == 0 {
             "a schedule's learning rate falls over at least one step".to_owned()
+        } else if let Some(problem) = self.placement_problem() {
+            problem.to_owned()
         } else {
             return self.reducer.check(ranks);
         };
         Err(Error::InvalidArgument { operation: "data parallel", problem })
+    }
+
+    /// Why the placement is incompatible with the other settings, if it is.
+    fn placement_problem(&self) -> Option<&'static str> {
+        let invariant = self.reducer.world_size_invariant;
+        match (self.placement, self.shard_from) {
+            (Placement::Replicated, _) => None,
+            (Placement::Shared | Placement::Host, _) if invariant => Some(
+                "a world-size-invariant reduction needs placement replicated: its ranks exchange gradients pairwise, in a \
+                 fixed tree, and do not hand them in",
+            ),
+            (Placement::Shared, ShardFrom::Bytes(_)) => Some(
+                "a sharded optimizer is incompatible with placement shared, which keeps all of its state on rank 0: \
+                 disable sharding, or use placement replicated",
+            ),
+            (Placement::Host, ShardFrom::Never | ShardFrom::Bytes(1..)) => Some(
+                "placement host has one copy of the optimizer's state, divided over all ranks, so all of it is sharded: \
+                 enable sharding, or use placement replicated",
+            ),
+            (Placement::Shared, ShardFrom::Auto | ShardFrom::Never)
+            | (Placement::Host, ShardFrom::Auto | ShardFrom::Bytes(0)) => None,
+        }
     }
 }
 
@@ -383,7 +410,20 @@ pub enum Unused {
 }
 
 /// Where the parameters and the optimizer's state are kept, and which way gradients and parameters take in a step.
-/// On the host all placements train the same bits.
+/// On the host all placements train the same bits, and each continues from the checkpoints of the others.
+///
+/// Bytes that cross between ranks in a step ([`Communicator::traffic`](crate::Communicator::traffic), over all ranks),
+/// for parameters of S bytes on n ranks:
+///
+/// | placement | gradients | parameters |
+/// |---|---|---|
+/// | `Replicated`, buckets that are not sharded | 2·(n − 1)·S | |
+/// | `Replicated`, sharded buckets | (n − 1)·S | (n − 1)·S |
+/// | `Shared` | (n − 1)·S, to rank 0 | (n − 1)·S, from rank 0 |
+/// | `Host`, on a host | (n − 1)·S | (n − 1)·S |
+///
+/// [Compressed](Compression::Bf16) gradients are half as many bytes. Besides, every step exchanges a few bytes for checks,
+/// and what the model [sums over ranks](super::GradientSink::sum_over_ranks).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Placement {
     /// A copy on every rank: gradients are all-reduced, and every rank updates its own parameters (or its
@@ -395,6 +435,9 @@ pub enum Placement {
     Shared,
     /// In host memory: every rank hands in its gradients there, the CPU averages them and updates the parameters, and
     /// every rank fetches them for the next step.
+    ///
+    /// Ranks that compute on a host share its memory. So there is one copy of the optimizer's state, of which each rank
+    /// keeps and updates 1/n, as with a sharded optimizer, for buckets of all sizes.
     Host,
 }
 

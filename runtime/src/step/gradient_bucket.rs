@@ -1,10 +1,11 @@
 //! A bucket of gradients during a step, and the elements of it that this rank updates.
 //!
-//! With a replicated optimizer, the bucket's gradients are all-reduced, and every rank updates all elements itself.
-//! With a sharded one, gradients are reduce-scattered, every rank updates the elements of its own
-//! [shard](crate::comm::shard), and the updated parameters are all-gathered. Memory traffic in bytes, for a bucket of
-//! S bytes and Adam on n ranks: replicated, 2·n·S for the reduction and 7·n·S for the updates; sharded, (n + 1)·S,
-//! 7·S, and (n − 1)·S for the all-gather.
+//! Its [`Owner`] says who averages and updates it. Every rank: gradients are all-reduced, and every rank updates all
+//! elements itself. Shards: gradients are reduce-scattered, every rank updates the elements of its own
+//! [shard](crate::comm::shard), and the updated parameters are all-gathered. Rank 0: gradients are reduced to rank 0,
+//! which updates all elements and broadcasts the parameters. Memory traffic in bytes, for a bucket of S bytes and Adam
+//! on n ranks: every rank, 2·n·S for the reduction and 7·n·S for the updates; shards, (n + 1)·S, 7·S, and (n − 1)·S for
+//! the all-gather; rank 0, (n + 1)·S, 7·S and (n − 1)·S, of which rank 0 alone does the first two.
 
 use std::ops::Range;
 
@@ -15,6 +16,17 @@ use super::{Reduction, tree};
 use crate::bucket::BucketPlan;
 use crate::comm::{Buffer, Communicator, Pending, ReduceOp};
 use crate::{Error, Layout, Result};
+
+/// Who averages and updates a bucket, and has the optimizer's state of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Owner {
+    /// Every rank, all of it.
+    EveryRank,
+    /// Every rank, its shard.
+    Shards,
+    /// Rank 0.
+    RankZero,
+}
 
 /// How a bucket is reduced over ranks.
 #[derive(Debug, Clone, Copy)]
@@ -51,8 +63,8 @@ pub(super) enum Gradient {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Averaged {
     None,
-    /// Those of this rank's shard.
-    Shard,
+    /// Those that this rank updates.
+    Own,
     All,
 }
 
@@ -62,7 +74,7 @@ pub(super) struct GradientBucket {
     pub(super) plan: BucketPlan,
     /// Elements of the arena: the bucket's tensors and the padding after them.
     pub(super) elements: Range<usize>,
-    pub(super) sharded: bool,
+    pub(super) owner: Owner,
     /// Elements of the arena that this rank updates.
     pub(super) own: Range<usize>,
     /// Where the optimizer's state of these elements begins.
@@ -154,9 +166,10 @@ impl GradientBucket {
             Reduction::Mean => (ReduceOp::Sum, 1.0 / exchange.active as f32),
             Reduction::Sum => (ReduceOp::Sum, 1.0),
         };
-        let mut start = |buffer| match self.sharded {
-            true => comm.reduce_scatter_tagged(buffer, op, Some(number)),
-            false => comm.all_reduce_tagged(buffer, op, Some(number)),
+        let mut start = |buffer| match self.owner {
+            Owner::EveryRank => comm.all_reduce_tagged(buffer, op, Some(number)),
+            Owner::Shards => comm.reduce_scatter_tagged(buffer, op, Some(number)),
+            Owner::RankZero => comm.reduce_by_root_tagged(buffer, op, 0, Some(number)),
         };
         self.gradient = match self.compressed.take() {
             None => Gradient::Reducing { pending: start(gradient)?, scale },
@@ -165,13 +178,13 @@ impl GradientBucket {
                 Gradient::Compressed { pending: start(compressed)?, gradient, scale }
             }
         };
-        self.averaged = if self.sharded { Averaged::Shard } else { Averaged::All };
+        self.averaged = if self.owner == Owner::EveryRank { Averaged::All } else { Averaged::Own };
         Ok(())
     }
 
     /// Elements of the gradient that hold the reduction's result on this rank.
     pub(super) fn reduced(&self) -> Range<usize> {
-        if self.averaged == Averaged::Shard { self.own_within() } else { 0..self.elements.len() }
+        if self.averaged == Averaged::Own { self.own_within() } else { 0..self.elements.len() }
     }
 
     /// Elements of the gradient that this rank updates.
@@ -179,16 +192,20 @@ impl GradientBucket {
         self.own.start - self.elements.start..self.own.end - self.elements.start
     }
 
-    /// The averaged gradient. Collective if only this rank's shard has been averaged.
+    /// The averaged gradient. Collective if a rank has only the averages of its own elements.
     pub(super) fn averaged(&mut self, comm: &mut Communicator) -> Result<&[f32]> {
         match self.averaged {
             Averaged::None => {
                 let problem = "it has not been averaged since the last step began".to_owned();
                 return Err(Error::InvalidArgument { operation: "gradient", problem });
             }
-            Averaged::Shard => {
+            Averaged::Own => {
                 let gradient = self.take()?;
-                self.gradient = Gradient::Local(comm.all_gather(gradient)?.wait()?);
+                let whole = match self.owner {
+                    Owner::RankZero => comm.broadcast(gradient, 0)?,
+                    _ => comm.all_gather(gradient)?,
+                };
+                self.gradient = Gradient::Local(whole.wait()?);
                 self.averaged = Averaged::All;
             }
             Averaged::All => {}

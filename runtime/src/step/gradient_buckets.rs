@@ -2,18 +2,29 @@
 
 use std::ops::Range;
 
-use super::gradient_bucket::{Averaged, Gradient, GradientBucket};
+use super::gradient_bucket::{Averaged, Gradient, GradientBucket, Owner};
 use crate::bucket::BucketPlan;
 use crate::comm::{Buffer, Communicator, shard};
 use crate::{Layout, Result};
 
-/// How buckets are sharded.
+/// Who owns which buckets.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Sharding {
-    pub(super) rank: u32,
-    pub(super) ranks: u32,
-    /// Size in bytes from which a bucket is sharded, if any is.
-    pub(super) from: Option<usize>,
+pub(super) enum Ownership {
+    /// Every rank, or shards of the buckets of at least so many bytes.
+    Ranks { shard_from: Option<usize> },
+    /// Rank 0.
+    RankZero,
+}
+
+impl Ownership {
+    /// The owner of a bucket of `bytes` bytes.
+    fn of(self, bytes: usize) -> Owner {
+        match self {
+            Ownership::Ranks { shard_from: Some(least) } if bytes >= least => Owner::Shards,
+            Ownership::Ranks { .. } => Owner::EveryRank,
+            Ownership::RankZero => Owner::RankZero,
+        }
+    }
 }
 
 /// The buckets of a model.
@@ -21,7 +32,7 @@ pub(super) struct Sharding {
 pub(super) struct GradientBuckets {
     /// In the expected order of completion.
     pub(super) all: Vec<GradientBucket>,
-    /// Elements of the sharded buckets, in the order of the arena.
+    /// Elements of the buckets of which the other ranks need the updated parameters, in the order of the arena.
     pub(super) segments: Vec<Range<usize>>,
     /// The bucket of each segment.
     pub(super) of_segment: Vec<usize>,
@@ -37,7 +48,7 @@ impl GradientBuckets {
         layout: &Layout,
         plans: Vec<BucketPlan>,
         arenas: (Buffer, Option<Buffer>),
-        sharding: Sharding,
+        (ownership, rank, ranks): (Ownership, u32, u32),
     ) -> Self {
         // From the end of the arena. Padding belongs to the tensor before it. Sorted by tensors, because two buckets
         // may begin at the same element if one is empty.
@@ -52,7 +63,8 @@ impl GradientBuckets {
             let (before, (gradient, compressed)) = split_at(rest, end);
             frozen.push((end, gradient, compressed));
             let (before, (gradient, compressed)) = split_at(before, plan.elements.start);
-            all[*index] = Some(GradientBucket::new(plan.clone(), gradient, compressed, sharding));
+            all[*index] =
+                Some(GradientBucket::new(plan.clone(), (gradient, compressed), ownership, (rank, ranks)));
             rest = before;
         }
         frozen.push((0, rest.0, rest.1));
@@ -63,7 +75,7 @@ impl GradientBuckets {
             bucket.state = states;
             states += bucket.own.len();
         }
-        order.retain(|index| all[*index].sharded);
+        order.retain(|index| all[*index].owner != Owner::EveryRank);
         order.reverse();
         let segments = order.iter().map(|index| all[*index].elements.clone()).collect();
         GradientBuckets { all, segments, of_segment: order, states, frozen }
@@ -96,21 +108,22 @@ impl GradientBuckets {
         Ok(arenas.unwrap_or_else(|| (Buffer::zeroed::<f32>(0), None)))
     }
 
-    /// Gathers a state arena, of which `local` is this rank's part, into `into`, unless that is empty. Collective if
-    /// a bucket is sharded.
+    /// Gathers a state arena, of which `local` is this rank's part, into `into`, unless that is empty: on rank 0, and on
+    /// every other rank that updates elements. Collective if a bucket is sharded.
     pub(super) fn gather(&self, comm: &mut Communicator, local: &[f32], into: &mut [f32]) -> Result<()> {
         for bucket in &self.all {
             let mine = &local[bucket.states()];
-            let gathered = if bucket.sharded {
+            let gathered = if bucket.owner == Owner::Shards {
                 let mut buffer = Buffer::zeroed::<f32>(bucket.elements.len());
                 buffer.as_mut_slice()[bucket.own_within()].copy_from_slice(mine);
                 Some(comm.all_gather(buffer)?.wait()?)
             } else {
                 None
             };
-            if !into.is_empty() {
-                into[bucket.elements.clone()]
-                    .copy_from_slice(gathered.as_ref().map_or(mine, Buffer::as_slice));
+            match gathered {
+                _ if into.is_empty() => {}
+                Some(whole) => into[bucket.elements.clone()].copy_from_slice(whole.as_slice()),
+                None => into[bucket.own.clone()].copy_from_slice(mine),
             }
         }
         Ok(())
@@ -136,14 +149,22 @@ fn split_at((gradients, compressed): ArenaPart, middle: usize) -> (ArenaPart, Ar
 }
 
 impl GradientBucket {
-    fn new(plan: BucketPlan, gradient: Buffer, compressed: Option<Buffer>, sharding: Sharding) -> Self {
-        let Sharding { rank, ranks, from } = sharding;
-        let sharded = from.is_some_and(|least| gradient.bytes() >= least);
-        let own = if sharded { shard(gradient.len(), ranks, rank) } else { 0..gradient.len() };
+    fn new(
+        plan: BucketPlan,
+        (gradient, compressed): ArenaPart,
+        ownership: Ownership,
+        (rank, ranks): (u32, u32),
+    ) -> Self {
+        let owner = ownership.of(gradient.bytes());
+        let own = match owner {
+            Owner::Shards => shard(gradient.len(), ranks, rank),
+            Owner::RankZero if rank > 0 => 0..0,
+            Owner::EveryRank | Owner::RankZero => 0..gradient.len(),
+        };
         let begin = plan.elements.start;
         GradientBucket {
             elements: begin..begin + gradient.len(),
-            sharded,
+            owner,
             own: begin + own.start..begin + own.end,
             state: 0,
             gradient: Gradient::Local(gradient),

@@ -3,14 +3,14 @@
 //! A rank checks its own gradients before the reduction, because only then the error can name the rank. Small tensors
 //! are checked completely; of large ones one cache line in 32 is checked, a different one in each step. After the
 //! reduction every element is checked, since finite gradients may have an infinite sum: each rank checks its shard of
-//! each bucket, and all ranks together cover everything. A single rank has no reduction, and checks all of its own
-//! gradients at once.
+//! each bucket, and all ranks together cover everything. (If rank 0 alone has the reduced gradients, it checks them.) A
+//! single rank has no reduction, and checks all of its own gradients at once.
 //!
 //! Ranks exchange the results in one small all-gather, together with the values that must be the same on all of them.
 
 use mgpu_kernels::digest::cpu as digest;
 
-use super::gradient_bucket::GradientBucket;
+use super::gradient_bucket::{GradientBucket, Owner};
 use crate::comm::{Communicator, shard};
 use crate::replicate::{blame_and_fail, first_outlier};
 use crate::{Error, Layout, Result};
@@ -33,9 +33,13 @@ impl GradientBucket {
         self.plan.tensors.clone().rev().find(is_bad)
     }
 
-    /// The index of a tensor of the bucket with non-finite reduced gradients, in the shard of `rank` of `ranks`.
+    /// The index of a tensor of the bucket with non-finite reduced gradients, in the shard of `rank` of `ranks`, or in
+    /// all of the bucket if this rank alone has them.
     pub(super) fn reduced_non_finite(&self, layout: &Layout, rank: u32, ranks: u32) -> Option<usize> {
-        let shard = shard(self.elements.len(), ranks, rank);
+        let shard = match self.owner {
+            Owner::EveryRank | Owner::Shards => shard(self.elements.len(), ranks, rank),
+            Owner::RankZero => self.own_within(),
+        };
         let is_bad = |tensor: &usize| {
             let within = self.within(layout, *tensor);
             let elements = within.start.max(shard.start)..within.end.min(shard.end);

@@ -5,8 +5,10 @@
 //! the averaged gradients to the parameters, of which every rank has a copy; all copies were made equal at the start
 //! ([`crate::replicate`](mod@crate::replicate)). Every rank averages all of a small bucket, and applies the same
 //! update to the same bits. In a large bucket every rank averages and updates only its shard, and the shards are then
-//! gathered: memory and work are divided by n, and the bits are the same (`gradient_bucket`). `device` does the same on
-//! a GPU. Host and device share what does not depend on the memory: which gradients are ready and which bucket is next
+//! gathered: memory and work are divided by n, and the bits are the same (`gradient_bucket`). That is the placement
+//! `replicated`. With `host` all buckets count as large, so that the ranks' memory has one copy of the optimizer's state.
+//! With `shared` rank 0 averages and updates all buckets, and the others receive the parameters. `device` does the same
+//! on a GPU. Host and device share what does not depend on the memory: which gradients are ready and which bucket is next
 //! (`readiness`), and the configuration (`config`).
 
 mod accumulate;
@@ -28,13 +30,14 @@ use std::time::{Duration, Instant};
 
 use config::SHARD_FROM;
 pub use config::{Compression, DataParallelConfig, Placement, ReducerConfig, Reduction, ShardFrom, Unused};
-use gradient_bucket::GradientBucket;
+use gradient_bucket::{GradientBucket, Owner};
+use gradient_buckets::Ownership;
 use reducer::Participation;
 pub use reducer::Reducer;
 pub use sink::GradientSink;
 pub use state::NamedArena;
 
-use crate::comm::{Buffer, Communicator, DType};
+use crate::comm::{Buffer, Communicator, DType, gather_segments};
 use crate::optimizer::{Optimizer, OptimizerConfig};
 use crate::replicate::{checksum, replicate, verify_equal, verify_settings};
 use crate::{Error, Layout, Result};
@@ -56,7 +59,7 @@ pub struct MicroBatch<'a> {
 }
 
 /// Data-parallel training on the host: a [`Reducer`] with an optimizer. Every rank holds all parameters; the
-/// optimizer's state is sharded over ranks.
+/// optimizer's state is sharded over ranks, or where the [`Placement`] says.
 ///
 /// ```
 /// # fn main() -> mgpu::Result<()> {
@@ -127,13 +130,12 @@ impl DataParallel {
         config.check(comm.size())?;
         verify_settings(&mut comm, &config.settings())?;
         replicate(&mut comm, &layout, &mut values)?;
-        let shares_memory = comm.capabilities().shares_memory;
-        let shard_from = config.shard_from.bytes(Some(SHARD_FROM)).filter(|_| shares_memory);
-        let mut reducer = Reducer::assemble(comm, layout, config.reducer, shard_from)?;
-        // Peers write the updated parameters of sharded buckets in place.
-        let mut parameters = match shard_from {
-            None => Buffer::zeroed::<f32>(values.len()),
-            Some(_) => reducer.comm.allocate(DType::F32, values.len())?,
+        let ownership = ownership(&config, &comm);
+        let mut reducer = Reducer::assemble(comm, layout, config.reducer, ownership)?;
+        // Peers write the updated parameters of their buckets and shards in place.
+        let mut parameters = match ownership {
+            Ownership::Ranks { shard_from: None } => Buffer::zeroed::<f32>(values.len()),
+            _ => reducer.comm.allocate(DType::F32, values.len())?,
         };
         parameters.as_mut_slice().copy_from_slice(&values);
         let buckets = &reducer.buckets;
@@ -295,12 +297,17 @@ impl DataParallel {
         Ok(participation)
     }
 
-    /// Updates the parameters: all of a replicated bucket; this rank's shard of a sharded bucket, which is then
-    /// gathered.
+    /// Updates the parameters that this rank owns, and makes them equal on all ranks: shards are gathered, and what rank
+    /// 0 has updated is broadcast.
     fn update(&mut self) -> Result<()> {
         self.optimizer.begin_step();
         let Self {
-            reducer: Reducer { comm, buckets, .. }, parameters, optimizer, block, update_time, ..
+            reducer: Reducer { comm, buckets, ownership, .. },
+            parameters,
+            optimizer,
+            block,
+            update_time,
+            ..
         } = self;
         let mut update = |bucket: &GradientBucket, begin: usize, parameters: &mut [f32]| {
             let start = Instant::now();
@@ -309,17 +316,32 @@ impl DataParallel {
             optimizer.update(begin, bucket.state + (begin - bucket.own.start), parameters, gradients);
             *update_time += start.elapsed();
         };
-        for bucket in buckets.all.iter().filter(|bucket| !bucket.sharded) {
+        for bucket in buckets.all.iter().filter(|bucket| bucket.owner == Owner::EveryRank) {
             update(bucket, bucket.elements.start, &mut parameters.as_mut_slice()[bucket.elements.clone()]);
         }
-        if !buckets.segments.is_empty() {
-            let mut update_block = |segment: usize, begin: usize, parameters: &mut Buffer| {
-                update(&buckets.all[buckets.of_segment[segment]], begin, parameters.as_mut_slice());
-            };
-            let all = std::mem::replace(parameters, Buffer::zeroed::<f32>(0));
-            *parameters =
-                comm.update_all_gather(all, &buckets.segments, *block, &mut update_block)?.wait()?;
+        if buckets.segments.is_empty() {
+            return Ok(());
         }
+        let all = std::mem::replace(parameters, Buffer::zeroed::<f32>(0));
+        *parameters = match ownership {
+            Ownership::Ranks { .. } => {
+                let mut update_block = |segment: usize, begin: usize, parameters: &mut Buffer| {
+                    update(&buckets.all[buckets.of_segment[segment]], begin, parameters.as_mut_slice());
+                };
+                comm.update_all_gather(all, &buckets.segments, *block, &mut update_block)?.wait()?
+            }
+            Ownership::RankZero => {
+                let mut of_segment = buckets.of_segment.iter().map(|bucket| &buckets.all[*bucket]);
+                gather_segments(all, &buckets.segments, |mut segment| {
+                    let bucket = of_segment.next().expect("a bucket for each segment");
+                    if comm.rank() == 0 {
+                        update(bucket, bucket.own.start, segment.as_mut_slice());
+                    }
+                    // While it is in the cache.
+                    comm.broadcast(segment, 0)?.wait()
+                })?
+            }
+        };
         Ok(())
     }
 
@@ -359,8 +381,9 @@ impl DataParallel {
         self.reducer.layout()
     }
 
-    /// The gradient of `tensor` in the last step, reduced over ranks and clipped. Collective if the optimizer is
-    /// sharded: a rank only holds the averages of its shards until they are gathered here.
+    /// The gradient of `tensor` in the last step, reduced over ranks and clipped. Collective if a rank only holds the
+    /// averages that it needs (with a sharded optimizer, and other [placements](Placement) than `Replicated`) until
+    /// they are gathered here.
     ///
     /// # Errors
     /// As [`Reducer::gradient`].
@@ -369,7 +392,7 @@ impl DataParallel {
     }
 
     /// A copy of the last step's gradients as the optimizer has used them: reduced and clipped; 0 for frozen tensors.
-    /// Collective if the optimizer is sharded.
+    /// Collective as [`gradient`](Self::gradient).
     ///
     /// # Errors
     /// As [`Reducer::gradients`].
@@ -439,6 +462,17 @@ impl DataParallel {
     pub fn verify(&mut self) -> Result<u64> {
         let Self { reducer: Reducer { comm, layout, .. }, parameters, .. } = self;
         verify_equal(comm, layout, parameters.as_slice())
+    }
+}
+
+/// Who averages and updates which buckets of the ranks of `comm`.
+fn ownership(config: &DataParallelConfig, comm: &Communicator) -> Ownership {
+    let shares_memory = comm.capabilities().shares_memory;
+    let shard_from = config.shard_from.bytes(Some(SHARD_FROM)).filter(|_| shares_memory);
+    match config.placement {
+        Placement::Shared if comm.size() > 1 => Ownership::RankZero,
+        Placement::Host if comm.size() > 1 => Ownership::Ranks { shard_from: Some(0) },
+        _ => Ownership::Ranks { shard_from },
     }
 }
 

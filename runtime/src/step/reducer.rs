@@ -5,7 +5,7 @@ use super::buffers::BufferMean;
 use super::clip;
 use super::config::{BUCKET, Compression, ReducerConfig, Unused, check_join, check_micro_batches};
 use super::gradient_bucket::{Exchange, GradientBucket};
-use super::gradient_buckets::{GradientBuckets, Sharding};
+use super::gradient_buckets::{GradientBuckets, Ownership};
 use super::guard::Report;
 use super::readiness::{Readiness, check_tensor};
 use super::sink::{GradientSink, Sink};
@@ -46,7 +46,7 @@ pub struct Reducer {
     pub(super) comm: Communicator,
     pub(super) layout: Layout,
     pub(super) buckets: GradientBuckets,
-    sharding: Sharding,
+    pub(super) ownership: Ownership,
     readiness: Readiness,
     accumulator: Accumulator,
     config: ReducerConfig,
@@ -98,16 +98,15 @@ impl Reducer {
         layout.check("reducer")?;
         verify_settings(&mut comm, &config.settings())?;
         verify_layout(&mut comm, &layout)?;
-        Self::assemble(comm, layout, config, None)
+        Self::assemble(comm, layout, config, Ownership::Ranks { shard_from: None })
     }
 
-    /// As [`new`](Self::new), without comparing layout and settings. Buckets of at least `shard_from` bytes are
-    /// sharded.
+    /// As [`new`](Self::new), without comparing layout and settings.
     pub(super) fn assemble(
         mut comm: Communicator,
         layout: Layout,
         config: ReducerConfig,
-        shard_from: Option<usize>,
+        ownership: Ownership,
     ) -> Result<Self> {
         let (rank, ranks) = (comm.rank(), comm.size());
         if config.overlap && ranks > 1 {
@@ -120,13 +119,17 @@ impl Reducer {
         };
         let (first, rest) = config.buckets(BUCKET);
         let buckets = bucket::plan(&layout, first, rest);
-        let sharding = Sharding { rank, ranks, from: shard_from };
         let counter = Counter::new(config.micro_batches, config.world_size_invariant);
         Ok(Reducer {
             readiness: Readiness::new(&layout, &buckets, ranks > 1, counter),
-            buckets: GradientBuckets::split(&layout, buckets, (gradients, compressed), sharding),
+            buckets: GradientBuckets::split(
+                &layout,
+                buckets,
+                (gradients, compressed),
+                (ownership, rank, ranks),
+            ),
             accumulator: Accumulator::new(layout.len()),
-            sharding,
+            ownership,
             norm: None,
             reductions: 0,
             comm,
@@ -308,7 +311,8 @@ impl Reducer {
     pub(super) fn rebuild_buckets(&mut self, buckets: Vec<BucketPlan>) -> Result<()> {
         let arenas = std::mem::take(&mut self.buckets).into_arenas()?;
         self.readiness.set_buckets(&buckets);
-        self.buckets = GradientBuckets::split(&self.layout, buckets, arenas, self.sharding);
+        let owners = (self.ownership, self.rank(), self.ranks());
+        self.buckets = GradientBuckets::split(&self.layout, buckets, arenas, owners);
         Ok(())
     }
 

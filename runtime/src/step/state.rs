@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 
+use super::gradient_buckets::Ownership;
 use super::{DataParallel, Reducer};
 use crate::optimizer::{AVERAGE, Optimizer};
 use crate::replicate::{replicate, verify_same};
@@ -16,16 +17,20 @@ impl DataParallel {
         self.optimizer.average().is_some()
     }
 
-    /// The moving average of the parameters, if the optimizer keeps one. Collective if the optimizer is sharded.
+    /// The moving average of the parameters, if the optimizer keeps one. Collective if a rank does not have the
+    /// optimizer's whole state.
     ///
     /// # Errors
     /// As [`Communicator::all_gather`](crate::Communicator::all_gather).
     pub fn averaged_parameters(&mut self) -> Result<Option<Vec<f32>>> {
-        let Self { reducer: Reducer { comm, buckets, .. }, optimizer, parameters, .. } = self;
+        let Self { reducer: Reducer { comm, buckets, ownership, .. }, optimizer, parameters, .. } = self;
         let Some(local) = optimizer.average() else { return Ok(None) };
         // Frozen tensors have no state: their average equals their value.
         let mut whole = parameters.as_slice().to_vec();
         buckets.gather(comm, local, &mut whole)?;
+        if matches!(ownership, Ownership::RankZero) {
+            comm.broadcast_slice(&mut whole, 0)?;
+        }
         Ok(Some(whole))
     }
 
@@ -54,8 +59,8 @@ impl DataParallel {
     }
 
     /// Restores the state after `steps` steps. `read` returns the values of one of the [`arenas`](Self::arenas) by
-    /// name. Afterwards all ranks hold rank 0's values. They may have been saved with any number of ranks, with a
-    /// sharded optimizer or not. Collective.
+    /// name. Afterwards all ranks hold rank 0's values. They may have been saved with any number of ranks, with any
+    /// placement, with a sharded optimizer or not. Collective.
     ///
     /// # Errors
     /// If ranks restore different steps; as `read`, and as the communicator.

@@ -263,6 +263,15 @@ impl World {
             let device = Arc::new(self.device_communicator()?);
             return crate::comm::nccl::host_communicator(device);
         }
+        self.host_memory_communicator()
+    }
+
+    /// Creates a communicator over all ranks for host buffers in memory that they share, also under the nccl backend:
+    /// for [`Placement::Host`](crate::Placement::Host). Collective, as [`communicator`](Self::communicator).
+    ///
+    /// # Errors
+    /// As [`communicator`](Self::communicator).
+    pub fn host_memory_communicator(&mut self) -> Result<crate::Communicator> {
         self.communicators += 1;
         match &self.membership {
             Some(membership) if self.size() > 1 => {

@@ -11,10 +11,11 @@ mod trace;
 mod uneven;
 
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use mgpu::device::{ALIGNMENT, DeviceConfig, DeviceDataParallel, StatusReadback};
 use mgpu::optimizer::{Adam, OptimizerConfig, Rule, Sgd};
-use mgpu::{Compression, Reduction};
+use mgpu::{Communicator, Compression, DeviceCommunicator, Placement, Reduction};
 use mgpu::{DataParallel, DataParallelConfig, Error, Layout, Result, ShardFrom, World};
 use mgpu_kernels::arena::cuda as arena;
 use mgpu_kernels::cuda::Memory;
@@ -83,8 +84,25 @@ fn config(optimizer: OptimizerConfig, micro_batches: usize) -> DeviceConfig {
     DeviceConfig::new(parallel).with_steps_per_epoch(3)
 }
 
+/// The communicators that a placement needs.
+fn communicators(world: &mut World, placement: Placement) -> Result<(Arc<DeviceCommunicator>, Communicator)> {
+    match placement {
+        Placement::Host => Ok((Arc::new(world.device_communicator()?), world.host_memory_communicator()?)),
+        Placement::Replicated | Placement::Shared => world.communicators(),
+    }
+}
+
+/// Configurations that differ in where parameters and optimizer are kept.
+fn kept_elsewhere(config: DeviceConfig) -> [DeviceConfig; 2] {
+    [Placement::Shared, Placement::Host].map(|placement| {
+        let mut config = config;
+        config.parallel.placement = placement;
+        config
+    })
+}
+
 fn model(world: &mut World, config: DeviceConfig) -> Result<DeviceDataParallel> {
-    let (device, host) = world.communicators()?;
+    let (device, host) = communicators(world, config.parallel.placement)?;
     let layout = layout();
     let parameters = initial(&layout);
     DeviceDataParallel::new(device, host, layout, parameters, config)?.with_buffers(&[1.0; 3])
@@ -169,6 +187,19 @@ struct Outcome {
     gradients: Vec<f32>,
 }
 
+impl Outcome {
+    /// # Panics
+    /// Unless both have the same bits.
+    fn expect_bits_of(&self, other: &Outcome, what: &str) {
+        compare(&format!("{what}, gradients"), &self.gradients, &other.gradients, 0.0);
+        compare(what, &self.weights, &other.weights, 0.0);
+        assert_eq!(self.average.is_some(), other.average.is_some(), "{what}");
+        if let (Some(found), Some(expected)) = (&self.average, &other.average) {
+            compare(&format!("{what}, average"), found, expected, 0.0);
+        }
+    }
+}
+
 fn train(world: &mut World, config: DeviceConfig) -> Result<Outcome> {
     let mut model = model(world, config)?;
     let inputs = Inputs::new(&model, model.micro_batches())?;
@@ -188,6 +219,8 @@ fn train(world: &mut World, config: DeviceConfig) -> Result<Outcome> {
     let (ranks, rests) = (world.size() as usize, 7 * 8 * world.size() as usize);
     let most = if config.parallel.shard_from == ShardFrom::Bytes(0) { all / ranks + rests } else { all };
     assert!(own <= arenas * most, "{own} elements in {arenas} arenas of {all}");
+    let is_shared = config.parallel.placement == Placement::Shared && world.size() > 1;
+    assert!(!is_shared || (own > 0) == (world.rank() == 0), "{own} elements on rank {}", world.rank());
     let weights = model.parameters()?;
     let average = if model.has_average() {
         model.swap_average()?;
@@ -219,15 +252,30 @@ fn check_buffers(model: &DeviceDataParallel, micro_batches: usize) -> Result<()>
 
 /// The same on a CPU, by one rank with all micro-batches.
 fn alone(config: &DeviceConfig, micro_batches: usize) -> Result<Outcome> {
-    let mut world = World::threads(1)?.remove(0);
+    let world = World::threads(1)?.remove(0);
+    on_cpu(world, config.parallel.with_shard_from(None).with_micro_batches(micro_batches))
+}
+
+/// The same on CPUs, by as many ranks.
+fn on_cpus(config: &DeviceConfig, ranks: u32) -> Result<Outcome> {
+    let config = config.parallel;
+    let worlds = World::threads(ranks)?;
+    let outcomes: Vec<_> = std::thread::scope(|scope| {
+        let ranks: Vec<_> =
+            worlds.into_iter().map(|world| scope.spawn(move || on_cpu(world, config))).collect();
+        ranks.into_iter().map(|rank| rank.join().expect("a rank")).collect()
+    });
+    outcomes.into_iter().next().expect("rank 0")
+}
+
+fn on_cpu(mut world: World, config: DataParallelConfig) -> Result<Outcome> {
     let layout = layout();
-    let parameters = initial(&layout);
-    let config = config.parallel.with_shard_from(None).with_micro_batches(micro_batches);
+    let (parameters, first) = (initial(&layout), world.rank() as usize * config.reducer.micro_batches);
     let mut model = DataParallel::with_config(world.communicator()?, layout.clone(), parameters, config)?;
     for step in 0..STEPS {
         model.step_accumulated(|batch| {
             (0..layout.tensors().len()).rev().try_for_each(|tensor| {
-                batch.gradients.write(tensor, &gradients(&layout, tensor, batch.index, step))
+                batch.gradients.write(tensor, &gradients(&layout, tensor, first + batch.index, step))
             })
         })?;
     }
@@ -271,18 +319,15 @@ fn same(world: &mut World) -> Result<()> {
                 let mut config = config(optimizer, micro_batches);
                 change(&mut config.parallel);
                 let expected = alone(&config, micro_batches * ranks as usize)?;
-                let mut replicated = None;
+                let mut replicated: Option<Outcome> = None;
                 for shard_from in [None, Some(0), Some(45_000)] {
                     config.parallel.shard_from = shard_from.into();
                     let found = train(world, config)?;
                     let what = format!("{name}, {micro_batches} micro-batches, sharded from {shard_from:?}");
                     // The sum of two numbers has only one order. (Norms are summed over shards, if there are any.)
                     if (ranks <= 2 || name == "invariant") && name != "clipped" {
-                        let replicated = replicated.get_or_insert_with(|| found.weights.clone());
-                        assert!(
-                            found.weights == *replicated,
-                            "{what}: not the bits of a replicated optimizer"
-                        );
+                        let is_same = replicated.as_ref().is_none_or(|other| found.weights == other.weights);
+                        assert!(is_same, "{what}: not the bits of a replicated optimizer");
                     }
                     compare(&what, &found.weights, &expected.weights, bound);
                     compare(&format!("{what}, gradients"), &found.gradients, &expected.gradients, bound);
@@ -290,6 +335,15 @@ fn same(world: &mut World) -> Result<()> {
                     if let (Some(found), Some(expected)) = (&found.average, &expected.average) {
                         compare(&format!("{what}, average"), found, expected, bound);
                     }
+                    replicated.get_or_insert(found);
+                }
+                let replicated = replicated.expect("it was trained");
+                config.parallel.shard_from = ShardFrom::Auto;
+                let [shared, host] = kept_elsewhere(config);
+                let what = format!("{name}, {micro_batches} micro-batches");
+                if name != "invariant" {
+                    train(world, shared)?.expect_bits_of(&replicated, &format!("{what}, shared"));
+                    train(world, host)?.expect_bits_of(&on_cpus(&host, ranks)?, &format!("{what}, host"));
                 }
             }
         }
@@ -300,11 +354,23 @@ fn same(world: &mut World) -> Result<()> {
     Ok(())
 }
 
-/// Resumes sharded from replicated, and replicated from sharded.
+/// Resumes with another placement or sharding.
 fn resume(world: &mut World) -> Result<()> {
-    for (before, after) in [(None, Some(0)), (Some(0), None), (Some(0), Some(0))] {
+    let parallel = config(adam(), 2).parallel;
+    let (replicated, sharded) = (parallel.with_shard_from(None), parallel.with_shard_from(Some(0)));
+    let [shared, host] =
+        [Placement::Shared, Placement::Host].map(|placement| parallel.with_placement(placement));
+    for (before, after) in [
+        (replicated, sharded),
+        (sharded, replicated),
+        (sharded, sharded),
+        (replicated, shared),
+        (shared, host),
+        (host, host),
+        (host, replicated),
+    ] {
         let mut config = config(adam(), 2);
-        config.parallel.shard_from = ShardFrom::from(before);
+        config.parallel = before;
         let mut first = model(world, config)?;
         let inputs = Inputs::new(&first, 2)?;
         (0..3).try_for_each(|_| inputs.step(&mut first))?;
@@ -316,7 +382,7 @@ fn resume(world: &mut World) -> Result<()> {
         let expected = first.parameters()?;
         drop(first);
 
-        config.parallel.shard_from = ShardFrom::from(after);
+        config.parallel = after;
         let mut second = model(world, config)?;
         inputs.step(&mut second)?;
         second.restore(3, |name, _| {
@@ -326,7 +392,10 @@ fn resume(world: &mut World) -> Result<()> {
             Ok(if values.is_empty() { vec![7.0; layout().len()] } else { values.to_vec() })
         })?;
         inputs.step(&mut second)?;
-        assert!(second.parameters()? == expected, "from {before:?} to {after:?}");
+        // Powers and roots of the CPU's optimizer may differ in their last bits.
+        let same_device = (before.placement == Placement::Host) == (after.placement == Placement::Host);
+        let bound = if same_device { 0.0 } else { 1e-6 };
+        compare(&format!("from {before:?} to {after:?}"), &second.parameters()?, &expected, bound);
         assert_eq!(second.steps(), 4);
     }
     Ok(())
@@ -338,12 +407,17 @@ fn guards(world: &mut World) -> Result<()> {
     sharded.parallel.shard_from = ShardFrom::Bytes(0);
     let mut invariant = plain;
     invariant.parallel.reducer.world_size_invariant = world.size().is_power_of_two();
-    for config in [plain, sharded, invariant] {
+    let [shared, host] = kept_elsewhere(plain);
+    for config in [plain, sharded, invariant, shared] {
         bad_gradients(world, config)?;
         bad_gradients_in_a_graph(world, config)?;
         sums_that_overflow(world, config)?;
         a_single_bad_element(world, config)?;
     }
+    bad_gradients_for_the_host(world, host)?;
+    sums_that_overflow(world, host)?;
+    a_single_bad_element(world, host)?;
+    placements_that_are_refused(world, plain)?;
     settings_that_differ(world, plain)?;
     weights_that_differ(world, plain)?;
     let mut wrong = plain;
@@ -420,8 +494,7 @@ fn sums_that_overflow(world: &mut World, mut config: DeviceConfig) -> Result<()>
     for tensor in [0, 2, 4, 6] {
         let element = layout().range(tensor).end - 1;
         inputs.set(&model, 1, element, Some(f32::MAX * 0.9))?;
-        inputs.step(&mut model)?;
-        match model.check() {
+        match inputs.step(&mut model).and_then(|()| model.check()) {
             Err(Error::ReducedNotFinite { tensor: found, step: 2 }) if found == tensor.to_string() => {}
             // A single rank has nothing to sum.
             Ok(()) if world.size() == 1 => return Ok(()),
@@ -441,8 +514,7 @@ fn a_single_bad_element(world: &mut World, config: DeviceConfig) -> Result<()> {
     let inputs = Inputs::new(&model, 2)?;
     for element in [0, 12_345, 70_069] {
         inputs.set(&model, 0, element, is_culprit.then_some(f32::NAN))?;
-        inputs.step(&mut model)?;
-        match model.check() {
+        match inputs.step(&mut model).and_then(|()| model.check()) {
             Err(Error::NotFinite { rank, tensor, step: 1 }) if tensor == "0" => assert_eq!(rank, ranks - 1),
             Err(Error::ReducedNotFinite { tensor, step: 1 }) if tensor == "0" && ranks > 1 => {}
             other => panic!("element {element} is not finite: {other:?}"),
@@ -498,6 +570,54 @@ fn bad_gradients_in_a_graph(world: &mut World, config: DeviceConfig) -> Result<(
     inputs.set_infinite(&model, 0, false)?;
     model.replay(&two)?;
     assert!(model.parameters()? == expected, "the training continues with other bits");
+    Ok(())
+}
+
+/// With [`Placement::Host`] a step returns the error itself, launched or replayed, and can be repeated.
+fn bad_gradients_for_the_host(world: &mut World, config: DeviceConfig) -> Result<()> {
+    let (is_culprit, ranks) = (world.rank() + 1 == world.size(), world.size());
+    let mut eager = model(world, config)?;
+    let inputs = Inputs::new(&eager, 2)?;
+    (0..4).try_for_each(|_| inputs.step_with(&mut eager, 0))?;
+    let expected = eager.parameters()?;
+    drop(eager);
+
+    let mut model = model(world, config)?;
+    inputs.step_with(&mut model, 0)?;
+    let two = model.capture(|model| (0..2).try_for_each(|_| inputs.step_with(model, 0)));
+    let error = two.expect_err("the host has its part in each step").to_string();
+    assert!(error.contains("capture one step, not 2"), "{error}");
+    let one = model.capture(|model| inputs.step_with(model, 0))?;
+    model.replay(&one)?;
+    let before = model.parameters()?;
+    for is_replayed in [true, false, true] {
+        inputs.set_infinite(&model, 0, is_culprit)?;
+        let outcome = if is_replayed { model.replay(&one) } else { inputs.step_with(&mut model, 0) };
+        expect_non_finite(outcome, ranks, 3);
+        model.check()?;
+        assert!(model.parameters()? == before && model.steps() == 2, "parameters have changed");
+        inputs.set_infinite(&model, 0, false)?;
+    }
+    model.replay(&one)?;
+    inputs.step_with(&mut model, 0)?;
+    assert!(model.parameters()? == expected, "the training continues with other bits");
+    Ok(())
+}
+
+fn placements_that_are_refused(world: &mut World, config: DeviceConfig) -> Result<()> {
+    let [shared, host] = kept_elsewhere(config);
+    for (mut config, shard_from) in [(shared, ShardFrom::Bytes(0)), (host, ShardFrom::Never)] {
+        config.parallel.shard_from = shard_from;
+        let error = model(world, config).err().expect("settings that contradict each other").to_string();
+        assert!(error.contains("or use placement replicated"), "{error}");
+    }
+    let (device, through_nccl) = world.communicators()?;
+    let layout = layout();
+    let parameters = initial(&layout);
+    let outcome = DeviceDataParallel::new(device, through_nccl, layout, parameters, host);
+    let error = outcome.err().map(|error| error.to_string());
+    let names_method = |error: String| error.contains("`World::host_memory_communicator`");
+    assert_eq!(error.map(names_method), (world.size() > 1).then_some(true));
     Ok(())
 }
 

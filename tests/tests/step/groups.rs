@@ -9,7 +9,7 @@ use mgpu_tests::models::{model, optimizers, outcome};
 use mgpu_tests::threads;
 use proptest::prelude::*;
 
-use super::{config, rough, sgd, shapes, sharded};
+use super::{config, host, rough, sgd, shapes, sharded, shared};
 
 /// The tensors of [`shapes`]: two with factors, a frozen one between others.
 fn grouped() -> Layout {
@@ -43,7 +43,7 @@ fn train(model: &mut DataParallel, steps: u64, tensors: &[usize]) -> Result<()> 
 }
 
 #[test]
-fn parameter_groups_are_bit_equal_sharded_and_after_a_checkpoint() {
+fn parameter_groups_are_bit_equal_in_all_placements_and_after_a_checkpoint() {
     let layout = grouped();
     for optimizer in optimizers() {
         for ranks in [1, 2, 3] {
@@ -84,8 +84,11 @@ fn parameter_groups_are_bit_equal_sharded_and_after_a_checkpoint() {
                     (weights, average, model.gradients().unwrap(), model.optimizer_len())
                 };
                 let expected = run(config(optimizer));
-                let found = run(sharded(optimizer));
-                assert!((&found.0, &found.1, &found.2) == (&expected.0, &expected.1, &expected.2));
+                for config in [sharded(optimizer), shared(optimizer), host(optimizer)] {
+                    let found = run(config);
+                    let same = (&found.0, &found.1, &found.2) == (&expected.0, &expected.1, &expected.2);
+                    assert!(same, "{config:?}");
+                }
                 let states = optimizer.rule.states() + usize::from(optimizer.average.is_some());
                 let frozen = layout.tensors()[1].len();
                 assert_eq!(expected.3, states * (layout.len() - frozen), "a frozen tensor has no state");

@@ -5,7 +5,7 @@ use mgpu::{DataParallel, DataParallelConfig, Error, Layout, Reducer, ReducerConf
 use mgpu_tests::models::{model, optimizers};
 use mgpu_tests::threads;
 
-use super::{config, exact, rough, sgd, shapes, sharded};
+use super::{config, exact, host, rough, sgd, shapes, sharded, shared};
 
 /// Number of batches of rank `rank`: the first has none, the last ones have the most.
 fn batches(rank: u32) -> u64 {
@@ -75,7 +75,9 @@ fn uneven_means_cover_only_ranks_with_data() {
                 let expected = alone(plain, ranks, exact);
                 threads::run(ranks, |mut world| {
                     let shards = sharded(optimizer).with_micro_batches(micro_batches);
-                    for config in [plain, shards, shards.with_overlap(true)] {
+                    let shared = shared(optimizer).with_micro_batches(micro_batches);
+                    let host = host(optimizer).with_micro_batches(micro_batches);
+                    for config in [plain, shards, shards.with_overlap(true), shared, host] {
                         let found = train(&mut world, config, exact);
                         assert!(found == expected, "{ranks} ranks, {config:?}");
                     }

@@ -64,6 +64,11 @@ pub(super) trait Engine {
     /// For the program's own collectives between steps.
     fn comm(&mut self) -> &mut Communicator;
 
+    /// Bytes that this rank has moved between ranks so far ([`Communicator::traffic`]), if the backend counts them.
+    fn traffic(&mut self) -> Option<u64> {
+        self.comm().traffic()
+    }
+
     /// Number of parameters of the network.
     fn parameters(&self) -> usize;
 

@@ -110,6 +110,7 @@ impl CpuTransport {
             let chunk = self.receive_chunk(channel, call)?;
             // SAFETY: the range is within the buffer, and the sender does not write the chunk before its release.
             unsafe { std::ptr::copy_nonoverlapping(chunk, buffer.address().wrapping_add(begin), bytes) };
+            self.count(bytes, 1);
             self.release_chunk(channel);
         }
         Ok(())

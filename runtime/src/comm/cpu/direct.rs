@@ -90,6 +90,19 @@ enum Flow {
     Scatter(u32),
 }
 
+impl Flow {
+    /// How many times a block of the part of rank `queue` crosses from one of `ranks` ranks to another. A rank that helps
+    /// counts as much as rank `queue`, so that the sum over ranks does not depend on who was late.
+    fn crossings(self, queue: u32, ranks: u32) -> u32 {
+        match self {
+            Flow::AllReduce(_) => 2 * (ranks - 1),
+            Flow::Reduce(_, root) => ranks - 1 + u32::from(queue != root),
+            Flow::ReduceScatter(_) | Flow::AllGather | Flow::Broadcast(_) => ranks - 1,
+            Flow::Gather(root) | Flow::Scatter(root) => u32::from(queue != root),
+        }
+    }
+}
+
 impl CpuTransport {
     /// Addresses of all ranks' buffers.
     fn addresses(&self, buffer: &Buffer) -> Addresses {
@@ -135,6 +148,7 @@ impl CpuTransport {
             // SAFETY: all ranks have arrived with buffers of `len` elements and do not touch them until every block
             // is complete; the ticket gives this rank exclusive access to this block of all of them.
             unsafe { process_block(call, flow, queue, all, parts.range(queue, block)) };
+            self.count(parts.range(queue, block).len() * call.dtype.size(), flow.crossings(queue, self.size));
         });
     }
 
@@ -161,6 +175,26 @@ impl CpuTransport {
         self.enter(call)?;
         let parts = Parts::equal(call.len, self.size, call.dtype.size());
         self.process_all_queues(parts, Flow::Reduce(op, root), &self.addresses(buffer), call)
+    }
+
+    /// Without help: only the root reads the others' buffers.
+    #[inline(never)]
+    pub(super) fn direct_reduce_by_root(
+        &mut self,
+        buffer: &Buffer,
+        op: ReduceOp,
+        root: u32,
+        call: &Signature,
+    ) -> Result<()> {
+        self.enter_and_write(buffer, call, |comm, all| {
+            if comm.rank == root {
+                let sources: Sources = all.iter().map(|buffer| buffer.cast_const()).collect();
+                // SAFETY: all ranks have arrived with buffers of `len` elements and do not touch them until the root is
+                // done.
+                unsafe { reduce::reduce(call.dtype, op, &sources, &[buffer.address()], call.len) };
+                comm.count(call.bytes(), comm.size - 1);
+            }
+        })
     }
 
     #[inline(never)]
@@ -200,6 +234,7 @@ impl CpuTransport {
                 // accesses its part of any of them before it is complete; buffers of different ranks do not overlap.
                 unsafe { std::ptr::copy_nonoverlapping(source, destination, own.len() * element) };
             }
+            comm.count(own.len() * element, comm.size - 1);
         })
     }
 
@@ -228,6 +263,7 @@ impl CpuTransport {
                 // shards, only this one accesses them before it is complete; buffers of different ranks do not
                 // overlap.
                 unsafe { std::ptr::swap_nonoverlapping(ours, theirs, len * call.dtype.size()) };
+                comm.count(len * call.dtype.size(), 2);
             }
         })
     }
@@ -257,6 +293,7 @@ impl CpuTransport {
                             std::ptr::copy_nonoverlapping(updated.address(), destination, updated.bytes());
                         }
                     }
+                    comm.count(updated.bytes(), comm.size - 1);
                 })
             });
         })?;

@@ -62,6 +62,7 @@ impl CpuTransport {
         // SAFETY: all ranks have filled their slots with `len` elements and do not write them until the operation
         // after next; slots are aligned to at least 8 bytes, and the buffer is ours.
         unsafe { reduce::reduce(call.dtype, op, &self.slots(0, call), &[buffer.address()], call.len) };
+        self.count(buffer.bytes(), self.size - 1);
         Ok(())
     }
 
@@ -77,6 +78,7 @@ impl CpuTransport {
         if self.rank == root {
             // SAFETY: as in `eager_all_reduce`.
             unsafe { reduce::reduce(call.dtype, op, &self.slots(0, call), &[buffer.address()], call.len) };
+            self.count(buffer.bytes(), self.size - 1);
         }
         Ok(())
     }
@@ -93,6 +95,7 @@ impl CpuTransport {
         let own = buffer.address().wrapping_add(begin);
         // SAFETY: as in `eager_all_reduce`, for one shard of each slot and of the buffer.
         unsafe { reduce::reduce(call.dtype, op, &self.slots(begin, call), &[own], len) };
+        self.count(len * call.dtype.size(), self.size - 1);
         Ok(())
     }
 
@@ -120,6 +123,7 @@ impl CpuTransport {
             // SAFETY: the peer has filled its slot with its part and does not write it until the operation after
             // next.
             unsafe { std::ptr::copy_nonoverlapping(slots[peer as usize], at, bytes) };
+            self.count(bytes, 1);
         }
         Ok(())
     }
@@ -140,6 +144,7 @@ impl CpuTransport {
             // SAFETY: the peer has filled its slot with its buffer, which is as long as ours and so contains our
             // shard, and does not write it until the operation after next.
             unsafe { std::ptr::copy_nonoverlapping(source, at, receive.len() * element) };
+            self.count(receive.len() * element, 1);
         }
         Ok(())
     }
@@ -157,6 +162,7 @@ impl CpuTransport {
                     buffer.bytes(),
                 );
             }
+            self.count(buffer.bytes(), 1);
         }
         Ok(())
     }

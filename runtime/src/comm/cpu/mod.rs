@@ -12,6 +12,7 @@
 //! | in an arena | [`direct`]: in place, in blocks; ranks help late ranks | 2 |
 //! | fused update + all-gather, all-to-all, parts of different lengths; in an arena | [`direct`]: every rank writes
 //! its own part | 2 |
+//! | reduction to a root that does all of it, in an arena | [`direct`]: the root reads all buffers | 2 |
 //! | private | [`staged`]: through staging memory, in chunks | 2 per chunk |
 //! | on request | [`ring`]: from rank to rank, over [`channel`]s | 1, then pairwise |
 
@@ -83,6 +84,8 @@ pub(crate) struct CpuTransport {
     cores: usize,
     policy: WaitPolicy,
     timeout: Duration,
+    /// Bytes of payload that this rank has moved between ranks.
+    traffic: Cell<u64>,
     /// Where to store the time at which all ranks had arrived, if requested.
     arrival: Option<Arc<AtomicU64>>,
     /// Whether, at the last mismatch, some other call was made by more ranks than this rank's: then this rank is at
@@ -130,6 +133,7 @@ pub(crate) fn connect(
         cores,
         policy: WaitPolicy::for_ranks(size, cores),
         timeout,
+        traffic: Cell::new(0),
         arrival: None,
         in_minority: Cell::new(false),
     };
@@ -177,6 +181,11 @@ impl CpuTransport {
     fn shard(&self, rank: u32, call: &Signature) -> (usize, usize) {
         let range = shard(call.len, self.size, rank);
         (range.start * call.dtype.size(), range.len())
+    }
+
+    /// Counts `bytes` bytes of payload that cross from one rank to another, `times` times.
+    fn count(&self, bytes: usize, times: u32) {
+        self.traffic.set(self.traffic.get() + bytes as u64 * u64::from(times));
     }
 
     /// The path of an all-reduce.
@@ -297,12 +306,22 @@ impl CpuTransport {
     }
 
     #[inline(never)]
-    fn reduce(&mut self, buffer: &Buffer, op: ReduceOp, root: u32, call: Signature) -> Result<()> {
-        let path = self.by_size(buffer, buffer.bytes());
+    fn reduce(
+        &mut self,
+        buffer: &Buffer,
+        op: ReduceOp,
+        (root, by_root): (u32, bool),
+        call: Signature,
+    ) -> Result<()> {
+        let path = match self.by_size(buffer, buffer.bytes()) {
+            Path::Direct if by_root => Path::Root,
+            path => path,
+        };
         let call = &call.with_path(path);
         match path {
             Path::Inline | Path::Eager => self.eager_reduce(buffer, op, root, call),
             Path::Direct => self.direct_reduce(buffer, op, root, call),
+            Path::Root => self.direct_reduce_by_root(buffer, op, root, call),
             _ => self.staged_reduce(buffer, op, root, call),
         }
     }
@@ -343,6 +362,9 @@ impl CpuTransport {
 
 impl FailureHandler for CpuTransport {
     fn abort(&self) {
+        // Nor need this rank's NCCL communicators wait for peers.
+        #[cfg(feature = "cuda")]
+        self.membership.collectives.fail();
         self.membership.page().note_aborted(self.membership.rank(), self.family);
     }
 
@@ -389,6 +411,7 @@ impl Transport for CpuTransport {
             cores: self.cores,
             policy: self.policy,
             timeout: self.timeout,
+            traffic: Cell::new(0),
             arrival: None,
             in_minority: Cell::new(false),
         };
@@ -417,7 +440,9 @@ impl Transport for CpuTransport {
                 *buffer = self.update_all_gather(buffer.take(), update.by_ref(), signature)?;
             }
             &mut Call::Broadcast { root } => self.broadcast(buffer, root, Signature::of(call, buffer))?,
-            &mut Call::Reduce { op, root } => self.reduce(buffer, op, root, Signature::of(call, buffer))?,
+            &mut Call::Reduce { op, root, by_root } => {
+                self.reduce(buffer, op, (root, by_root), Signature::of(call, buffer))?;
+            }
             Call::AllToAll | Call::Scatter { .. } => {
                 self.exchange(buffer, call, Signature::of(call, buffer))?;
             }
@@ -438,6 +463,10 @@ impl Transport for CpuTransport {
 
     fn set_oversubscribed(&mut self) {
         self.policy = WaitPolicy::for_ranks(2 * self.membership.page().world_size(), self.cores);
+    }
+
+    fn traffic(&self) -> Option<u64> {
+        Some(self.traffic.get())
     }
 
     fn record_arrivals(&mut self, at: Arc<AtomicU64>) {

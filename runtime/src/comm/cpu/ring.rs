@@ -81,6 +81,7 @@ impl CpuTransport {
         // SAFETY: the left neighbour has filled the chunk with `len` accumulators and does not write it before its
         // release.
         unsafe { reduce::accumulate(dtype, op, own, acc, len) };
+        self.count(bytes, 1);
         if self.rank < last {
             // SAFETY: both chunks hold `len` accumulators, and we have exclusive access to them for now.
             self.send_chunk(right, call, |out| unsafe { std::ptr::copy_nonoverlapping(acc, out, bytes) })?;
@@ -101,6 +102,7 @@ impl CpuTransport {
         let result = self.receive_chunk(left, call)?;
         // SAFETY: the chunk holds the block's result until its release; the block lies within our buffer.
         unsafe { std::ptr::copy_nonoverlapping(result, own, bytes) };
+        self.count(bytes, 1);
         self.release_chunk(left);
         if self.rank + 2 < self.size {
             // SAFETY: the block lies within our buffer and fits a chunk.

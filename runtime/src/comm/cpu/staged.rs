@@ -120,6 +120,7 @@ impl CpuTransport {
         // SAFETY: all ranks have arrived with their staging areas filled, and only this rank accesses its part of any
         // of them before it is complete.
         unsafe { reduce::reduce(call.dtype, op, &sources, &destinations, bytes / chunk.element) };
+        self.count(bytes, self.size - 1);
     }
 
     /// The flag that counts the parts that `rank` has reduced, and its value after the current chunk.
@@ -150,6 +151,7 @@ impl CpuTransport {
             // SAFETY: the peer's staging area contains its part of the result, and is not written until the operation
             // after next.
             unsafe { copy(stages[peer as usize].wrapping_add(at), chunk.address.wrapping_add(at), bytes) };
+            self.count(bytes, 1);
         }
     }
 
@@ -172,6 +174,7 @@ impl CpuTransport {
                 // SAFETY: every rank has filled its staging area with this chunk and does not write it until the
                 // operation after next.
                 unsafe { reduce::reduce(call.dtype, op, &sources, &[own], chunk.len()) };
+                self.count(chunk.len() * element, self.size - 1);
             }
         }
         Ok(())
@@ -201,6 +204,7 @@ impl CpuTransport {
             let (at, len) = self.shard_chunk(buffer, self.rank, &chunk, call);
             // SAFETY: as in `staged_reduce`.
             unsafe { reduce::reduce(call.dtype, op, &sources, &[at], len) };
+            self.count(len * element, self.size - 1);
         }
         Ok(())
     }
@@ -233,6 +237,7 @@ impl CpuTransport {
                 // SAFETY: the peer has filled its staging area with its chunk and does not write it until the
                 // operation after next.
                 unsafe { copy(stages[peer as usize], at, bytes) };
+                self.count(bytes, 1);
             }
         }
         Ok(())
@@ -268,6 +273,7 @@ impl CpuTransport {
                 // SAFETY: the peer has filled our piece of its staging area with as many bytes and does not write it
                 // until the operation after next; the destination elements are not sent by any later chunk.
                 unsafe { copy(source, destination, part.len() * element) };
+                self.count(part.len() * element, 1);
             }
         }
         Ok(())
@@ -301,6 +307,7 @@ impl CpuTransport {
                 // SAFETY: the root has filled its staging area with this chunk and does not write it until the
                 // operation after next.
                 unsafe { copy(self.region.stage(root, self.sequence), own, bytes) };
+                self.count(bytes, 1);
             }
         }
         Ok(())

@@ -294,7 +294,11 @@ impl DeviceCommunicator {
             let last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
             let context = self.context(&last, last.call.as_slice());
             WaitContext {
-                text: if what.is_empty() { context.text } else { format!("{what}, after {}", context.text) },
+                text: match (what, last.call) {
+                    ("", _) => context.text,
+                    (_, None) => what.to_owned(),
+                    _ => format!("{what}, after {}", context.text),
+                },
                 ..context
             }
         };

@@ -96,7 +96,7 @@ impl<'a> Group<'a> {
     /// # Errors
     /// As there.
     pub fn reduce(&mut self, stream: &'a Stream, buffer: View<'a>, op: ReduceOp, root: u32) -> Result<()> {
-        self.check(&Call::Reduce { op, root }, buffer)?;
+        self.check(&Call::Reduce { op, root, by_root: false }, buffer)?;
         self.add("reduce", NcclOp::Reduce { op, root }, stream, buffer, buffer, buffer.len())
     }
 

@@ -339,7 +339,7 @@ impl Transport for HostTransport {
             (&mut Call::Broadcast { root }, _) => {
                 self.transfer(NcclOp::Broadcast { root }, buffer, context)?;
             }
-            (&mut Call::Reduce { op, root }, _) => {
+            (&mut Call::Reduce { op, root, .. }, _) => {
                 self.transfer(NcclOp::Reduce { op, root }, buffer, context)?;
             }
             (&mut Call::Send { to }, _) => self.transfer(NcclOp::Send { to }, buffer, context)?,

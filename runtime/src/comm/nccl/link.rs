@@ -213,8 +213,9 @@ impl Link {
         if stuck.is_some() {
             page.stop_waiting(self.rank());
         } else if let Some(peer) = suspects.first() {
-            page.wait(self.rank(), *peer);
+            // In this order: who sees the wait should also see in which communicator.
             page.note_waiting_collective(self.rank(), self.progress());
+            page.wait(self.rank(), *peer);
             if let Some((_, turns)) = context.message() {
                 page.note_waiting_message(
                     self.rank(),

@@ -7,7 +7,8 @@
 //! a peer waits in a collective that a rank at the shutdown has never begun, the wait cannot succeed; both sides
 //! detect that and abort.
 //!
-//! Messages between two ranks are not counted, since the other ranks do not take part in them.
+//! Messages between two ranks are not counted, since the other ranks do not take part in them. Nor are operations in
+//! host memory (`World::host_memory_communicator`), where a peer names the rank for which it waits.
 //!
 //! Groups may be dropped in any order. So only the last communicator of a [`Family`](super::family) that a rank drops
 //! waits for all ranks of the world; it ends all that are left. Before that, the drop of another one waits briefly for
@@ -83,7 +84,7 @@ impl CollectiveCounters {
     }
 
     /// Records that a communicator was aborted.
-    pub(super) fn fail(&self) {
+    pub(crate) fn fail(&self) {
         self.failing.store(true, Ordering::SeqCst);
     }
 
@@ -178,10 +179,18 @@ impl Link {
         together
     }
 
-    /// True if `peer` waits in a collective that this rank has never begun, and this rank has been at the shutdown
-    /// for long enough.
+    /// True if `peer` waits in a collective that this rank has never begun, or for this rank in an operation in host
+    /// memory, and this rank has been at the shutdown for long enough.
     fn is_awaited_by(&self, peer: u32, at_the_end: Duration) -> bool {
-        let Some(theirs) = self.membership.page().waiting_collective(peer) else { return false };
+        let page = self.membership.page();
+        let Some(theirs) = page.waiting_collective(peer) else {
+            // The shutdown itself has no number.
+            let is_for_this_rank = page
+                .progress(peer)
+                .operation
+                .is_some_and(|last| last.running && last.sequence > 0 && last.waits_for == Some(self.rank()));
+            return is_for_this_rank && at_the_end >= OTHER_THREAD_GRACE;
+        };
         let ours = self.membership.collectives.progress_if_member(theirs.communicator);
         let was_dropped = self.family.has_retired(theirs.communicator);
         ours.is_some_and(|ours| theirs.count > ours) && (was_dropped || at_the_end >= OTHER_THREAD_GRACE)

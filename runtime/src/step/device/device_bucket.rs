@@ -2,7 +2,8 @@
 //!
 //! A sharded bucket is cut into n equal shards of whole vectors, one for each rank. Every rank updates the rest,
 //! fewer than 8·n elements, itself. A replicated bucket has no shards and consists of the rest only. (On the CPU,
-//! where ranks share memory, shards may differ in length; NCCL's must be equal.)
+//! where ranks share memory, shards may differ in length; NCCL's must be equal.) Under [`Placement::Shared`] rank 0
+//! updates everything, and under [`Placement::Host`] no GPU updates anything.
 
 use std::mem;
 use std::ops::Range;
@@ -12,7 +13,7 @@ use mgpu_kernels::cuda::{Device, Event};
 use mgpu_kernels::digest::cuda::{Part, parts, whole_parts};
 use mgpu_kernels::optimizer::chunk::{Chunk, chunks};
 
-use super::super::config::DataParallelConfig;
+use super::super::config::{DataParallelConfig, Placement};
 use super::ALIGNMENT;
 use crate::bucket::BucketPlan;
 use crate::{Layout, Result};
@@ -29,6 +30,8 @@ pub(super) struct DeviceBucket {
     /// Length of the shard of each rank, and this rank's number.
     shard: usize,
     rank: usize,
+    /// Elements that this rank updates besides its shard.
+    rest: Range<usize>,
     /// Where the optimizer's state of this rank's elements begins: first that of its shard, then that of the rest.
     state: usize,
     /// Byte ranges in the table of chunks: those of this rank's shard, and those of the rest.
@@ -54,15 +57,16 @@ impl DeviceBucket {
         begin..begin + self.shard
     }
 
-    /// Elements that every rank updates.
-    pub(super) fn rest(&self, ranks: u32) -> Range<usize> {
-        self.shards(ranks).end..self.elements.end
+    /// Elements that this rank updates besides its shard: what remains of the bucket, the same on all ranks, if every
+    /// rank has a copy of the parameters.
+    pub(super) fn rest(&self) -> Range<usize> {
+        self.rest.clone()
     }
 
     /// Ranges of the optimizer's state: of this rank's shard, and of the rest.
-    pub(super) fn states(&self, ranks: u32) -> [Range<usize>; 2] {
+    pub(super) fn states(&self) -> [Range<usize>; 2] {
         let between = self.state + self.shard;
-        [self.state..between, between..between + self.rest(ranks).len()]
+        [self.state..between, between..between + self.rest.len()]
     }
 
     /// Whether each rank only updates a part of it.
@@ -105,12 +109,22 @@ impl DeviceBuckets {
         for index in order {
             let plan = plans[index].clone();
             let elements = plan.elements.start..padded_end(layout, plan.tensors.end - 1);
-            let sharded =
-                config.shard_from.bytes(None).is_some_and(|least| size_of::<f32>() * elements.len() >= least);
-            let shard = elements.len() / ranks as usize / VECTOR * VECTOR;
+            let sharded = ranks > 1
+                && config.placement == Placement::Replicated
+                && config
+                    .shard_from
+                    .bytes(None)
+                    .is_some_and(|least| size_of::<f32>() * elements.len() >= least);
+            let shard = if sharded { elements.len() / ranks as usize / VECTOR * VECTOR } else { 0 };
+            let rest = match config.placement {
+                Placement::Replicated => elements.start + shard * ranks as usize..elements.end,
+                Placement::Shared if rank == 0 => elements.clone(),
+                Placement::Shared | Placement::Host => elements.end..elements.end,
+            };
             let mut bucket = DeviceBucket {
-                shard: if sharded && ranks > 1 { shard } else { 0 },
+                shard,
                 rank: rank as usize,
+                rest,
                 state: states,
                 chunks: [0..0, 0..0],
                 parts: 0..0,
@@ -119,7 +133,7 @@ impl DeviceBuckets {
                 elements,
                 plan,
             };
-            let regions = [bucket.own(), bucket.rest(ranks)];
+            let regions = [bucket.own(), bucket.rest()];
             bucket.chunks = regions.map(|region| {
                 let state = states;
                 states += region.len();

@@ -9,8 +9,11 @@ use super::device_bucket::DeviceBucket;
 use super::sums::all_sum;
 use crate::Result;
 use crate::comm::{Group, ReduceOp};
-use crate::step::Reduction;
+use crate::step::{Placement, Reduction};
 use crate::timeline::Name;
+
+const REDUCE: Name = Name::new("reduce");
+const BROADCAST: Name = Name::new("broadcast");
 
 impl DeviceDataParallel {
     fn is_mean(&self) -> bool {
@@ -26,6 +29,16 @@ impl DeviceDataParallel {
         self.buckets.iter().any(DeviceBucket::is_sharded)
     }
 
+    /// Whether rank 0 updates the parameters of all ranks.
+    pub(super) fn is_shared(&self) -> bool {
+        self.config.parallel.placement == Placement::Shared && self.ranks() > 1
+    }
+
+    /// Whether ranks update different elements.
+    pub(super) fn is_divided(&self) -> bool {
+        self.is_shared() || self.is_sharded()
+    }
+
     /// Accumulates the gradients of a complete bucket of the current micro-batch.
     pub(super) fn accumulate(&self, bucket: usize) -> Result<()> {
         let counter = &self.readiness.counter;
@@ -38,6 +51,9 @@ impl DeviceDataParallel {
 
     /// Starts the exchange of a bucket's gradients over ranks.
     pub(super) fn begin_exchange(&self, index: usize) -> Result<()> {
+        if self.is_updated_on_host() {
+            return Ok(());
+        }
         if self.config.parallel.reducer.check_finite {
             self.find_non_finite(index)?;
         }
@@ -57,7 +73,11 @@ impl DeviceDataParallel {
         } else {
             self.reduce(bucket, with_mark)?;
         }
-        let name = if bucket.is_sharded() { Name::REDUCE_SCATTER } else { Name::ALL_REDUCE };
+        let name = match bucket.is_sharded() {
+            true => Name::REDUCE_SCATTER,
+            false if self.is_shared() => REDUCE,
+            false => Name::ALL_REDUCE,
+        };
         let bytes =
             self.compressed.as_ref().unwrap_or(&self.gradients).slice(bucket.elements.clone()).bytes();
         let _ = self.end_span_on(&self.exchange, begin, (name, Some(index as u32), bytes))?;
@@ -80,12 +100,13 @@ impl DeviceDataParallel {
         Ok(())
     }
 
-    /// Reduces a bucket's gradients over ranks: each rank gets its own shard, and the rest.
+    /// Reduces a bucket's gradients over ranks: each rank gets its own shard, and the rest; rank 0 gets all of a model
+    /// that it shares.
     fn reduce(&self, bucket: &DeviceBucket, with_mark: bool) -> Result<()> {
         let (stream, ranks) = (&self.exchange, self.ranks());
         let all_have_data = self.active == ranks;
         let op = if self.is_mean() && all_have_data { ReduceOp::Avg } else { ReduceOp::Sum };
-        let (own, rest) = (bucket.own(), bucket.rest(ranks));
+        let (own, rest) = (bucket.own(), bucket.rest());
         if let Some(compressed) = &self.compressed {
             let elements = bucket.elements.clone();
             arena::narrow(stream, self.gradients.slice(elements.clone()), compressed.slice(elements))?;
@@ -96,7 +117,9 @@ impl DeviceDataParallel {
                 let shards = sent.slice(bucket.shards(ranks));
                 group.reduce_scatter(stream, shards, sent.slice(own.clone()), op)?;
             }
-            if !rest.is_empty() {
+            if self.is_shared() {
+                group.reduce(stream, sent.slice(bucket.elements.clone()), op, 0)?;
+            } else if !rest.is_empty() {
                 group.all_reduce(stream, sent.slice(rest.clone()), op)?;
             }
             self.add_mark(group, with_mark)
@@ -121,7 +144,7 @@ impl DeviceDataParallel {
         group.all_reduce(&self.exchange, self.non_finite(), ReduceOp::Max)
     }
 
-    /// Updates the parameters, and gathers sharded buckets.
+    /// Updates the parameters, gathers sharded buckets, and broadcasts a model that rank 0 shares.
     pub(super) fn update(&self) -> Result<()> {
         let reducer = &self.config.parallel.reducer;
         // With checks or clipping, an update depends on all gradients.
@@ -131,33 +154,46 @@ impl DeviceDataParallel {
         }
         self.check_reduced()?;
         self.clip()?;
-        if together && !self.is_sharded() {
+        if together && !self.is_divided() {
             return self.update_chunks(self.chunks.view(), self.copy.as_ref());
         }
-        let ranks = self.ranks();
+        let is_sent = |bucket: &DeviceBucket| bucket.is_sharded() || self.is_shared();
         for bucket in &self.buckets {
             self.wait_for_exchange(bucket)?;
             let [own, rest] = bucket.chunks.clone();
-            // The bf16 copy of a sharded bucket is made after it was gathered.
-            let copy = self.copy.as_ref().filter(|_| !bucket.is_sharded());
+            // The bf16 copy of what other ranks update is made after it has arrived.
+            let copy = self.copy.as_ref().filter(|_| !is_sent(bucket));
             self.update_chunks(self.chunks.slice(own.start..rest.end), copy)?;
-            if bucket.is_sharded() {
+            if is_sent(bucket) {
                 self.compute.record(&bucket.written)?;
                 self.exchange.wait_for(&bucket.written)?;
-                let whole = self.parameters.slice(bucket.shards(ranks));
-                let begin = self.begin_span_on(&self.exchange)?;
-                self.comm.all_gather(&self.exchange, self.parameters.slice(bucket.own()), whole)?;
-                let _ = self.end_span_on(&self.exchange, begin, (Name::ALL_GATHER, None, whole.bytes()))?;
+                self.send_updated(bucket)?;
                 self.exchange.record(&bucket.exchanged)?;
             }
         }
-        for bucket in self.buckets.iter().filter(|bucket| bucket.is_sharded()) {
+        for bucket in self.buckets.iter().filter(|bucket| is_sent(bucket)) {
             self.wait_for_exchange(bucket)?;
             if let Some(copy) = &self.copy {
                 let elements = bucket.elements.clone();
                 arena::narrow(&self.compute, self.parameters.slice(elements.clone()), copy.slice(elements))?;
             }
         }
+        Ok(())
+    }
+
+    /// Sends the updated parameters of a bucket to all ranks: every rank those of its shard, or rank 0 all.
+    fn send_updated(&self, bucket: &DeviceBucket) -> Result<()> {
+        let begin = self.begin_span_on(&self.exchange)?;
+        let (name, whole) = if self.is_shared() {
+            let whole = self.parameters.slice(bucket.elements.clone());
+            self.comm.broadcast(&self.exchange, whole, 0)?;
+            (BROADCAST, whole)
+        } else {
+            let whole = self.parameters.slice(bucket.shards(self.ranks()));
+            self.comm.all_gather(&self.exchange, self.parameters.slice(bucket.own()), whole)?;
+            (Name::ALL_GATHER, whole)
+        };
+        let _ = self.end_span_on(&self.exchange, begin, (name, None, whole.bytes()))?;
         Ok(())
     }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use bytemuck::NoUninit;
-use mgpu_kernels::cuda::{Device, Event, Graph, Pinned, View};
+use mgpu_kernels::cuda::{Device, Event, Graph, Pinned, Stream, View};
 
 use super::{DeviceDataParallel, STEP};
 use crate::comm::DeviceCommunicator;
@@ -44,6 +44,19 @@ impl Readback {
     pub fn new(device: &Arc<Device>, len: usize) -> Result<Self> {
         Ok(Readback { bytes: Pinned::zeroed(device, len)?, done: Event::new(device)? })
     }
+
+    /// Enqueues a copy of `from` on `stream`.
+    pub(super) fn enqueue(&mut self, stream: &Stream, from: View<'_>) -> Result<()> {
+        stream.enqueue_download(from, &mut self.bytes)?;
+        Ok(stream.record(&self.done)?)
+    }
+
+    /// Waits for the last copy that was enqueued, and returns it.
+    pub(super) fn wait(&mut self, comm: &DeviceCommunicator) -> Result<&[u8]> {
+        comm.wait(&self.done, STEP)?;
+        // SAFETY: the event follows the copy, and no copy is enqueued while the bytes are borrowed.
+        Ok(unsafe { self.bytes.bytes() })
+    }
 }
 
 /// An asynchronous copy from the host to the GPU.
@@ -60,6 +73,24 @@ impl Upload {
     /// If memory is short.
     pub fn new(device: &Arc<Device>, len: usize) -> Result<Self> {
         Ok(Upload { bytes: Pinned::zeroed(device, len)?, done: Event::new(device)? })
+    }
+
+    /// Enqueues a copy of `values` to `to` on `stream`. Waits only for the previous copy.
+    pub(super) fn enqueue<T: NoUninit>(
+        &mut self,
+        comm: &DeviceCommunicator,
+        stream: &Stream,
+        values: &[T],
+        to: View<'_>,
+    ) -> Result<()> {
+        let values: &[u8] = bytemuck::cast_slice(values);
+        assert_eq!(values.len(), to.bytes(), "sizes of a copy");
+        comm.wait(&self.done, STEP)?;
+        // SAFETY: the event follows the previous copy.
+        let staged = unsafe { self.bytes.bytes_mut() };
+        staged[..values.len()].copy_from_slice(values);
+        stream.enqueue_upload_part(&self.bytes, 0, to)?;
+        Ok(stream.record(&self.done)?)
     }
 }
 
@@ -83,16 +114,23 @@ impl DeviceDataParallel {
         let graph = self.compute.end_capture();
         let steps = std::mem::replace(&mut self.steps, made) - made;
         outcome?;
+        if self.is_updated_on_host() && steps != 1 {
+            let problem =
+                format!("the host updates the parameters in every step: capture one step, not {steps}");
+            return Err(Error::InvalidArgument { operation: "capture", problem });
+        }
         let model = Arc::clone(&self.identity);
         let learning_rate = self.config.parallel.optimizer.rule.lr();
         Ok(StepGraph { graph: graph?, steps, learning_rate, _comm: Arc::clone(&self.comm), model })
     }
 
-    /// Executes the steps of a graph that was captured from this model.
+    /// Executes the steps of a graph that was captured from this model. With [`Placement::Host`](crate::Placement::Host)
+    /// the host takes part: then it waits for the GPU and for the other ranks.
     ///
     /// # Errors
     /// If an earlier error has poisoned the communicator, or the driver returns an error; if the learning rate was
-    /// changed since the capture; as [`begin_step`](Self::begin_step).
+    /// changed since the capture; as [`begin_step`](Self::begin_step); with [`Placement::Host`](crate::Placement::Host)
+    /// as [`finish_step`](Self::finish_step).
     ///
     /// # Panics
     /// If the graph was captured from another model.
@@ -111,6 +149,13 @@ impl DeviceDataParallel {
         // thread aborts it now, NCCL keeps what captured operations use until the graph is gone.
         unsafe { self.compute.launch_graph(&graph.graph)? };
         let before = self.steps;
+        if self.is_updated_on_host() {
+            // Until the host has done its part.
+            self.open = true;
+            self.host.begin_step(true);
+            self.update_on_host()?;
+            self.open = false;
+        }
         self.steps += graph.steps;
         self.compare_if_due(before)
     }
@@ -123,8 +168,7 @@ impl DeviceDataParallel {
     /// # Panics
     /// If the sizes differ.
     pub fn enqueue_readback(&self, from: View<'_>, to: &mut Readback) -> Result<()> {
-        self.compute.enqueue_download(from, &mut to.bytes)?;
-        Ok(self.compute.record(&to.done)?)
+        to.enqueue(&self.compute, from)
     }
 
     /// Waits for the last copy that was enqueued, and returns it.
@@ -132,9 +176,7 @@ impl DeviceDataParallel {
     /// # Errors
     /// As [`DeviceCommunicator::wait`].
     pub fn read<'a>(&self, reading: &'a mut Readback) -> Result<&'a [u8]> {
-        self.comm.wait(&reading.done, STEP)?;
-        // SAFETY: the event follows the copy, and no copy is enqueued while the bytes are borrowed.
-        Ok(unsafe { reading.bytes.bytes() })
+        reading.wait(&self.comm)
     }
 
     /// Enqueues a copy of `values` to `to`, in stream order: after the steps so far, which may still read `to`. Waits
@@ -151,13 +193,6 @@ impl DeviceDataParallel {
         to: View<'_>,
         through: &mut Upload,
     ) -> Result<()> {
-        let values: &[u8] = bytemuck::cast_slice(values);
-        assert_eq!(values.len(), to.bytes(), "sizes of a copy");
-        self.comm.wait(&through.done, STEP)?;
-        // SAFETY: the event follows the previous copy.
-        let staged = unsafe { through.bytes.bytes_mut() };
-        staged[..values.len()].copy_from_slice(values);
-        self.compute.enqueue_upload_part(&through.bytes, 0, to)?;
-        Ok(self.compute.record(&through.done)?)
+        through.enqueue(&self.comm, &self.compute, values, to)
     }
 }

@@ -149,21 +149,21 @@ impl DeviceDataParallel {
         )?)
     }
 
-    /// Checks the reduced gradients that this rank updates. Collective if buckets are sharded.
+    /// Checks the reduced gradients that this rank updates. Collective unless all ranks have all of them.
     pub(super) fn check_reduced(&self) -> Result<()> {
         if self.ranks() == 1 || !self.config.parallel.reducer.check_finite {
             return Ok(());
         }
         let (stream, gradients, parts) = (&self.compute, self.gradients.view(), self.guard.reduced.view());
         digest::find_non_finite(stream, gradients, parts, self.state.view(), REDUCED, self.non_finite())?;
-        // The other ranks have not checked this rank's shards.
-        if self.is_sharded() {
+        // The other ranks have not checked what this rank updates.
+        if self.is_divided() {
             self.all_reduce_in_order(self.non_finite(), ReduceOp::Max)?;
         }
         Ok(())
     }
 
-    /// Clips the reduced gradients, if the configuration says so. Collective if buckets are sharded.
+    /// Clips the reduced gradients, if the configuration says so. Collective unless all ranks have all of them.
     pub(super) fn clip(&self) -> Result<()> {
         let (Some(most), Some(squares)) = (self.config.parallel.reducer.clip_norm, &self.guard.squares)
         else {
@@ -171,8 +171,14 @@ impl DeviceDataParallel {
         };
         let (stream, gradients) = (&self.compute, self.gradients.view());
         if let Some(whole) = &squares.whole {
-            optimizer::squares(stream, gradients, whole.view(), squares.sums.view())?;
-            optimizer::total_squares(stream, squares.sums.view(), self.state.view())?;
+            let is_reduced = !self.is_shared() || self.rank() == 0;
+            if is_reduced {
+                optimizer::squares(stream, gradients, whole.view(), squares.sums.view())?;
+                optimizer::total_squares(stream, squares.sums.view(), self.state.view())?;
+            }
+            if self.is_shared() {
+                self.comm.broadcast(stream, self.number(StepState::SQUARES, DType::F64), 0)?;
+            }
         } else {
             let sum = |chunks: Range<usize>| {
                 let sums = squares.sums.slice(chunks.start / CHUNK..chunks.end / CHUNK);
@@ -197,7 +203,8 @@ impl DeviceDataParallel {
     pub(super) fn compare_if_due(&self, before: u64) -> Result<()> {
         let is_due =
             self.config.parallel.verify_every.is_some_and(|every| self.steps / every > before / every);
-        if !is_due || self.capturing || self.ranks() == 1 {
+        // The host compares its own parameters, which are uploaded in every step.
+        if !is_due || self.capturing || self.ranks() == 1 || self.is_updated_on_host() {
             return Ok(());
         }
         let hashes = &self.guard.hashes;
@@ -304,6 +311,9 @@ impl DeviceDataParallel {
     /// # Errors
     /// As [`wait`](Self::wait).
     pub fn gradient_norm(&self) -> Result<Option<f64>> {
+        if let Some(host) = self.host.model() {
+            return Ok(host.gradient_norm());
+        }
         self.wait(STEP)?;
         let state = StepState::download(self.state.view(), &self.compute)?;
         Ok(self.config.parallel.reducer.clip_norm.and(Some(state.norm).filter(|norm| !norm.is_nan())))

@@ -18,6 +18,7 @@ mod device_bucket;
 mod exchange;
 mod graph;
 mod guard;
+mod host;
 mod state;
 mod step;
 mod sums;
@@ -32,6 +33,7 @@ use device_bucket::{DeviceBucket, DeviceBuckets, padded};
 pub use graph::{Readback, StepGraph, Upload};
 use guard::Guard;
 pub use guard::StatusReadback;
+use host::{HostModel, HostSide};
 use mgpu_kernels::arena::cuda as arena;
 use mgpu_kernels::cuda::{Memory, StepState, Stream, View};
 use mgpu_kernels::optimizer::chunk::Chunk;
@@ -41,7 +43,7 @@ use sums::{Buffers, DeviceAccumulator};
 pub use trace::{DeviceClock, DeviceSpan, StepTrace, TracePoint};
 
 use super::accumulate::Counter;
-use super::config::{Compression, check_micro_batches, check_sums};
+use super::config::{Compression, Placement, check_micro_batches, check_sums};
 use super::describe_buffers;
 use super::readiness::Readiness;
 use crate::bucket;
@@ -81,12 +83,15 @@ fn check_layout(layout: &Layout) -> Result<()> {
     }
 }
 
-/// Data-parallel training on GPUs: every rank holds all parameters on its GPU.
+/// Data-parallel training on GPUs: every rank computes with all parameters on its GPU. The
+/// [placement](crate::DataParallelConfig::placement) says where they are updated: on every GPU, on that of rank 0, or
+/// on the host.
 ///
 /// A step consists of [`begin_step`](Self::begin_step); the model's kernels on [`stream`](Self::stream), which write
 /// every [`gradient`](Self::gradient), each followed by [`ready`](Self::ready); and
 /// [`finish_step`](Self::finish_step). Micro-batches are separated by [`next_micro_batch`](Self::next_micro_batch).
-/// None of these waits for the GPU, except at the end of the first step, where ranks agree on the order of gradients.
+/// None of these waits for the GPU, except at the end of the first step, where ranks agree on the order of gradients,
+/// and with [`Placement::Host`] at the end of every step.
 /// [`check`](Self::check) waits and returns errors of the steps.
 ///
 /// Configuration and methods have the same meaning as those of a [`DataParallel`](super::DataParallel). The
@@ -119,7 +124,7 @@ fn check_layout(layout: &Layout) -> Result<()> {
 /// ```
 pub struct DeviceDataParallel {
     // Dropped before the memory below, after `drop` has drained the collectives that use it.
-    host: Communicator,
+    host: HostSide,
     comm: Arc<DeviceCommunicator>,
     layout: Layout,
     config: DeviceConfig,
@@ -171,11 +176,13 @@ impl DeviceDataParallel {
     /// Replaces every rank's `parameters` by those of rank 0, copies them to the GPU and prepares training. Every
     /// tensor of `layout` must begin at a multiple of [`ALIGNMENT`] ([`Layout::push_aligned`]). Gradients are reduced
     /// by `comm`; `host` is used to set up and verify ([`World::communicators`](crate::World::communicators) creates
-    /// both). Collective.
+    /// both). With [`Placement::Host`] gradients are reduced by `host`, which is a
+    /// [`World::host_memory_communicator`](crate::World::host_memory_communicator). Collective.
     ///
     /// # Errors
     /// If a tensor is not aligned, or ends after 2³¹ elements; if the ranks' layouts or settings differ (the error
-    /// names the first tensor or setting), settings are incompatible, memory is short, or as the communicator.
+    /// names the first tensor or setting), settings are incompatible, memory is short, or as the communicator; with
+    /// [`Placement::Host`], if `host` does not go through shared memory.
     pub fn new(
         comm: Arc<DeviceCommunicator>,
         mut host: Communicator,
@@ -186,17 +193,24 @@ impl DeviceDataParallel {
         check_layout(&layout)?;
         config.check(comm.size())?;
         verify_settings(&mut host, &config.settings())?;
-        replicate(&mut host, &layout, &mut parameters)?;
         let device = comm.device().clone();
         let (compute, exchange) = (Stream::new(&device)?, Stream::with_high_priority(&device)?);
         let DeviceConfig { parallel, .. } = config;
-        let exchanges = comm.uses_nccl();
+        let exchanges = comm.uses_nccl() && parallel.placement != Placement::Host;
         let (first, rest) = parallel.reducer.buckets(BUCKET);
         let buckets = bucket::plan(&layout, first, rest);
         let counter = Counter::new(parallel.reducer.micro_batches, parallel.reducer.world_size_invariant);
         let readiness = Readiness::new(&layout, &buckets, exchanges, counter);
         let buckets =
             DeviceBuckets::split(&device, &layout, &buckets, &parallel, (comm.rank(), comm.size()))?;
+        let host = if parallel.placement == Placement::Host {
+            let host = HostModel::new(host, (&layout, parameters), parallel, (&device, &buckets.all))?;
+            parameters = host.parameters().to_vec();
+            HostSide::Model(Box::new(host))
+        } else {
+            replicate(&mut host, &layout, &mut parameters)?;
+            HostSide::Communicator(host)
+        };
         let len = padded(&layout);
         parameters.resize(len, 0.0);
         let arena = |used: bool, dtype, len| used.then(|| Memory::zeroed(&device, dtype, len)).transpose();
@@ -236,7 +250,7 @@ impl DeviceDataParallel {
             trace: RefCell::default(),
         };
         if let Some(average) = &model.average {
-            copy_own(&model.compute, (&model.buckets, model.ranks()), &model.parameters, average)?;
+            copy_own(&model.compute, &model.buckets, &model.parameters, average)?;
         }
         model.refresh_bf16_copy()?;
         Ok(model)
@@ -248,7 +262,7 @@ impl DeviceDataParallel {
     /// # Errors
     /// [`Error::SettingMismatch`] if ranks have different ones; if memory is short; as the communicator.
     pub fn with_buffers(mut self, buffers: &[f32]) -> Result<Self> {
-        verify_settings(&mut self.host, &[describe_buffers(buffers)])?;
+        verify_settings(self.host.comm(), &[describe_buffers(buffers)])?;
         self.wait(STEP)?;
         self.buffers = Buffers::new(&self.compute, buffers, &self.readiness.counter, self.is_invariant())?;
         Ok(self)
@@ -293,7 +307,8 @@ impl DeviceDataParallel {
     }
 
     /// The gradient of `tensor`, f32, to be overwritten in every micro-batch. After a step it is reduced over
-    /// micro-batches and ranks, but not clipped; of a sharded bucket it only contains this rank's shard.
+    /// micro-batches and ranks, but not clipped; of a sharded bucket it only contains this rank's shard. With
+    /// [`Placement::Shared`] only rank 0 has the reduced gradients, and with [`Placement::Host`] only the host.
     ///
     /// # Panics
     /// If there is no such tensor.
@@ -367,6 +382,9 @@ impl DeviceDataParallel {
     pub fn set_learning_rate(&mut self, lr: f64) {
         let optimizer = &mut self.config.parallel.optimizer;
         optimizer.rule = optimizer.rule.with_lr(lr);
+        if let Some(host) = self.host.model_mut() {
+            host.set_learning_rate(lr);
+        }
     }
 
     /// Number of micro-batches of this rank in each step.
@@ -381,7 +399,7 @@ impl DeviceDataParallel {
     /// If `count` is 0, memory is short, or ranks have different counts; as [`wait`](Self::wait).
     pub fn set_micro_batches(&mut self, count: usize) -> Result<()> {
         check_micro_batches(count)?;
-        verify_same(&mut self.host, "micro-batches", count as i64)?;
+        verify_same(self.host.comm(), "micro-batches", count as i64)?;
         self.wait(STEP)?;
         let counter = self.readiness.counter.with_count(count);
         self.sums = DeviceAccumulator::new(self.compute.device(), self.parameters.len(), &counter)?;
@@ -394,11 +412,14 @@ impl DeviceDataParallel {
 
     /// Number of elements of the optimizer's state on this rank, including the moving average.
     pub fn optimizer_len(&self) -> usize {
+        if let Some(host) = self.host.model() {
+            return host.optimizer_len();
+        }
         [&self.first, &self.second, &self.average].into_iter().flatten().map(Memory::len).sum()
     }
 
     /// The communicator for host buffers, for the program's own collectives between steps.
     pub fn comm(&mut self) -> &mut Communicator {
-        &mut self.host
+        self.host.comm()
     }
 }

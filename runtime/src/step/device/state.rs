@@ -8,11 +8,20 @@ use super::super::reducer::plan_from_order;
 use super::super::state::NamedArena;
 use super::device_bucket::{DeviceBucket, DeviceBuckets};
 use super::guard::Guard;
+use super::host::owned;
 use super::{BUCKET, DeviceDataParallel, STEP};
 use crate::comm::DType;
 use crate::optimizer::AVERAGE;
 use crate::replicate::{replicate, verify_equal, verify_same};
 use crate::{Layout, Result};
+
+/// Which ranks receive all elements of an arena that rank 0 alone holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Receivers {
+    /// Only rank 0 keeps them.
+    Owners,
+    All,
+}
 
 impl DeviceDataParallel {
     /// A copy of the parameters on the host. Collective: begins with [`check`](Self::check).
@@ -31,7 +40,13 @@ impl DeviceDataParallel {
     /// As [`read_status`](Self::read_status).
     pub fn gradients(&mut self) -> Result<Vec<f32>> {
         self.check()?;
+        if let Some(host) = self.host.model_mut() {
+            return host.gradients();
+        }
         let ranks = self.ranks();
+        if self.is_shared() {
+            self.comm.broadcast(&self.compute, self.gradients.view(), 0)?;
+        }
         for bucket in self.buckets.iter().filter(|bucket| bucket.is_sharded()) {
             let shards = self.gradients.slice(bucket.shards(ranks));
             self.comm.all_gather(&self.compute, self.gradients.slice(bucket.own()), shards)?;
@@ -50,11 +65,11 @@ impl DeviceDataParallel {
 
     /// True if a moving average of the parameters is kept.
     pub fn has_average(&self) -> bool {
-        self.average.is_some()
+        self.config.parallel.optimizer.average.is_some()
     }
 
     /// Replaces the parameters by their moving average, to evaluate with it on the device; called again, restores the
-    /// parameters. Collective if the optimizer is sharded.
+    /// parameters. Collective unless every rank has the whole average.
     ///
     /// # Errors
     /// If the driver returns an error, or memory is short; as
@@ -74,22 +89,31 @@ impl DeviceDataParallel {
             let saved_parameters =
                 Memory::zeroed(self.parameters.device(), DType::F32, self.parameters.len())?;
             self.compute.copy(self.parameters.view(), saved_parameters.view())?;
-            let average = self.average.as_ref().expect("a moving average is kept");
             self.saved_parameters = Some(saved_parameters);
-            self.gather(average, &self.parameters)?;
+            if let Some(host) = self.host.model_mut() {
+                let average = host.averaged_parameters()?.expect("a moving average is kept");
+                self.compute.upload(&average, self.parameters.slice(0..average.len()))?;
+            } else {
+                let average = self.average.as_ref().expect("a moving average is kept");
+                self.gather(average, &self.parameters, Receivers::All)?;
+            }
         }
         self.refresh_bf16_copy()
     }
 
-    /// Gathers an arena of which this rank holds its own elements. Collective if the optimizer is sharded.
-    fn gather(&self, local: &Memory, whole: &Memory) -> Result<()> {
+    /// Gathers an arena of which this rank holds its own elements. Collective if the optimizer is sharded, or if all
+    /// ranks receive what only rank 0 holds.
+    fn gather(&self, local: &Memory, whole: &Memory, receivers: Receivers) -> Result<()> {
         let ranks = self.ranks();
         for bucket in &self.buckets {
-            let [own, rest] = bucket.states(ranks);
+            let [own, rest] = bucket.states();
             if bucket.is_sharded() {
                 self.comm.all_gather(&self.compute, local.slice(own), whole.slice(bucket.shards(ranks)))?;
             }
-            self.compute.copy(local.slice(rest), whole.slice(bucket.rest(ranks)))?;
+            self.compute.copy(local.slice(rest), whole.slice(bucket.rest()))?;
+            if self.is_shared() && receivers == Receivers::All {
+                self.comm.broadcast(&self.compute, whole.slice(bucket.elements.clone()), 0)?;
+            }
         }
         Ok(())
     }
@@ -102,7 +126,7 @@ impl DeviceDataParallel {
             return Ok(());
         };
         let sizes = self.config.parallel.reducer.buckets(BUCKET);
-        let plans = plan_from_order(&mut self.host, &self.layout, order, sizes)?;
+        let plans = plan_from_order(self.host.comm(), &self.layout, order, sizes)?;
         if self.buckets.iter().map(|bucket| &bucket.plan).eq(&plans) {
             return Ok(());
         }
@@ -120,8 +144,8 @@ impl DeviceDataParallel {
         let moved = states.map(|local| Ok((local, zeroed(self.parameters.len())?, zeroed(buckets.states)?)));
         let moved = moved.collect::<Result<Vec<_>>>()?;
         for (local, whole, renewed) in &moved {
-            self.gather(local, whole)?;
-            copy_own(&self.compute, (&buckets.all, rank_of_ranks.1), whole, renewed)?;
+            self.gather(local, whole, Receivers::Owners)?;
+            copy_own(&self.compute, &buckets.all, whole, renewed)?;
         }
         self.wait(STEP)?;
         let mut renewed = moved.into_iter().map(|(_, _, renewed)| renewed).collect::<Vec<_>>().into_iter();
@@ -148,31 +172,36 @@ impl DeviceDataParallel {
     /// As [`read_status`](Self::read_status).
     pub fn arenas(&mut self) -> Result<Vec<NamedArena<'static>>> {
         self.check()?;
+        if let Some(host) = self.host.model_mut() {
+            return Ok(owned(host.arenas()?));
+        }
         let download = |arena: &Memory| {
             if self.rank() == 0 { self.download(arena) } else { Ok(Vec::new()) }
         };
         let mut arenas =
             vec![("weights", download(self.saved_parameters.as_ref().unwrap_or(&self.parameters))?)];
         for (name, local) in self.states() {
-            let has_all = local.len() == self.parameters.len();
-            arenas.push((
-                name,
-                if has_all { download(local)? } else { download(&self.gathered(name, local)?)? },
-            ));
+            let values = if self.is_shared() && self.rank() > 0 {
+                Vec::new()
+            } else if local.len() == self.parameters.len() {
+                download(local)?
+            } else {
+                download(&self.gathered(name, local, Receivers::Owners)?)?
+            };
+            arenas.push((name, values));
         }
         Ok(arenas.into_iter().map(|(name, values)| (name, Cow::Owned(values))).collect())
     }
 
-    /// Gathers an arena of which this rank holds its own elements into new memory, and waits for the GPU. Collective
-    /// if the optimizer is sharded.
-    fn gathered(&self, name: &str, local: &Memory) -> Result<Memory> {
+    /// [Gathers](Self::gather) an arena into new memory, and waits for the GPU.
+    fn gathered(&self, name: &str, local: &Memory, receivers: Receivers) -> Result<Memory> {
         let whole = Memory::zeroed(local.device(), DType::F32, self.parameters.len())?;
         if name == AVERAGE {
             // Frozen tensors have no state: their average equals their value.
             let parameters = self.saved_parameters.as_ref().unwrap_or(&self.parameters);
             self.compute.copy(parameters.view(), whole.view())?;
         }
-        self.gather(local, &whole)?;
+        self.gather(local, &whole, receivers)?;
         // Before the memory may be freed.
         self.wait(STEP)?;
         Ok(whole)
@@ -184,8 +213,11 @@ impl DeviceDataParallel {
     /// As [`read_status`](Self::read_status).
     pub fn averaged_parameters(&mut self) -> Result<Option<Vec<f32>>> {
         self.check()?;
+        if let Some(host) = self.host.model_mut() {
+            return host.averaged_parameters();
+        }
         let Some(average) = &self.average else { return Ok(None) };
-        self.download(&self.gathered(AVERAGE, average)?).map(Some)
+        self.download(&self.gathered(AVERAGE, average, Receivers::All)?).map(Some)
     }
 
     /// Restores the state after `steps` steps. `read` returns the values of one of the [`arenas`](Self::arenas) by
@@ -200,11 +232,17 @@ impl DeviceDataParallel {
         mut read: impl FnMut(&str, &Layout) -> Result<Vec<f32>>,
     ) -> Result<()> {
         self.wait(STEP)?;
-        verify_same(&mut self.host, "steps to resume from", steps as i64)?;
+        if let Some(host) = self.host.model_mut() {
+            host.restore(steps, read)?;
+            self.saved_parameters = None;
+            self.upload_from_host()?;
+            return self.reset_to_step(steps);
+        }
+        verify_same(self.host.comm(), "steps to resume from", steps as i64)?;
         let states: Vec<&'static str> = self.states().into_iter().map(|(name, _)| name).collect();
         let mut whole = |model: &mut Self, name: &str| -> Result<Vec<f32>> {
             let mut values = read(name, &model.layout)?;
-            replicate(&mut model.host, &model.layout, &mut values)?;
+            replicate(model.host.comm(), &model.layout, &mut values)?;
             values.resize(model.parameters.len(), 0.0);
             Ok(values)
         };
@@ -213,7 +251,7 @@ impl DeviceDataParallel {
         for (index, name) in states.into_iter().enumerate() {
             let values = whole(self, name)?;
             let values = Memory::from_slice(&self.compute, &values)?;
-            copy_own(&self.compute, (&self.buckets, self.ranks()), &values, self.states()[index].1)?;
+            copy_own(&self.compute, &self.buckets, &values, self.states()[index].1)?;
             // Before the memory is freed.
             self.wait(STEP)?;
         }
@@ -236,19 +274,19 @@ impl DeviceDataParallel {
     pub(super) fn compare_all(&mut self) -> Result<u64> {
         self.wait(STEP)?;
         let parameters = self.download(&self.parameters)?;
-        verify_equal(&mut self.host, &self.layout, &parameters)
+        verify_equal(self.host.comm(), &self.layout, &parameters)
     }
 }
 
 /// Copies the elements of a whole arena that this rank updates.
 pub(super) fn copy_own(
     stream: &Stream,
-    (buckets, ranks): (&[DeviceBucket], u32),
+    buckets: &[DeviceBucket],
     whole: &Memory,
     local: &Memory,
 ) -> Result<()> {
     for bucket in buckets {
-        for (state, elements) in bucket.states(ranks).into_iter().zip([bucket.own(), bucket.rest(ranks)]) {
+        for (state, elements) in bucket.states().into_iter().zip([bucket.own(), bucket.rest()]) {
             stream.copy(whole.slice(elements), local.slice(state))?;
         }
     }

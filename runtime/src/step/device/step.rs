@@ -46,6 +46,7 @@ impl DeviceDataParallel {
             return Ok(false);
         }
         self.open = true;
+        self.host.begin_step(has_data);
         // The first point of a trace.
         let _ = self.begin_span()?;
         let DeviceConfig { parallel, .. } = &self.config;
@@ -71,7 +72,7 @@ impl DeviceDataParallel {
         let (micro_batches, learning_rate) = (parallel.reducer.micro_batches, rule.lr());
         let (step, active) = (self.steps, self.comm.size());
         let mine = Participation { step, has_data, active, micro_batches, learning_rate };
-        let Some(agreed) = mine.agree(&mut self.host)? else { return Ok(false) };
+        let Some(agreed) = mine.agree(self.host.comm())? else { return Ok(false) };
         *rule = rule.with_lr(agreed.learning_rate);
         self.active = agreed.active;
         Ok(true)
@@ -152,11 +153,14 @@ impl DeviceDataParallel {
         Ok(())
     }
 
-    /// Ends the step: updates the parameters with the gradients, reduced over micro-batches and ranks.
+    /// Ends the step: updates the parameters with the gradients, reduced over micro-batches and ranks. With
+    /// [`Placement::Host`](crate::Placement::Host) it waits for the gradients, and for the other ranks.
     ///
     /// # Errors
     /// If a kernel cannot be launched; if a tensor's gradient was not marked ready (the error names it); if
-    /// micro-batches are missing.
+    /// micro-batches are missing. With [`Placement::Host`](crate::Placement::Host) also as
+    /// [`DataParallel::step_accumulated`](crate::DataParallel::step_accumulated): non-finite gradients are errors here
+    /// and not of [`read_status`](Self::read_status).
     pub fn finish_step(&mut self) -> Result<()> {
         let counter = self.readiness.counter;
         if !counter.is_last() {
@@ -166,7 +170,11 @@ impl DeviceDataParallel {
         }
         self.end_micro_batch()?;
         let begin = self.begin_span()?;
-        self.update()?;
+        if !self.is_updated_on_host() {
+            self.update()?;
+        } else if !self.capturing {
+            self.update_on_host()?;
+        }
         let end = self.end_span(begin, Name::OPTIMIZER)?;
         self.add_span(self.step_begin(), end, Name::STEP);
         self.steps += 1;

@@ -2,16 +2,19 @@
 //! rank, and ranks that run out of data. All compared with the CPU.
 
 use mgpu::device::{DeviceConfig, DeviceDataParallel};
-use mgpu::optimizer::OptimizerConfig;
-use mgpu::{DataParallel, Layout, ParameterGroup, Result, ShardFrom, Unused, World};
+use mgpu::{DataParallel, Layout, ParameterGroup, Placement, Result, ShardFrom, Unused, World};
 
-use super::{Inputs, Outcome, STEPS, adam, compare, config, gradients, initial, layout, sgd};
+use super::{
+    Inputs, Outcome, STEPS, adam, communicators, compare, config, gradients, initial, kept_elsewhere, layout,
+    sgd,
+};
 
 pub(crate) fn check(world: &mut World) -> Result<()> {
     for optimizer in [sgd(), adam()] {
-        for shard_from in [None, Some(0)] {
-            let mut config = config(optimizer, 2);
-            config.parallel.shard_from = ShardFrom::from(shard_from);
+        let (plain, mut sharded) = (config(optimizer, 2), config(optimizer, 2));
+        sharded.parallel.shard_from = ShardFrom::Bytes(0);
+        let [shared, host] = kept_elsewhere(plain);
+        for mut config in [plain, sharded, shared, host] {
             groups(world, config)?;
             config.parallel.reducer.clip_norm = Some(2.0);
             groups(world, config)?;
@@ -20,7 +23,10 @@ pub(crate) fn check(world: &mut World) -> Result<()> {
             joined(world, config)?;
         }
     }
-    micro_batches_and_learning_rates(world, sgd())?;
+    let plain = config(sgd(), 1);
+    for config in [[plain].as_slice(), &kept_elsewhere(plain)].concat() {
+        micro_batches_and_learning_rates(world, config)?;
+    }
     mistakes(world)
 }
 
@@ -34,7 +40,7 @@ fn grouped() -> Layout {
 }
 
 fn model(world: &mut World, layout: &Layout, config: DeviceConfig) -> Result<DeviceDataParallel> {
-    let (device, host) = world.communicators()?;
+    let (device, host) = communicators(world, config.parallel.placement)?;
     DeviceDataParallel::new(device, host, layout.clone(), initial(layout), config)?.with_buffers(&[1.0; 3])
 }
 
@@ -74,7 +80,8 @@ fn on_cpu(
     uses: impl Fn(usize, usize) -> bool,
 ) -> Result<Outcome> {
     let mut world = World::threads(1)?.remove(0);
-    let config = config.parallel.with_shard_from(None).with_unused(Unused::Zero).with_join(false);
+    let config = config.parallel.with_placement(Placement::Replicated).with_shard_from(None);
+    let config = config.with_unused(Unused::Zero).with_join(false);
     let mut model =
         DataParallel::with_config(world.communicator()?, layout.clone(), initial(layout), config)?;
     for step in 0..steps {
@@ -180,11 +187,10 @@ fn joined(world: &mut World, mut config: DeviceConfig) -> Result<()> {
 }
 
 /// Both may change between steps, as on the CPU.
-fn micro_batches_and_learning_rates(world: &mut World, optimizer: OptimizerConfig) -> Result<()> {
+fn micro_batches_and_learning_rates(world: &mut World, config: DeviceConfig) -> Result<()> {
     let (layout, ranks, rank) = (layout(), world.size() as usize, world.rank() as usize);
     let mut host = World::threads(1)?.remove(0);
-    let config = config(optimizer, 1);
-    let parallel = config.parallel.with_shard_from(None);
+    let parallel = config.parallel.with_placement(Placement::Replicated).with_shard_from(None);
     let mut expected =
         DataParallel::with_config(host.communicator()?, layout.clone(), initial(&layout), parallel)?;
     let mut model = model(world, &layout, config)?;

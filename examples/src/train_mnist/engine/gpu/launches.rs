@@ -89,7 +89,7 @@ impl Gpu {
     /// an epoch ends with its largest graphs.
     fn launch_length(&self, left: u64) -> u64 {
         let (rest, over) = (self.rest(), left % STEPS_A_LAUNCH);
-        if self.graphs.is_empty() || (over > 0 && over != rest) {
+        if self.graphs.is_empty() || self.options.on_host || (over > 0 && over != rest) {
             return 1;
         }
         left.min(STEPS_A_LAUNCH)
@@ -102,7 +102,7 @@ impl Gpu {
 
     /// Captures the graphs, after every kernel has been launched once.
     fn capture(&mut self) -> Result<()> {
-        let mut lengths = vec![1, self.rest(), STEPS_A_LAUNCH];
+        let mut lengths = if self.options.on_host { vec![1] } else { vec![1, self.rest(), STEPS_A_LAUNCH] };
         lengths.retain(|steps| (1..=self.training_config.steps_per_epoch).contains(steps));
         lengths.dedup();
         for steps in lengths {

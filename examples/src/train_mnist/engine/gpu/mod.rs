@@ -4,6 +4,8 @@
 //! captured, of a single step, of several steps, and of the steps that several leave of an epoch; the rest of the
 //! training replays them. The host only enqueues replays and reads the losses that the GPU accumulated. It is at most
 //! two launches ahead of the GPU, so it notices a lost rank quickly.
+//!
+//! With `--placement host` the host updates the weights, so there is only a graph of a single step, without the update.
 
 mod launches;
 mod orders;
@@ -38,6 +40,8 @@ pub(in super::super) struct Options {
     pub(in super::super) choice: AutotuneOptions,
     /// Replay steps from graphs.
     pub(in super::super) graph: bool,
+    /// The host updates the weights, in every step.
+    pub(in super::super) on_host: bool,
 }
 
 /// A network on this rank's GPU.
@@ -72,9 +76,9 @@ impl Gpu {
     pub(in super::super) fn new(
         training_config: &TrainingConfig,
         args: &Args,
-        device: Arc<DeviceCommunicator>,
-        host: Communicator,
+        (device, host): (Arc<DeviceCommunicator>, Communicator),
         timeline: &Timeline,
+        threads: usize,
     ) -> mgpu::Result<Self> {
         let (set_up, options) = (Stream::new(device.device())?, args.gpu());
         let micro_batch = training_config.batch / training_config.micro_batches;
@@ -83,7 +87,8 @@ impl Gpu {
         let traces = Traces::new(args, timeline, &mut net)?;
         let parameters = net.to_device(&net.initial_parameters(training_config.seed));
         let optimizer = training_config.optimizer(&spec);
-        let parallel = args.parallel.config(optimizer, 1, (device.size(), training_config.micro_batches));
+        let parallel =
+            args.parallel.config(optimizer, threads, (device.size(), training_config.micro_batches));
         let config = DeviceConfig::new(parallel)
             .with_steps_per_epoch(training_config.steps_per_epoch * orders::EPOCHS)
             .with_bf16_copy(options.precision == Precision::Bf16);

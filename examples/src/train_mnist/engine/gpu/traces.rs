@@ -84,7 +84,8 @@ impl Gpu {
             self.traces.clock = Some(DeviceClock::new(self.model.stream())?);
         }
         self.traces.launched_at = now();
-        if self.graphs.is_empty() {
+        // A graph would not contain the host's part of a step.
+        if self.graphs.is_empty() || self.options.on_host {
             self.model.start_trace();
             self.launch_each(1)?;
             self.traces.trace = Some(self.model.take_trace()?);
@@ -120,7 +121,11 @@ impl Gpu {
         let (profile, stages) = self.net.profile().filter(|(profile, _)| profile.steps() > 0)?;
         let DeviceTimes { gather, communication, optimizer, steps } = self.traces.times;
         let sums = Sums { gather, communication, optimizer, steps };
-        let measured = if self.options.graph { Measured::InGraphs } else { Measured::BetweenLaunches };
+        let measured = if self.options.graph && !self.options.on_host {
+            Measured::InGraphs
+        } else {
+            Measured::BetweenLaunches
+        };
         Some(StepProfile::new(measured, (profile, stages), sums))
     }
 }
