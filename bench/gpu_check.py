@@ -5,8 +5,8 @@
 
   A  right: doctor, every CUDA kernel against the CPU, conv6 trained to the end, golden runs
   B  fast: memory bandwidth, every candidate of every layer, training throughput beside PyTorch, profile and timeline
-  C  the rest: NCCL with one rank and with two on this GPU, a killed rank, a resumed training, GELU, TF32 and f32, ncu,
-     compute-sanitizer
+  C  the rest: NCCL with one rank and with several on this GPU, groups, a killed rank, a resumed training, GELU, TF32 and
+     f32, ncu, compute-sanitizer
 
 Each part ends before its own deadline (470, 530 and 470 seconds). Its items stand in the order of their worth, each with its
 expected duration: one that does not fit any more is skipped, and a shorter one after it may still run. Those that --list calls
@@ -110,6 +110,10 @@ def merge_files(paths):
     for path in paths:
         with open(path) as file:
             contents.append(json.load(file))
+        # Parts may differ in these, of which a file has one each.
+        origin = {key: contents[-1][key] for key in ("date", "commit", "command") if key in contents[-1]}
+        for letter in contents[-1]["letters"].values():
+            letter.update({**origin, **letter})
     newest = contents[-1]
     for content in contents[:-1]:
         target = types.SimpleNamespace(letters=newest["letters"], versions=newest["versions"], runs=newest["runs"],

@@ -9,8 +9,8 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 programs="mgpurun train_mnist golden_check gpu_check allreduce_perf"
-# A program of the tests: it travels if `cargo test` has built it.
-optional="t-device-step"
+# Programs of the tests: they travel if `cargo test` has built them.
+optional="t-device-step t-groups t-collectives"
 
 if [ "${1-}" != pack ]; then
     # The virtual environment's own interpreter: NVIDIA's libraries are searched beside it.

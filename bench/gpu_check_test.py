@@ -16,6 +16,7 @@ import gpu_check  # noqa: E402
 import gpu_commands  # noqa: E402
 import gpu_fast  # noqa: E402
 import gpu_rest  # noqa: E402
+import gpu_right  # noqa: E402
 import gpu_session  # noqa: E402
 import gpu_speed  # noqa: E402
 
@@ -113,6 +114,30 @@ class GpuCheck(unittest.TestCase):
         with mock.patch("importlib.util.find_spec", return_value=None):
             gpu_speed.pytorch(s, [("conv6", 1024, "bf16", "graphed")])
         self.assertEqual((len(s.commands), len(s.skipped)), (1, 2))
+
+    def test_networks_of_pytorch_that_run_alone_have_their_own_runs(self):
+        s, names = Recorder(self.scratch), []
+        s.run = lambda name, *_, **__: names.append(name)
+        single = [item for part in (gpu_fast.part_b, gpu_rest.part_c) for item in part(s)
+                  if item.group == "torch" and not item.required]
+        with mock.patch("importlib.util.find_spec", return_value=True):
+            for item in single:
+                item.work(s)
+        self.assertEqual(len(names), 6)
+        self.assertEqual(len(set(names)), len(names), names)
+
+    def test_programs_of_the_tests_are_skipped_if_they_are_missing(self):
+        s = Recorder(self.scratch)
+        for item in [gpu_rest.groups, gpu_rest.collectives, gpu_rest.uneven]:
+            item(s)
+        self.assertEqual([what for what, _ in s.skipped], ["groups", "collectives in groups", "uneven data"])
+        self.assertEqual(s.commands, [])
+
+    def test_an_accuracy_below_the_bound_is_kept(self):
+        result = {"device": "cuda", "test_acc": 0.9, "test_acc_average": None, "batch": 4, "epochs": 1, "steps": 5}
+        s = Recorder(self.scratch, result)
+        gpu_right.accuracy(s, "deep", 0.987)
+        self.assertEqual([entry["test_accuracy"] for entry in s.sections["accuracy"]], [0.9])
 
     def test_layers_keep_every_candidate(self):
         row = {"networks": ["conv6"], "layer": "x", "batch": 1024, "precision": "bf16", "pass": "forward", "bound_ms": 0.5,
@@ -232,7 +257,7 @@ class GpuCheck(unittest.TestCase):
     def test_parts_of_several_folders_become_one_file(self):
         def content(letter, name):
             return {"letters": {letter: {}}, "versions": {}, "runs": [{"part": letter, "name": name}], "skipped": [],
-                    "torch": [{"part": letter, "net": name}], "date": "2026-01-01"}
+                    "torch": [{"part": letter, "net": name}], "date": "2026-01-01", "commit": name}
         for name, entry in [("one.json", content("A", "old")), ("two.json", content("B", "x")), ("gpu.json", content("A", "new"))]:
             self.write(name, json.dumps(entry))
         here = os.getcwd()
@@ -244,6 +269,9 @@ class GpuCheck(unittest.TestCase):
             merged = json.load(file)
         self.assertEqual((sorted(merged["letters"]), {run["name"] for run in merged["runs"]}), (["A", "B"], {"new", "x"}))
         self.assertEqual([entry["net"] for entry in merged["torch"]], ["x", "new"])
+        # A file has one origin, its parts may have several.
+        self.assertEqual({letter: entry["commit"] for letter, entry in merged["letters"].items()},
+                         {"A": "new", "B": "x"})
 
     def test_a_dead_process_is_noticed_and_its_family_is_known(self):
         child = subprocess.Popen(["sh", "-c", "sleep 60 & echo; wait"], stdout=subprocess.PIPE, start_new_session=True)

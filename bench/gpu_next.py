@@ -12,7 +12,7 @@ Sources, the most detailed first:
 - `layers`, from `gpu_check --layers`: the bound of each pass, and the time of every candidate for it;
 - the lines of --show-kernels in `throughput`, which have the time of the fastest candidate of each pass;
 - for everything else `kernels_of_a_step`, from ncu: every kernel with its time and the bytes that it moves; or `profile`,
-  from `train_mnist --profile`: the time of each stage.
+  from `train_mnist --profile`: the time of each stage, less that of its passes.
 """
 
 import json
@@ -26,6 +26,8 @@ TERAFLOPS, GIGABYTES = 790.0, 3000.0
 # Of tensor cores, relative to bf16; f32 does not use them.
 RATE = {"bf16": 1.0, "tf32": 0.5, "f32": 0.075}
 LINE = re.compile(r"(?P<layer>(?:conv|dense) .*), (?P<batch>\d+) (?:images|samples), (?P<precision>\w+): (?P<passes>.*)")
+# A stage of the profile that has passes, with the operations that follow: `2 conv 8 3x3 same of 4x9x9, relu, pool`.
+STAGE = re.compile(r"\d+ (?P<layer>(?:conv|dense) [^,]*)(?P<after>, .*)?")
 PASS = re.compile(r"(forward|backward input|backward weights) (.+?) ([\d.]+) ms(?:, |$)")
 # Kernels of this project that are no matrix product: their bound is memory.
 MEMORY_BOUND = ("activation", "arena", "conv_bias", "conv_first", "conv_sum", "conv_turn", "digest", "dropout", "gather", "gelu",
@@ -51,7 +53,7 @@ def shapes(net):
         if layer[0] == "pool":
             height, width = (height + layer[1]) // 2, (width + layer[1]) // 2
             continue
-        if layer[0] == "norm":
+        if layer[0] in ("norm", "act"):
             continue
         inputs = channels * height * width
         if layer[0] == "conv":
@@ -134,6 +136,29 @@ def passes(measured):
     return sorted(unique.values(), key=lambda row: -row["lost_share"])
 
 
+def beyond_passes(measured, profile):
+    """Microseconds of each stage of a profile, forward and backward, less those of its layer's passes, which have a table of
+    their own. Stages whose passes have no time are left out."""
+    case = (profile["net"], profile["batch"], profile["precision"])
+    alone = {(row["layer"], row["pass"]): row["us"] for row in passes(measured)
+             if (row["net"], row["batch"], row["precision"]) == case}
+    times = {}
+    for index, stage in enumerate(profile["stages"]):
+        found = STAGE.fullmatch(stage["layer"])
+        layer = re.sub(" (same|valid) ", " ", found["layer"]) if found else None
+        # The first layer has no gradient of its input.
+        backward = ["backward weights", "backward input"][:2 if index else 1]
+        for direction, names in [("forward", ["forward"]), ("backward", backward)]:
+            ms = stage.get(direction + "_ms")
+            known = [alone.get((layer, name)) for name in names] if found else []
+            if ms is None or None in known:
+                continue
+            what = f"{found['layer']}{found['after'] or ''}: beyond its passes" if found else stage["layer"].lstrip("0123456789 ")
+            name = f"{what}, {direction}"
+            times[name] = times.get(name, 0.0) + 1e3 * ms - sum(known)
+    return times
+
+
 def stages(measured):
     """Time of everything else by network, those that lose the largest share of the step first: from ncu's list of kernels
     if there is one, else from the profile."""
@@ -153,12 +178,10 @@ def stages(measured):
                          "bound_us": 1e3 * megabytes / gigabytes, "lost_share": lost / step})
     for entry in measured.get("profile", []) if not rows else []:
         step = step_us(measured, entry["net"], entry["batch"], entry["precision"])
-        times = {f"{stage['layer']}, {name}": stage.get(name + "_ms") for stage in entry["stages"]
-                 # Layers with products have a bound, in the table of passes.
-                 if not stage["layer"].startswith(("conv", "dense")) for name in ("forward", "backward")}
-        times.update({name: ms for name, ms in (entry.get("rest") or {}).items() if name != "step"})
-        rows += [{"net": entry["net"], "batch": entry["batch"], "stage": stage, "us": 1e3 * ms, "bound_us": 0.0,
-                  "lost_share": 1e3 * ms / step} for stage, ms in times.items() if step and ms]
+        times = beyond_passes(measured, entry)
+        times.update({name: 1e3 * ms for name, ms in (entry.get("rest") or {}).items() if name != "step"})
+        rows += [{"net": entry["net"], "batch": entry["batch"], "stage": stage, "us": us, "bound_us": 0.0,
+                  "lost_share": us / step} for stage, us in times.items() if step and us > 0.0]
     return sorted(rows, key=lambda row: -row["lost_share"])
 
 

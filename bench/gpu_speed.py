@@ -61,7 +61,8 @@ def throughput(s, net, batch, precision, choice, attempt=1):
 
 def pytorch(s, modes, most=150):
     """One process for all configurations, because its start takes seconds. It uses at most `most` seconds."""
-    name = f"PyTorch {modes[0][2]} {modes[0][3]}"
+    net, batch, precision, mode = modes[0]
+    name = f"PyTorch {precision} {mode}" if len(modes) > 1 else f"PyTorch {net} {batch} {precision} {mode}"
     if s.fake or not s.data or not importlib.util.find_spec("torch"):
         return s.skip(name, "a fake GPU is not measured" if s.fake else "no MNIST folder, or no torch in this Python")
     limit = min(most, s.left())

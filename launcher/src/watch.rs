@@ -2,8 +2,10 @@
 //!
 //! A rank without progress is the culprit only if it does not wait for another rank. When a collective hangs, all ranks
 //! soon make no progress, and the rank that the others wait for is the only one that does not wait. If each rank waits
-//! for another one, their calls do not match: the rank with the fewest operations holds up the others. A rank that was
-//! stopped (SIGSTOP) while it waited still appears to wait on the progress page; the kernel reports that it is stopped.
+//! for another one, some wait in a cycle, because their calls do not match: of these, the rank with the fewest
+//! operations holds up the others. (Ranks outside of the cycle, as in another group, may have made fewer.) A rank that
+//! was stopped (SIGSTOP) while it waited still appears to wait on the progress page; the kernel reports that it is
+//! stopped.
 
 use std::time::Duration;
 
@@ -32,6 +34,11 @@ impl WatchedRank {
         })
     }
 
+    /// The rank it waits for.
+    fn waits_for(&self) -> Option<u32> {
+        self.progress.operation.filter(|last| last.running)?.waits_for
+    }
+
     fn idle(&self, now: Duration) -> Duration {
         now.saturating_sub(self.progress.changed)
     }
@@ -56,12 +63,20 @@ pub(crate) fn find_silent_rank(
     if let Some(culprit) = not_waiting.min_by_key(|rank| rank.progress.changed) {
         return silent(culprit);
     }
+    // False comes first.
+    let order = |rank: &&&WatchedRank| (!waits_for_itself(rank, ranks), rank.sequence());
     if healthy.is_empty()
-        && let Some(culprit) = overdue.iter().min_by_key(|rank| rank.sequence())
+        && let Some(culprit) = overdue.iter().min_by_key(order)
     {
         return silent(culprit);
     }
     Verdict::Healthy(healthy.iter().map(|rank| rank.progress.changed + timeout).min())
+}
+
+/// Whether the chain of who waits for whom leads from a rank back to it.
+fn waits_for_itself(first: &WatchedRank, ranks: &[WatchedRank]) -> bool {
+    let next = |from: &u32| ranks.iter().find(|rank| rank.rank == *from).and_then(WatchedRank::waits_for);
+    std::iter::successors(first.waits_for(), next).take(ranks.len()).any(|rank| rank == first.rank)
 }
 
 #[cfg(test)]
@@ -126,6 +141,15 @@ mod tests {
     #[test]
     fn in_a_cycle_of_waits_the_rank_with_the_fewest_operations_is_the_culprit() {
         let ranks = [rank(0, 1, Some((8, Some(1)))), rank(1, 1, Some((7, Some(0))))];
+        assert_eq!(check(&ranks, 12, None), Verdict::Silent(1, Duration::from_secs(11)));
+        // A rank that waits for one of them is not in the cycle. In its group, it may have made fewer operations.
+        let ranks = [ranks[0], ranks[1], rank(2, 1, Some((3, Some(0))))];
+        assert_eq!(check(&ranks, 12, None), Verdict::Silent(1, Duration::from_secs(11)));
+    }
+
+    #[test]
+    fn without_a_known_cycle_the_rank_with_the_fewest_operations_is_the_culprit() {
+        let ranks = [rank(0, 1, Some((8, Some(5)))), rank(1, 1, Some((7, Some(0))))];
         assert_eq!(check(&ranks, 12, None), Verdict::Silent(1, Duration::from_secs(11)));
     }
 }

@@ -64,6 +64,14 @@ pub fn folder() -> PathBuf {
     FOLDER.get_or_init(|| Inputs::collect().build()).clone()
 }
 
+/// Whether this process has loaded the object.
+///
+/// # Panics
+/// If `/proc` cannot be read.
+pub fn is_loaded() -> bool {
+    fs::read_to_string("/proc/self/maps").expect("/proc can be read").contains(OBJECT)
+}
+
 /// The fakes' own test program, linked with the object.
 ///
 /// # Panics

@@ -111,7 +111,7 @@ fn bytes_between_ranks_are_counted() {
             check("all-gather", others * bytes, &|comm, buffer| comm.all_gather(buffer)?.wait().map(drop));
             check("broadcast", others * bytes, &|comm, buffer| comm.broadcast(buffer, 0)?.wait().map(drop));
             check("update + all-gather", others * bytes, &|comm, buffer| {
-                comm.update_all_gather(buffer, &[0..LEN], 1000, &mut |_, _, _| ())?.wait().map(drop)
+                comm.update_all_gather(buffer, &[0..7, 7..LEN], 1000, &mut |_, _, _| ())?.wait().map(drop)
             });
             let all_but_the_first = bytes - 4 * shard(LEN, ranks, 0).len() as u64;
             check("gather", all_but_the_first, &|comm, buffer| comm.gather(buffer, 0)?.wait().map(drop));

@@ -386,6 +386,38 @@ fn figures_are_those_of_the_result_files() {
     run(command(root().join("bench/readme.py")).arg("--check")).expect(0, &[]);
 }
 
+/// The benchmark of placements runs each of them, counts the bytes of its formula, and has a table of each figure.
+#[test]
+fn placements_are_measured_and_summarised() {
+    if command("python3").arg("--version").output().is_err() {
+        println!("skipped: no python3");
+        return;
+    }
+    let programs = Programs::link();
+    let result = programs.folder.path().join("placements.json");
+    let mut measure = command(root().join("bench/placements.py"));
+    measure.args(["lenet5", "--quick", "--ranks", "2", "--out"]).arg(&result);
+    measure.env("BIN", programs.folder.path()).env_remove("MGPU_DATA");
+    run(&mut measure).expect(0, &["round 1: lenet5, ranks: 2, layers: "]);
+    let made: serde_json::Value = serde_json::from_str(&read(&result)).unwrap();
+    let figures = made["figures"].as_array().unwrap();
+    let placements: Vec<_> = figures.iter().map(|figure| figure["placement"].as_str().unwrap()).collect();
+    assert_eq!(placements, ["replicated", "shared", "host", "layers"]);
+    for figure in figures {
+        let bytes = &figure["bytes"][0];
+        if let Some(measured) = bytes["measured"].as_f64() {
+            let ratio = measured / bytes["formula"].as_f64().unwrap();
+            assert!((0.95..1.05).contains(&ratio), "{figure:#}");
+        }
+    }
+    let mut summarise = command(root().join("bench/summarise_placements.py"));
+    let tables =
+        run(summarise.arg(&result)).expect(0, &["speed", "traffic", "memory", "shares"]).stdout.clone();
+    // The cells of a network on two ranks, and those that were not measured.
+    assert!(tables.contains("`lenet5` | 2 | "), "{tables}");
+    assert!(tables.contains("`host`, 1 rank | not measured"), "{tables}");
+}
+
 /// The page "What to do next on GPUs": passes by the share of the step that they lose against the bound, each with the
 /// kernel that training selects and the best other candidate.
 #[test]
@@ -406,9 +438,10 @@ fn what_to_do_next_is_sorted_by_the_time_lost() {
         "| `conv6` | 1,024 | conv 128 5x5 of 128x28x28 | forward | cuDNN 1 (else built in: 3,000 µs) | 2,000 | 822 | 23.6% |",
         "| `conv6` | 1,024 | conv 128 3x3 of 128x7x7, 2 × | backward weights | cuDNN 1 (else cuDNN 1 bf16: 40 µs) | 60 | 18 | 1.7% |",
         "| `lenet5` | 1,024 | dense 10 of 84 | forward | cuBLASLt 1 (else built in: 4 µs) | 3 | 0 | 0.7% |",
-        // Stages of the profile that have no products.
+        // Stages of the profile, without the time of their passes: 2,120 - 2,000 µs. No pass of the backward one is timed.
         "| `conv6` | 1,024 | pool, backward | 250 | 0 | 5.0% |",
         "| `conv6` | 1,024 | optimizer | 150 | 0 | 3.0% |",
+        "| `conv6` | 1,024 | conv 128 5x5 same of 128x28x28, relu: beyond its passes, forward | 120 | 0 | 2.4% |",
         "| `conv6` | 1,024 | pool, forward | 100 | 0 | 2.0% |",
     ];
     assert_eq!(rows, expected);

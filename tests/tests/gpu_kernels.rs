@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use mgpu_tests::fake_gpu;
+use mgpu_tests::mnist::write_tiny;
 use mgpu_tests::process::{Finished, run};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -114,6 +115,9 @@ fn benchmark_script(folder: &Path) -> Command {
         ("golden_check", env!("CARGO_BIN_EXE_t-golden_check")),
         ("allreduce_perf", env!("CARGO_BIN_EXE_t-allreduce_perf")),
         ("gpu_check", env!("CARGO_BIN_EXE_t-gpu_check")),
+        ("t-groups", env!("CARGO_BIN_EXE_t-groups")),
+        ("t-collectives", env!("CARGO_BIN_EXE_t-collectives")),
+        ("t-device-step", env!("CARGO_BIN_EXE_t-device-step")),
     ] {
         let link = folder.join(name);
         if !link.exists() {
@@ -159,6 +163,18 @@ fn the_gpu_benchmark_script_has_a_dry_run() {
     let all = results["runs"].as_array().expect("an array");
     assert_eq!((all.len(), &all[7]["name"]), (8, &"2 ranks, one is killed".into()), "{all:?}");
     assert!(written(folder.path(), "gpu-check-logs-B-throughput.tgz").is_some());
+}
+
+/// Items that need programs of the tests, two ranks on one GPU, or a checkpoint.
+#[test]
+fn the_gpu_benchmark_script_checks_groups_gpus_and_checkpoints() {
+    let folder = tempfile::tempdir().expect("a folder");
+    write_tiny(folder.path());
+    for (item, runs) in [("groups", 6), ("gpus", 9), ("evaluate", 12), ("uneven", 14)] {
+        let mut script = benchmark_script(folder.path());
+        let finished = run(script.env("MGPU_DATA", folder.path()).args(["C", "--only", item]));
+        finished.expect(0, &[&format!("C: {runs} runs, 0 failed, 0 left out")]);
+    }
 }
 
 /// What the script does only on a real GPU: figures, tools, logs that must be split.

@@ -42,6 +42,13 @@ fn non_finite_gradients_and_differing_weights_are_named() {
 }
 
 #[test]
+fn errors_in_a_group_name_ranks_of_the_world() {
+    for ranks in [3, 4] {
+        step(ranks, "groups");
+    }
+}
+
+#[test]
 fn parameter_groups_and_uneven_ranks_train_as_on_the_cpu() {
     for ranks in [1, 2, 3] {
         step(ranks, "uneven");

@@ -13,6 +13,7 @@ use mgpu_tests::fake_gpu;
 use mgpu_tests::process::{Finished, command, finish, run, until};
 
 const HELLO_RING: &str = env!("CARGO_BIN_EXE_t-hello_ring");
+const COLLECTIVES: &str = env!("CARGO_BIN_EXE_t-collectives");
 const MISBEHAVE: &str = env!("CARGO_BIN_EXE_t-misbehave");
 const TRAIN: &str = env!("CARGO_BIN_EXE_t-train_mnist");
 
@@ -133,6 +134,15 @@ fn the_ranks_of_each_launcher_find_each_other() {
                 finished.expect(0, &[&hello]);
             }
         }
+    }
+}
+
+/// Rows and columns of a grid, groups of groups, and ranks without a group.
+#[test]
+fn groups_of_each_launchers_ranks_run_every_collective() {
+    for (launcher, ranks) in [(Torchrun, 4), (OpenMpi, 6), (Hydra, 4), (Slurm, 4)] {
+        let finished = Job::new(launcher, "groups", ranks).run(COLLECTIVES, &["groups"]);
+        finished.iter().for_each(|rank| _ = rank.expect(0, &[]));
     }
 }
 

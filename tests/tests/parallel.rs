@@ -1,4 +1,7 @@
-//! The flags for data-parallel training.
+//! The flags for data-parallel training. `placements` covers where the weights are.
+
+#[path = "parallel/placements.rs"]
+mod placements;
 
 use mgpu_tests::mnist;
 use mgpu_tests::process::{Finished, Program, command, run};
@@ -164,54 +167,6 @@ fn overlap_does_not_change_the_weights() {
         let found = train(ranks, &[&all[..], &["--overlap"]].concat()).weights();
         assert_eq!(found, expected, "{net} on {ranks} ranks, {flags:?}");
     }
-}
-
-#[test]
-fn placements_change_neither_the_weights_nor_their_formula() {
-    let all = ["--batch", "8", "--steps", "4", "--skip-test"];
-    let bytes = |finished: &Finished| finished.json()["bytes_per_step"].as_u64().expect("a number of bytes");
-    for (ranks, net, parameters) in [(1, "lenet5", 61_706), (2, "lenet5", 61_706), (3, "mlp-gelu", 269_322)] {
-        let run = |placement| train(ranks, &[&all[..], &["--net", net, "--placement", placement]].concat());
-        let replicated = run("replicated");
-        // In all of them, every gradient and every parameter crosses as often.
-        let formula = 2 * u64::from(ranks - 1) * 4 * parameters;
-        for finished in [&run("shared"), &run("host"), &replicated] {
-            assert_eq!(finished.weights(), replicated.weights());
-            let found = bytes(finished);
-            assert!(
-                (formula..=formula + formula / 20).contains(&found),
-                "{found}, not {formula}: {finished:#?}"
-            );
-        }
-    }
-    // Evaluations do not count.
-    let tested = train(2, &["--batch", "8", "--steps", "4"]);
-    assert_eq!(bytes(&tested), bytes(&train(2, &all)));
-}
-
-#[test]
-fn only_rank_0_has_the_memory_of_the_optimizer_of_shared_weights() {
-    let memory = |placement| {
-        let all = ["--net", "deep", "--batch", "4", "--steps", "2", "--skip-test"];
-        let json = train(2, &[&all[..], &["--placement", placement]].concat()).json();
-        [0, 1].map(|rank| json["rank_rss_mib"][rank].as_f64().unwrap())
-    };
-    // Adam's two states and the moving average of 6.6 million parameters take 75 MiB.
-    let ([first, second], [replicated, _]) = (memory("shared"), memory("replicated"));
-    assert!(first - second > 50.0 && replicated - second > 30.0, "{first}, {second}, {replicated}");
-}
-
-#[test]
-fn flags_incompatible_with_a_placement_are_refused_with_the_reason() {
-    for (flags, text) in [
-        (&["--placement", "shared", "--shard-optimizer", "on"][..], "keeps all of its state on rank 0"),
-        (&["--placement", "host", "--shard-optimizer", "off"], "so all of it is sharded: enable sharding"),
-        (&["--placement", "host", "--world-size-invariant", "4"], "use placement replicated"),
-        (&["--placement", "shared", "--world-size-invariant", "4"], "use placement replicated"),
-    ] {
-        train(2, &[flags, &["--steps", "1"]].concat()).expect(1, &[text]);
-    }
-    train(1, &["--placement", "nowhere"]).expect(2, &["it should be replicated, shared, host, layers, or"]);
 }
 
 /// Three ranks with `arguments`; rank 1 also has `others`.

@@ -356,7 +356,10 @@ fn settings_incompatible_with_a_placement_are_errors() {
     let mut refused = |config| model(&mut world, &shapes(), config).err().unwrap().to_string();
     for config in [shared(sgd()), host(sgd())] {
         let error = refused(config.with_world_size_invariant(true));
-        assert!(error.contains("all ranks exchange gradients, is incompatible with placement"), "{error}");
+        assert!(
+            error.contains("invariant reduction needs placement replicated: its ranks exchange"),
+            "{error}"
+        );
     }
     let error = refused(shared(sgd()).with_shard_from(Some(0)));
     assert!(error.contains("keeps all of its state on rank 0: disable sharding"), "{error}");

@@ -35,14 +35,14 @@ impl<F> ByProduct<F> {
         if let Err(problem) = update(&mut self.file)
             && !std::mem::replace(&mut self.has_failed, true)
         {
-            warn(&problem);
+            warn("training", &problem);
         }
     }
 }
 
-/// Warns about a by-product file.
-pub(super) fn warn(problem: &str) {
-    errln!("train_mnist: {problem}; training continues without this file");
+/// Warns about a by-product file of `run`, a training or an evaluation.
+pub(super) fn warn(run: &str, problem: &str) {
+    errln!("train_mnist: {problem}; {run} continues without this file");
 }
 
 /// The error message for the file named by `flag`.

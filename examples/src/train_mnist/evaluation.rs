@@ -70,7 +70,7 @@ pub(super) fn run(mut args: Args) -> Result<(), Box<dyn Error>> {
         report(&args, model, checkpoint.path(), (tested, predicted))?;
     }
     if let (Some(path), Some(data)) = (&args.logits, &data) {
-        logits::write(path, &args.net().name, &mut *engine, &data.test)?;
+        logits::write("evaluation", path, &args.net().name, &mut *engine, &data.test)?;
     }
     Ok(())
 }

@@ -24,8 +24,9 @@ struct Logits<'a> {
 }
 
 /// Writes the first images of `data` and their logits in evaluation mode to `path`, as JSON, on rank 0. Warns if the file
-/// cannot be written. All ranks call it.
+/// cannot be written, and says that `run`, a training or an evaluation, continues. All ranks call it.
 pub(super) fn write(
+    run: &str,
     path: &Path,
     net: &str,
     engine: &mut dyn Engine,
@@ -47,7 +48,7 @@ pub(super) fn write(
         logits: logits.chunks(CLASSES).collect(),
     })?;
     if let Err(error) = output_file::write(path, &text) {
-        warn(&cannot_write(FLAG, path, &error));
+        warn(run, &cannot_write(FLAG, path, &error));
     }
     Ok(())
 }

@@ -251,11 +251,11 @@ impl<'a> Session<'a> {
         }
         // The last output, so that a full disk cannot lose the lines above.
         if let Some(path) = &args.logits {
-            logits::write(path, &args.net().name, trainer.engine(), &self.data.test)?;
+            logits::write("training", path, &args.net().name, trainer.engine(), &self.data.test)?;
         }
         if let Some(path) = &args.timeline {
             match self.timeline.write(trainer.engine().comm(), path) {
-                Err(error @ mgpu::Error::Timeline { .. }) => byproducts::warn(&error.to_string()),
+                Err(error @ mgpu::Error::Timeline { .. }) => byproducts::warn("training", &error.to_string()),
                 written => written?,
             }
         }

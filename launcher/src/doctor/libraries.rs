@@ -1,13 +1,13 @@
 //! Finds NVIDIA's libraries. They are searched as files, in the folders of the system's loader, of CUDA toolkits and of
 //! Python packages; none is opened.
 //!
-//! NCCL is searched in the same folders and order as in a run (crate nvidia-libraries). The other libraries are
+//! NCCL and NVML are searched in the same folders and order as in a run (crate nvidia-libraries). The other libraries are
 //! searched in the same order and also in `/usr/local/cuda*`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use nvidia_libraries::{SitePackages, Source, candidates, site_packages};
+use nvidia_libraries::{SearchEnv, SitePackages, Source, candidates, site_packages};
 
 use super::nvidia::driver_cuda;
 use super::report::{Item, Mark, Section};
@@ -55,10 +55,10 @@ const LIBRARIES: [Library; 6] = [
         pip: [""; 2],
     },
     Library {
-        names: &["libnvidia-ml.so.1"],
+        names: &[nvml::LIBRARY_NAME],
         wheels: &[],
-        purpose: "the driver's management library",
-        install: "it comes with the driver",
+        purpose: "optional (NVML): which processes use which GPU, for --gpus free",
+        install: "it comes with the driver; in a container, with NVIDIA_DRIVER_CAPABILITIES=compute,utility",
         pip: [""; 2],
     },
     Library {
@@ -113,14 +113,14 @@ fn look(
     let serves = |name: &&&str| cuda != Some(12) || !name.ends_with(".so.13");
     let names: Vec<&str> = library.names.iter().filter(serves).copied().collect();
     let name = names[0];
-    let nccl = name == nccl_sys::LIBRARY_NAME;
-    if nccl {
-        for place in candidates(&host.search, sites) {
+    let search = search_of_a_run(host, name);
+    if let Some((variable, search)) = &search {
+        for place in candidates(search, sites) {
             let Ok(file) = place.file else { continue };
             let found = match place.source {
                 Source::SystemLoader => loaded(host, name),
                 Source::Explicit if !host.path(&file).is_file() => {
-                    let text = format!("MGPU_NCCL_LIBRARY is {}, which does not exist", file.display());
+                    let text = format!("{variable} is {}, which does not exist", file.display());
                     return Item::new(Mark::Missing, name, text);
                 }
                 _ => Some(file).filter(|file| host.path(file).is_file()),
@@ -139,15 +139,28 @@ fn look(
         let in_folders =
             || folders.iter().map(|folder| folder.join(name)).find(|file| host.path(file).is_file());
         let Some(file) = loaded(host, name).or_else(in_folders) else { continue };
-        if nccl {
+        if let Some((variable, _)) = search {
             let file = file.display();
-            let text =
-                format!("{file} is not in the folders that a run searches: set MGPU_NCCL_LIBRARY={file}");
+            let text = format!("{file} is not in the folders that a run searches: set {variable}={file}");
             return Item::new(Mark::Note, name, text);
         }
         return Item::library(name, &file, version(host, library, &file));
     }
     Item::new(Mark::Missing, name, format!("{}; {}", library.purpose, how_to_install(library, cuda)))
+}
+
+/// The search of a run for the library `name`, with the variable that holds its path; `None` if it is not known here.
+fn search_of_a_run(host: &Host, name: &str) -> Option<(&'static str, SearchEnv)> {
+    if name == nccl_sys::LIBRARY_NAME {
+        return Some((nccl_sys::LIBRARY_VARIABLE, host.search.clone()));
+    }
+    let search = SearchEnv {
+        file_name: nvml::LIBRARY_NAME.into(),
+        wheels: &[],
+        explicit: host.nvml.clone(),
+        ..host.search.clone()
+    };
+    (name == nvml::LIBRARY_NAME).then_some((nvml::LIBRARY_VARIABLE, search))
 }
 
 /// The version of a library: from the name of its file, or from the Python package that it belongs to.

@@ -32,6 +32,8 @@ pub(crate) struct Host {
     pub(super) probes: Vec<Probe>,
     /// The environment variables that determine where libraries are searched.
     pub(super) search: SearchEnv,
+    /// `MGPU_NVML_LIBRARY`, if it is set.
+    pub(super) nvml: Option<PathBuf>,
     /// `LD_LIBRARY_PATH`, if it is set.
     pub(super) loader_path: Option<Vec<PathBuf>>,
     /// The files in the loader's cache, if there is one.
@@ -69,6 +71,7 @@ impl Host {
                 nccl_sys::LIBRARY_VARIABLE,
                 nccl_sys::LIBRARY_WHEELS,
             ),
+            nvml: SearchEnv::from_process(nvml::LIBRARY_NAME, nvml::LIBRARY_VARIABLE, &[]).explicit,
             loader_path: loader_path.map(|value| std::env::split_paths(&value).collect()),
             loader_cache: loader::cache(),
         }

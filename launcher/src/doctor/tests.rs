@@ -29,6 +29,7 @@ fn host(root: &Path) -> Host {
             path: vec![root.join("usr/bin")],
             ..SearchEnv::empty(nccl_sys::LIBRARY_NAME, nccl_sys::LIBRARY_WHEELS)
         },
+        nvml: None,
         loader_path: None,
         loader_cache: None,
     }
@@ -123,6 +124,36 @@ fn nccl_is_searched_where_a_run_searches() {
     );
     write(root.path(), "opt/libnccl.so", "");
     assert_eq!(line(&host), (Mark::Ok, "/opt/libnccl.so".into()));
+}
+
+#[test]
+fn nvml_is_searched_where_a_run_searches() {
+    let root = tempfile::tempdir().unwrap();
+    let item = |host: &Host| {
+        let items = libraries::section(host).items;
+        items.into_iter().find(|item| item.name == "libnvidia-ml.so.1").unwrap()
+    };
+    let mut host = host(root.path());
+    let absent = item(&host);
+    assert!(absent.mark == Mark::Missing && absent.text.contains("--gpus free"), "{absent:?}");
+    write(root.path(), "usr/local/cuda/lib64/libnvidia-ml.so.1", "");
+    let elsewhere = item(&host);
+    assert!(
+        elsewhere.mark == Mark::Note
+            && elsewhere.text.ends_with("set MGPU_NVML_LIBRARY=/usr/local/cuda/lib64/libnvidia-ml.so.1"),
+        "{elsewhere:?}"
+    );
+    write(root.path(), "usr/lib64/libnvidia-ml.so.580.65.06", "");
+    let link = root.path().join("usr/lib64/libnvidia-ml.so.1");
+    std::os::unix::fs::symlink("libnvidia-ml.so.580.65.06", link).unwrap();
+    let found = item(&host);
+    assert_eq!((found.mark, found.version.as_deref()), (Mark::Ok, Some("580.65.06")));
+    assert_eq!(found.file.as_deref(), Some("/usr/lib64/libnvidia-ml.so.1"));
+    host.nvml = Some("/opt/nvml.so".into());
+    assert_eq!(item(&host).text, "MGPU_NVML_LIBRARY is /opt/nvml.so, which does not exist");
+    write(root.path(), "opt/nvml.so", "");
+    let told = item(&host);
+    assert_eq!((told.mark, told.file.as_deref()), (Mark::Ok, Some("/opt/nvml.so")));
 }
 
 /// For a driver of CUDA 12, libraries that it cannot use are neither recommended nor counted as found.

@@ -62,12 +62,18 @@ impl Figure {
         Figure { name, title, percent, kind, is_share: false, source: Source::Key(key.to_owned()) }
     }
 
+    /// Whether its values are of ranks, not of moments.
+    pub(super) fn is_of_ranks(&self) -> bool {
+        matches!(&self.source, Source::Key(key) if is_of_ranks(key))
+    }
+
     /// Its values in a run, without those of the warm-up.
     pub(super) fn samples(&self, run: &Run) -> Vec<f64> {
         let empty = Map::new();
         let result = run.result.as_ref().unwrap_or(&empty);
         match &self.source {
             Source::Wall => vec![run.wall_s],
+            Source::Key(key) if self.is_of_ranks() => values(result, key),
             Source::Key(key) => after_warm_up(values(result, key)),
             Source::TrainEpoch => epochs(result, "epochs_train_s", || {
                 // Warm-up steps are left out of the time of a step, not of the total.
@@ -94,6 +100,7 @@ pub(super) fn choose(keys: &[String], runs: &[Run]) -> Vec<Figure> {
         ("images_per_s", "images/s", Some("train %"), Kind::Rate, Source::Key("images_per_s".into())),
         ("test_s", "test s", Some("test %"), Kind::FixedTime, Source::TestEpoch),
         ("communication", "communication", None, Kind::Other, Source::Key("communication".into())),
+        ("rank_gpu_mib", "GPU MiB a rank", None, Kind::Other, Source::Key("rank_gpu_mib".into())),
         ("max_gpu_mib", "GPU MiB", None, Kind::Other, Source::Key("max_gpu_mib".into())),
     ];
     let figure = |(name, title, percent, kind, source): (&str, &str, Option<&str>, Kind, Source)| Figure {
@@ -105,9 +112,12 @@ pub(super) fn choose(keys: &[String], runs: &[Run]) -> Vec<Figure> {
         source,
     };
     let figures = training.map(figure).into_iter();
-    let figures: Vec<_> = figures
+    let mut figures: Vec<_> = figures
         .filter(|figure| runs.iter().any(|run| !run.failed() && !figure.samples(run).is_empty()))
         .collect();
+    if figures.iter().any(|figure| figure.name == "rank_gpu_mib") {
+        figures.retain(|figure| figure.name != "max_gpu_mib");
+    }
     let is_training = figures.iter().any(|figure| figure.name == "images_per_s");
     if is_training { figures } else { vec![Figure::wall()] }
 }
@@ -144,6 +154,11 @@ fn values(result: &Map<String, Value>, key: &str) -> Vec<f64> {
 
 fn number(result: &Map<String, Value>, key: &str) -> Option<f64> {
     result.get(key)?.as_f64()
+}
+
+/// Whether a list at this key has a value of each rank.
+fn is_of_ranks(key: &str) -> bool {
+    key.rsplit('.').next().unwrap_or(key).starts_with("rank_")
 }
 
 /// The first of several values is of the warm-up.
@@ -192,6 +207,22 @@ mod tests {
         assert_eq!(figures[2].samples(&listed), [1.0]);
         let untested = run(1, &[], 1, json!({"images_per_s": 1, "test_s": 0.0, "epochs": 1}));
         assert_eq!(names(&choose(&[], std::slice::from_ref(&untested))), ["images_per_s"]);
+    }
+
+    /// None of them is a warm-up.
+    #[test]
+    fn memory_of_gpus_is_that_of_all_ranks() {
+        let result = json!({"images_per_s": 100, "max_gpu_mib": 900, "rank_gpu_mib": [900, 500]});
+        let training = run(2, &[], 1, result);
+        let figures = choose(&[], std::slice::from_ref(&training));
+        assert_eq!(names(&figures), ["images_per_s", "rank_gpu_mib"]);
+        assert_eq!(figures[1].samples(&training), [900.0, 500.0]);
+        let host = &choose(&["memory.rank_rss_mib".to_owned()], std::slice::from_ref(&training))[0];
+        let inner = run(2, &[], 1, json!({"memory": {"rank_rss_mib": [40, 30]}}));
+        assert_eq!(host.samples(&inner), [40.0, 30.0]);
+        // A program that only knows the maximum.
+        let training = run(2, &[], 1, json!({"images_per_s": 100, "max_gpu_mib": 900, "rank_gpu_mib": null}));
+        assert_eq!(names(&choose(&[], std::slice::from_ref(&training))), ["images_per_s", "max_gpu_mib"]);
     }
 
     #[test]

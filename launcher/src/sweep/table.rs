@@ -74,13 +74,17 @@ fn line(grid: &Grid, figures: &[Figure], row: &Row) -> Vec<String> {
     line
 }
 
-/// The median, and the lowest and highest value if they differ.
+/// The median, and the lowest and highest value if they differ; only these two if the values are of ranks.
 fn value(figure: &Figure, summary: &Summary) -> String {
     let show = |value: f64| {
         if figure.is_share { format!("{:.1}%", 100.0 * value) } else { significant(value) }
     };
     let [median, low, high] = [summary.median, summary.min, summary.max].map(show);
-    if low == high { median } else { format!("{median} ({low}–{high})") }
+    match (low == high, figure.is_of_ranks()) {
+        (true, _) => median,
+        (false, true) => format!("{low}–{high}"),
+        (false, false) => format!("{median} ({low}–{high})"),
+    }
 }
 
 fn show_percent(percent: f64) -> String {
@@ -129,8 +133,9 @@ fn aligned(lines: &[Vec<String>], names: usize) -> String {
 fn notes(grid: &Grid, figures: &[Figure], rows: &[Row], devices: &str) -> String {
     let mut notes = String::new();
     let mut note = |text: String| _ = writeln!(notes, "{text}");
-    let summaries = || rows.iter().flat_map(|row| row.figures.values());
-    if summaries().any(|summary| summary.samples > 1) {
+    let samples =
+        |figure: &Figure| rows.iter().filter_map(|row| Some(row.figures.get(&figure.name)?.samples)).max();
+    if figures.iter().any(|figure| !figure.is_of_ranks() && samples(figure) > Some(1)) {
         note(
             "median (lowest–highest): a value from each run, or from each of its epochs after the first if they are listed"
                 .to_owned(),
@@ -224,6 +229,18 @@ mod tests {
         % of 2 ranks
         ");
         assert!(text(&grid, &[], &[]).ends_with("2 cores\nno run has ended\n"));
+    }
+
+    /// As with the memory of processes, a median over ranks would say nothing.
+    #[test]
+    fn values_of_ranks_have_no_median() {
+        let runs = [
+            run(1, &[], 1, json!({"rank_gpu_mib": [900]})),
+            run(2, &[], 1, json!({"rank_gpu_mib": [900, 500]})),
+        ];
+        let shown = text(&grid(&[1, 2], &[], Scaling::AsGiven), &["rank_gpu_mib"], &runs);
+        assert!(shown.contains("1           900") && shown.contains("2       500–900"), "{shown}");
+        assert!(!shown.contains("median"), "{shown}");
     }
 
     #[test]

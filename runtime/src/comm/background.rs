@@ -57,37 +57,38 @@ enum Job {
     Fence(SyncSender<()>),
 }
 
-/// A call that runs on the thread. (It is not a [`Call`], because other kinds of calls borrow from the caller.)
+/// A call that runs on the thread, with its arguments. (It is not a [`Call`], because other kinds of calls borrow from
+/// the caller.)
 #[derive(Debug, Clone, Copy)]
-enum Reduction {
+enum ReductionCall {
     AllReduce(ReduceOp),
     ReduceScatter(ReduceOp),
     Reduce { op: ReduceOp, root: u32, by_root: bool },
 }
 
-impl Reduction {
+impl ReductionCall {
     /// The reduction that `call` is, if it is one.
     fn of(call: &Call<'_>) -> Option<Self> {
         match *call {
-            Call::AllReduce(op) => Some(Reduction::AllReduce(op)),
-            Call::ReduceScatter(op) => Some(Reduction::ReduceScatter(op)),
-            Call::Reduce { op, root, by_root } => Some(Reduction::Reduce { op, root, by_root }),
+            Call::AllReduce(op) => Some(ReductionCall::AllReduce(op)),
+            Call::ReduceScatter(op) => Some(ReductionCall::ReduceScatter(op)),
+            Call::Reduce { op, root, by_root } => Some(ReductionCall::Reduce { op, root, by_root }),
             _ => None,
         }
     }
 
     fn call(self) -> Call<'static> {
         match self {
-            Reduction::AllReduce(op) => Call::AllReduce(op),
-            Reduction::ReduceScatter(op) => Call::ReduceScatter(op),
-            Reduction::Reduce { op, root, by_root } => Call::Reduce { op, root, by_root },
+            ReductionCall::AllReduce(op) => Call::AllReduce(op),
+            ReductionCall::ReduceScatter(op) => Call::ReduceScatter(op),
+            ReductionCall::Reduce { op, root, by_root } => Call::Reduce { op, root, by_root },
         }
     }
 }
 
 /// A reduction to run on the thread.
 struct ReductionJob {
-    reduction: Reduction,
+    reduction: ReductionCall,
     buffer: Buffer,
     tag: Option<u32>,
     result: SyncSender<Result<Buffer>>,
@@ -118,7 +119,7 @@ impl Background {
         let _ = self.jobs.as_ref().expect("there are jobs until it is dropped").send(job);
     }
 
-    fn start(&mut self, reduction: Reduction, mut rest: Buffer, tag: Option<u32>) -> Result<Pending> {
+    fn start(&mut self, reduction: ReductionCall, mut rest: Buffer, tag: Option<u32>) -> Result<Pending> {
         self.check_process()?;
         let (result, pending) = sync_channel(1);
         self.busy = true;
@@ -212,7 +213,7 @@ impl Transport for Background {
 
     fn submit(&mut self, request: &mut Request<'_>) -> Result<()> {
         let (buffer, tag) = (request.buffer.take(), request.tag);
-        request.pending = Some(match Reduction::of(&request.call) {
+        request.pending = Some(match ReductionCall::of(&request.call) {
             Some(reduction) => self.start(reduction, buffer, tag)?,
             None => {
                 let call = std::mem::replace(&mut request.call, Call::Barrier);
@@ -263,13 +264,16 @@ mod tests {
             let rank = comm.rank() as f32;
             let first = comm.all_reduce(Buffer::from_slice(&[rank; 5000]), ReduceOp::Sum).unwrap();
             let second = comm.reduce_scatter(Buffer::from_slice(&[rank; 6]), ReduceOp::Avg).unwrap();
-            // Runs on the caller's thread, after both.
+            let third = comm.reduce(Buffer::from_slice(&[rank; 9]), ReduceOp::Max, 1).unwrap();
+            // Runs on the caller's thread, after all of them.
             let mut values = [rank];
             comm.broadcast_slice(&mut values, 2).unwrap();
             assert_eq!(values, [2.0]);
             let own = comm.rank() as usize * 2;
             assert_eq!(second.wait().unwrap().as_slice::<f32>()[own..own + 2], [1.0; 2]);
             assert_eq!(first.wait().unwrap().as_slice::<f32>(), [3.0; 5000]);
+            let expected = if comm.rank() == 1 { 2.0 } else { rank };
+            assert_eq!(third.wait().unwrap().as_slice::<f32>(), [expected; 9]);
             // A reduction that nobody waits for still ends before the next call on the caller's thread.
             drop(comm.all_reduce(Buffer::from_slice(&[1.0f32]), ReduceOp::Sum).unwrap());
             comm.barrier().unwrap();
@@ -282,8 +286,9 @@ mod tests {
         let shared = Arc::clone(&comm.shared);
         // The thread starts the first one at most.
         let held = shared.comm();
-        let mut begin =
-            || comm.start(Reduction::AllReduce(ReduceOp::Sum), Buffer::from_slice(&[1.0f32]), None).unwrap();
+        let mut begin = || {
+            comm.start(ReductionCall::AllReduce(ReduceOp::Sum), Buffer::from_slice(&[1.0f32]), None).unwrap()
+        };
         let pending: Vec<_> = (0..10).map(|_| begin()).collect();
         std::thread::scope(|scope| {
             scope.spawn(move || drop(comm));

@@ -46,6 +46,8 @@ pub struct Communicator {
     /// The transport delegates every call to another communicator, which applies the rules.
     delegates: bool,
     observer: Option<Arc<dyn Observer>>,
+    /// The title of the group; `None` for all ranks of a world.
+    group: Option<Arc<str>>,
     /// Whether calls come from the background thread.
     background: bool,
     /// Sequence number of the last collective.
@@ -65,6 +67,7 @@ impl Communicator {
             rules,
             delegates: false,
             observer: None,
+            group: None,
             background: false,
             number: 0,
             empty_buffer: None,
@@ -113,9 +116,12 @@ impl Communicator {
         // Execute the operation, and trace it.
         let result = match &self.observer {
             None => self.transport.submit(&mut request),
-            Some(observer) => observe(&**observer, operation, (tag, bytes, self.background), |updating| {
-                submit_timed(&mut *self.transport, &mut request, updating)
-            }),
+            Some(observer) => {
+                let origin = Origin { group: self.group.as_deref(), background: self.background };
+                observe(&**observer, origin, (operation, tag, bytes), |updating| {
+                    submit_timed(&mut *self.transport, &mut request, updating)
+                })
+            }
         };
         // An error poisons the communicator.
         self.rules.end(result, &*self.transport)?;
@@ -199,7 +205,8 @@ impl Communicator {
         let connected = self.rules.end(connected, &*self.transport)?;
         // All members have mapped the group's memory, or one of them has failed.
         self.barrier()?;
-        Ok(connected.map(|comm| Communicator { observer: self.observer.clone(), ..comm }))
+        let title = group.map(|group| group.title().into());
+        Ok(connected.map(|comm| Communicator { observer: self.observer.clone(), group: title, ..comm }))
     }
 
     /// `solo`, `cpu` or `nccl`, for display. Programs should use the [capabilities](Self::capabilities).
@@ -294,9 +301,12 @@ impl Communicator {
         self.rules.begin(ProgressEntry { operation, number: self.number, bytes })?;
         let result = match &self.observer {
             None => self.transport.allocate(dtype, len),
-            Some(observer) => observe(&**observer, operation, (None, bytes, self.background), |_| {
-                self.transport.allocate(dtype, len)
-            }),
+            Some(observer) => {
+                let origin = Origin { group: self.group.as_deref(), background: self.background };
+                observe(&**observer, origin, (operation, None, bytes), |_| {
+                    self.transport.allocate(dtype, len)
+                })
+            }
         };
         self.rules.end(result, &*self.transport)
     }
@@ -530,11 +540,17 @@ impl std::fmt::Debug for Communicator {
     }
 }
 
+/// Where an operation comes from, for observers.
+struct Origin<'a> {
+    group: Option<&'a str>,
+    background: bool,
+}
+
 /// Runs an operation and reports it to `observer`.
 fn observe<R>(
     observer: &dyn Observer,
-    operation: Operation,
-    (tag, bytes, background): (Option<u32>, usize, bool),
+    Origin { group, background }: Origin<'_>,
+    (operation, tag, bytes): (Operation, Option<u32>, usize),
     operate: impl FnOnce(&mut UpdateTiming) -> Result<R>,
 ) -> Result<R> {
     observer.operation_begins();
@@ -542,6 +558,7 @@ fn observe<R>(
     let result = operate(&mut updating);
     observer.operation_ended(&ObservedOperation {
         operation,
+        group,
         tag,
         begin,
         end: now(),

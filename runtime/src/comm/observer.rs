@@ -19,7 +19,7 @@ pub trait Observer: fmt::Debug + Send + Sync {
     fn operation_begins(&self);
 
     /// The operation has ended, successfully or not.
-    fn operation_ended(&self, operation: &ObservedOperation);
+    fn operation_ended(&self, operation: &ObservedOperation<'_>);
 
     /// The rank's own thread has waited for an operation on the background thread.
     fn waited(&self, begin: u64, end: u64);
@@ -34,9 +34,11 @@ pub trait Observer: fmt::Debug + Send + Sync {
 /// An operation that has ended.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
-pub struct ObservedOperation {
+pub struct ObservedOperation<'a> {
     /// Kind of the operation.
     pub operation: Operation,
+    /// The [group](super::Communicator::split) that it is in, with its number and world ranks: `group 1 (ranks 0, 2)`.
+    pub group: Option<&'a str>,
     /// The caller's tag: the index of the bucket.
     pub tag: Option<u32>,
     /// When it began.
@@ -76,7 +78,7 @@ pub(super) struct NoObserver;
 impl Observer for NoObserver {
     fn operation_begins(&self) {}
 
-    fn operation_ended(&self, _: &ObservedOperation) {}
+    fn operation_ended(&self, _: &ObservedOperation<'_>) {}
 
     fn waited(&self, _: u64, _: u64) {}
 

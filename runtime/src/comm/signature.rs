@@ -31,7 +31,7 @@ pub(crate) enum Path {
 }
 
 impl Path {
-    const NAMES: [&'static str; 7] = ["none", "inline", "eager", "direct", "staged", "ring", "root"];
+    const NAMES: [&'static str; 7] = ["none", "inline", "eager", "direct", "staged", "ring", "by root"];
 }
 
 /// Words of an encoded signature.

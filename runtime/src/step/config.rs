@@ -279,13 +279,9 @@ impl DataParallelConfig {
         let invariant = self.reducer.world_size_invariant;
         match (self.placement, self.shard_from) {
             (Placement::Replicated, _) => None,
-            (Placement::Shared, _) if invariant => Some(
-                "a world-size-invariant reduction, in which all ranks exchange gradients, is incompatible with placement \
-                 shared, which hands them in at rank 0: use placement replicated",
-            ),
-            (Placement::Host, _) if invariant => Some(
-                "a world-size-invariant reduction, in which all ranks exchange gradients, is incompatible with placement \
-                 host, which hands them in at their owners: use placement replicated",
+            (Placement::Shared | Placement::Host, _) if invariant => Some(
+                "a world-size-invariant reduction needs placement replicated: its ranks exchange gradients pairwise, in a \
+                 fixed tree, and do not hand them in",
             ),
             (Placement::Shared, ShardFrom::Bytes(_)) => Some(
                 "a sharded optimizer is incompatible with placement shared, which keeps all of its state on rank 0: \

@@ -3,8 +3,8 @@
 //! A rank checks its own gradients before the reduction, because only then the error can name the rank. Small tensors
 //! are checked completely; of large ones one cache line in 32 is checked, a different one in each step. After the
 //! reduction every element is checked, since finite gradients may have an infinite sum: each rank checks its shard of
-//! each bucket, and all ranks together cover everything (if only rank 0 has the reduced gradients, it checks them). A single rank has no reduction, and checks all of its own
-//! gradients at once.
+//! each bucket, and all ranks together cover everything. (If rank 0 alone has the reduced gradients, it checks them.) A
+//! single rank has no reduction, and checks all of its own gradients at once.
 //!
 //! Ranks exchange the results in one small all-gather, together with the values that must be the same on all of them.
 

@@ -6,9 +6,9 @@
 //! ([`crate::replicate`](mod@crate::replicate)). Every rank averages all of a small bucket, and applies the same
 //! update to the same bits. In a large bucket every rank averages and updates only its shard, and the shards are then
 //! gathered: memory and work are divided by n, and the bits are the same (`gradient_bucket`). That is the placement
-//! `replicated`. With `host` all buckets count as large: one copy of the optimizer's state, and one of the parameters in
-//! which they are updated, is divided over ranks. With `shared` rank 0 averages and updates all buckets, and the others
-//! receive the parameters. `device` does the same on a GPU. Host and device share what does not depend on the memory: which gradients are ready and which bucket is next
+//! `replicated`. With `host` all buckets count as large, so that the ranks' memory has one copy of the optimizer's state.
+//! With `shared` rank 0 averages and updates all buckets, and the others receive the parameters. `device` does the same
+//! on a GPU. Host and device share what does not depend on the memory: which gradients are ready and which bucket is next
 //! (`readiness`), and the configuration (`config`).
 
 mod accumulate;
@@ -59,7 +59,7 @@ pub struct MicroBatch<'a> {
 }
 
 /// Data-parallel training on the host: a [`Reducer`] with an optimizer. Every rank holds all parameters; the
-/// optimizer's state is sharded over ranks.
+/// optimizer's state is sharded over ranks, or where the [`Placement`] says.
 ///
 /// ```
 /// # fn main() -> mgpu::Result<()> {
@@ -382,8 +382,8 @@ impl DataParallel {
     }
 
     /// The gradient of `tensor` in the last step, reduced over ranks and clipped. Collective if a rank only holds the
-    /// averages that it needs (a sharded optimizer, a [placement](Placement) other than replicated) until they are
-    /// gathered here.
+    /// averages that it needs (with a sharded optimizer, and other [placements](Placement) than `Replicated`) until
+    /// they are gathered here.
     ///
     /// # Errors
     /// As [`Reducer::gradient`].

@@ -86,7 +86,8 @@ fn write_track(
 }
 
 fn write_arguments(span: &TrackSpan, name: &str, out: &mut impl Write) -> io::Result<()> {
-    let key = match name {
+    // The title of a group follows the name.
+    let key = match name.split(", ").next().unwrap_or(name) {
         "step" => "step",
         "all_reduce" | "reduce_scatter" => "bucket",
         "forward" | "backward" => "micro_batch",

@@ -8,7 +8,8 @@
 //! The clock is `CLOCK_MONOTONIC`, which is the same for all processes of a host, so that ranks need no clock
 //! synchronisation.
 //!
-//! Spans come from several sources: collectives, from a communicator that was passed to [`Timeline::observe`]; steps
+//! Spans come from several sources: collectives, from a communicator that was passed to [`Timeline::observe`], and from
+//! its [groups](Communicator::split), whose title then follows the collective's name; steps
 //! and updates, from [`DataParallel`](crate::DataParallel), which reports to its communicator's observer; stages of a
 //! step on a GPU, from a [`StepTrace`](crate::device::StepTrace); and the program's own:
 //!
@@ -188,11 +189,24 @@ impl Timeline {
 
     /// Registers a name that is only known at run time. It allocates: call it before the training.
     pub fn name(&self, text: &str) -> Name {
+        self.registered(|name| name == text, || text.to_owned())
+    }
+
+    /// The name of a group's operation, such as `all_reduce, group 1 (ranks 0, 2)`. Only the first call of each
+    /// operation in each group allocates.
+    fn name_in_group(&self, operation: &str, group: &str) -> Name {
+        let is_it =
+            |name: &str| name.strip_prefix(operation).and_then(|rest| rest.strip_prefix(", ")) == Some(group);
+        self.registered(is_it, || format!("{operation}, {group}"))
+    }
+
+    /// The registered name that satisfies `is_it`, or else the new name `text`.
+    fn registered(&self, is_it: impl Fn(&str) -> bool, text: impl FnOnce() -> String) -> Name {
         let Some(state) = &self.state else { return Name::new("") };
         let names = &mut state.record().names;
-        let known = names.iter().position(|name| name == text);
+        let known = names.iter().position(|name| is_it(name));
         let index = known.unwrap_or_else(|| {
-            names.push(text.to_owned());
+            names.push(text());
             names.len() - 1
         });
         Name(NameText::Registered(index as u32))

@@ -18,7 +18,7 @@ impl Observer for Timeline {
         }
     }
 
-    fn operation_ended(&self, operation: &ObservedOperation) {
+    fn operation_ended(&self, operation: &ObservedOperation<'_>) {
         let Some(state) = &self.state else { return };
         let &ObservedOperation { tag, begin, end, bytes, background, ref updating, .. } = operation;
         let wait = waited(state, begin, updating);
@@ -33,10 +33,17 @@ impl Observer for Timeline {
                 self.record_on(span, background);
             }
         }
+        if !state.recording.load(Relaxed) {
+            return;
+        }
         let name = match operation.operation {
             // The update within it has a span of its own.
-            Operation::UpdateAllGather => Name::ALL_GATHER,
-            other => Name::new(other.name()),
+            Operation::UpdateAllGather => Operation::AllGather,
+            other => other,
+        };
+        let name = match operation.group {
+            None => Name::new(name.name()),
+            Some(group) => self.name_in_group(name.name(), group),
         };
         self.record_on(Span { name, number: tag, begin, end, bytes: bytes as u64 }, background);
     }

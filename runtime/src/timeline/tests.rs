@@ -141,3 +141,48 @@ fn the_fused_update_does_not_count_as_communication() {
         });
     }
 }
+
+#[test]
+fn operations_of_groups_have_the_title_of_the_group() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("timeline.json");
+    std::thread::scope(|scope| {
+        for mut world in World::threads(4).unwrap() {
+            let path = &path;
+            scope.spawn(move || {
+                let timeline = Timeline::new(100).unwrap();
+                let mut comm = timeline.observe(world.communicator().unwrap());
+                let mut row = comm.split(Some(comm.rank() / 2), 0).unwrap().unwrap();
+                let column = comm.split(Some(comm.rank() % 2), 0).unwrap().unwrap();
+                let mut column = column.in_background().unwrap();
+                for _ in 0..2 {
+                    let buffer = Buffer::zeroed::<f32>(4);
+                    row.all_reduce_tagged(buffer, ReduceOp::Sum, Some(7)).unwrap().wait().unwrap();
+                    column.all_reduce(Buffer::zeroed::<f32>(8), ReduceOp::Sum).unwrap().wait().unwrap();
+                }
+                comm.barrier().unwrap();
+                timeline.write(&mut comm, path).unwrap();
+            });
+        }
+    });
+    let file: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let spans = |name: &str| -> Vec<_> {
+        let events = file["traceEvents"].as_array().unwrap().iter().filter(|event| event["name"] == name);
+        events.map(|event| (event["tid"].as_u64().unwrap(), event["args"].clone())).collect()
+    };
+    let [bucket, none] = [serde_json::json!({"bucket": 7, "bytes": 16}), serde_json::json!({"bytes": 32})];
+    for (name, threads, args) in [
+        ("all_reduce, group 1 (ranks 0, 1)", [1, 1, 2, 2], &bucket),
+        ("all_reduce, group 1 (ranks 2, 3)", [3, 3, 4, 4], &bucket),
+        // Their background threads.
+        ("all_reduce, group 2 (ranks 0, 2)", [5, 5, 7, 7], &none),
+        ("all_reduce, group 2 (ranks 1, 3)", [6, 6, 8, 8], &none),
+    ] {
+        let found = spans(name);
+        assert_eq!(found.iter().map(|(thread, _)| *thread).collect::<Vec<_>>(), threads, "{name}");
+        assert!(found.iter().all(|(_, found)| found == args), "{found:?}");
+    }
+    assert_eq!(spans("all_reduce"), []);
+    // At least one of each rank.
+    assert!(spans("barrier").len() >= 4);
+}

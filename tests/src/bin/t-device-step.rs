@@ -1,7 +1,10 @@
 //! A rank with a GPU that trains a model with gradients from formulas. `t-device-step same` compares steps in every
 //! configuration with the steps of a single CPU rank; `resume` continues from the state of another configuration;
-//! `guards` makes mistakes that must be detected; `uneven` has parameter groups and uneven ranks; `trace` takes times.
+//! `guards` makes mistakes that must be detected; `groups` trains a model in each of two groups; `uneven` has parameter
+//! groups and uneven ranks; `trace` takes times.
 
+#[path = "device_step/groups.rs"]
+mod groups;
 #[path = "device_step/trace.rs"]
 mod trace;
 #[path = "device_step/uneven.rs"]
@@ -27,6 +30,7 @@ fn main() -> ExitCode {
         "same" => same(&mut world),
         "resume" => resume(&mut world),
         "guards" => guards(&mut world),
+        "groups" => groups::check(&mut world),
         "trace" => trace::check(&mut world),
         "uneven" => uneven::check(&mut world),
         other => panic!("unknown body {other}"),

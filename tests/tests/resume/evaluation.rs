@@ -226,6 +226,17 @@ fn many_images_are_predicted_in_rounds() {
 }
 
 #[test]
+fn logits_that_cannot_be_written_do_not_end_an_evaluation() {
+    let tiny = Tiny::new();
+    tiny.trained("lenet5");
+    let finished = tiny.evaluate(2, &tiny.checkpoints(), &["--logits", "/dev/full"]);
+    let warning =
+        "cannot write --logits /dev/full: No space left on device (os error 28); evaluation continues";
+    finished.expect(0, &["after step 16: test ", warning]);
+    assert!(!finished.stderr.contains("training"), "{finished:#?}");
+}
+
+#[test]
 fn what_cannot_be_predicted_is_named_and_leaves_the_output_alone() {
     let tiny = Tiny::new();
     tiny.trained("lenet5");

@@ -1,22 +1,27 @@
 //! The rendezvous server: a state machine over non-blocking sockets, driven by the launcher's event loop.
+//!
+//! Here are its sockets and their peers. [`admission`] answers the first message of each rank, [`requests`] those that
+//! follow.
+
+mod admission;
+mod requests;
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::entries::Entries;
 use super::listener::{ConnectionAttempt, Listener, refuse};
-use super::message::{MAX_VALUE, Reply, Request, VERSION, check_name, encode};
+use super::message::{Reply, Request, encode};
 use super::peer::{HELLO_TIMEOUT, Peer};
-use super::preflight::{JoiningRank, PreflightFault, Program, compare};
+use super::preflight::{JoiningRank, PreflightFault};
 use super::read_budget::{MessageHandler, serve_within_budget};
 use super::rejections::{Rejection, Rejections};
 use super::socket::Received;
-use super::waits::{WaitFor, Waits};
-use crate::process::pidfd_open;
+use super::waits::Waits;
 use crate::progress::{Blame, Ending, ProgressPage, RankState};
 use crate::protocol::MAX_RANKS;
 use crate::{Error, Result};
@@ -268,27 +273,6 @@ impl Server {
         self.fail_pending_joins(first);
     }
 
-    /// True once all ranks have joined.
-    fn is_complete(&self) -> bool {
-        self.joining.len() == self.world_size as usize
-    }
-
-    /// Answers the ranks that wait for admission: without rank `gone` the run cannot start.
-    fn fail_pending_joins(&mut self, gone: u32) {
-        let how = self.page.end_description(gone);
-        for peer in in_order_of_exit(&mut self.peers) {
-            let Some(rank) = peer.rank.filter(|rank| *rank != gone && !peer.admitted) else { continue };
-            peer.admitted = true;
-            let (operation, how) = ("join".to_owned(), how.clone());
-            let reply = encode(&Reply::PeerGone { peer: gone, how: how.clone() });
-            // A rank that is not admitted has no progress page, so the server records its blame.
-            let lost = Error::PeerLost { rank, peer: gone, operation, how, silent: false };
-            let blame = Blame { culprit: gone, timed_out: false, message: lost.to_string() };
-            self.page.blame(rank, &blame);
-            let _ = peer.connection.send(&reply, &[]);
-        }
-    }
-
     /// Answers the peers whose waits need a rank that has ended. After a failure these are all peers.
     fn fail_waiters_for(&mut self, rank: u32) {
         let (state, how) = (self.page.state(rank), self.page.end_description(rank));
@@ -365,202 +349,6 @@ impl Server {
         }
     }
 
-    fn handle(&mut self, index: usize, request: Request) -> Result<(), String> {
-        let id = self.peers[index].id;
-        let Some(rank) = self.peers[index].rank else { return self.hello(index, request) };
-        if !self.peers[index].admitted || self.waits.has(id) {
-            return Err("sent a request before its last one was answered".into());
-        }
-        match request {
-            Request::Hello { .. } => return Err("said hello twice".into()),
-            Request::Set { key, value, fds, readers } => {
-                let fds = self.peers[index].connection.take_fds(fds)?;
-                if value.len() > MAX_VALUE {
-                    return Err(format!("a value of {} bytes; the maximum is {MAX_VALUE}", value.len()));
-                }
-                check_name(&key)?;
-                match self.entries.set(rank, key.clone(), value, fds, readers) {
-                    Ok(()) => self.answer(id, &Reply::Done, &[]),
-                    Err(why) => self.answer(id, &Reply::Denied { why }, &[]),
-                }
-                self.wake_readers(&key);
-            }
-            Request::Get { key, from, timeout_ms } => {
-                check_name(&key)?;
-                if from >= self.world_size {
-                    let why = format!("rank {rank} waits for rank {from} in a world of {}", self.world_size);
-                    self.answer(id, &Reply::Denied { why }, &[]);
-                    return Ok(());
-                }
-                let unsatisfiable = |gone: &u32| *gone == from || self.page.state(*gone) == RankState::Failed;
-                if !self.entries.contains(&key)
-                    && let Some(gone) = self.ended_ranks().find(unsatisfiable)
-                {
-                    let how = self.page.end_description(gone);
-                    self.answer(id, &Reply::PeerGone { peer: gone, how }, &[]);
-                    return Ok(());
-                }
-                self.wait(id, WaitFor::Key { key: key.clone(), from }, timeout_ms);
-                self.wake_readers(&key);
-            }
-            Request::Barrier { name, ranks, timeout_ms } => {
-                check_name(&name)?;
-                let ranks = ranks.unwrap_or_else(|| (0..self.world_size).collect());
-                if !ranks.contains(&rank) || ranks.iter().any(|rank| *rank >= self.world_size) {
-                    let why = format!("rank {rank} in a barrier of ranks {ranks:?} of {}", self.world_size);
-                    self.answer(id, &Reply::Denied { why }, &[]);
-                    return Ok(());
-                }
-                let unsatisfiable =
-                    |gone: &u32| ranks.contains(gone) || self.page.state(*gone) == RankState::Failed;
-                let gone = self.ended_ranks().find(unsatisfiable);
-                if let Some(gone) = gone {
-                    let how = self.page.end_description(gone);
-                    self.answer(id, &Reply::PeerGone { peer: gone, how }, &[]);
-                    return Ok(());
-                }
-                self.wait(
-                    id,
-                    WaitFor::Barrier { name: name.clone(), rank, ranks: ranks.clone() },
-                    timeout_ms,
-                );
-                for peer in self.waits.take_barrier(&name, &ranks) {
-                    self.answer(peer, &Reply::Done, &[]);
-                }
-            }
-            Request::Leave => {
-                self.page.record_end(rank, Ending::Left);
-                self.answer(id, &Reply::Done, &[]);
-                self.fail_waiters_for(rank);
-                self.events.push(ServerEvent::Left { rank });
-            }
-        }
-        Ok(())
-    }
-
-    /// Handles the first message of a connection: checks token and compatibility.
-    fn hello(&mut self, index: usize, request: Request) -> Result<(), String> {
-        let Request::Hello { version, run_id, rank, world_size, pid, manifest } = request else {
-            return Err("did not say hello first".into());
-        };
-        if run_id != self.run_id {
-            return Err("has the token of another run".into());
-        }
-        // A rank in its own pid namespace has another pid there than here.
-        let pid = self.peers[index].pid().unwrap_or(pid);
-        let joining = JoiningRank { rank, manifest, program: Program::of(pid) };
-        if let Err((fault, why)) = self.check_compatible(version, world_size, &joining) {
-            // Rank 0 is answered last: see `in_order_of_exit`.
-            if rank != 0 {
-                self.peers[index].refuse(&why);
-            }
-            if self.unattended && rank < self.world_size && self.page.state(rank) == RankState::Absent {
-                self.rank_ended(rank, ProcessEnd::Failed(format!("was refused: {why}")));
-            }
-            if rank == 0 {
-                self.peers[index].refuse(&why);
-            }
-            self.events.push(ServerEvent::Incompatible { rank, fault, why });
-            return Ok(());
-        }
-        if self.page.state(rank) != RankState::Absent {
-            return Err(match self.unattended {
-                true => format!("rank {rank} has already joined: were two runs of the same name started?"),
-                false => format!("rank {rank} has already joined: was World::from_env called twice?"),
-            });
-        }
-        self.page.join(rank, pid);
-        self.peers[index].rank = Some(rank);
-        if self.unattended {
-            // By its pid in this namespace, not by the pid that it reports.
-            self.peers[index].end = self.peers[index].pid().and_then(|pid| pidfd_open(pid).ok());
-        }
-        self.joining.push(joining);
-        self.events.push(ServerEvent::Joined { rank, pid });
-        if let Some(gone) = self.first_ended {
-            self.fail_pending_joins(gone);
-        } else if self.is_complete() {
-            self.welcome();
-        }
-        Ok(())
-    }
-
-    /// Checks that this rank is compatible with the run and with the ranks that have joined.
-    fn check_compatible(
-        &self,
-        version: u32,
-        world_size: u32,
-        new: &JoiningRank,
-    ) -> Result<(), (PreflightFault, String)> {
-        let rank = new.rank;
-        if version != VERSION {
-            let why = format!(
-                "rank {rank} uses version {version} of the protocol, the launcher uses version {VERSION}: \
-                 build both from the same release"
-            );
-            return Err((PreflightFault::Protocol, why));
-        }
-        if world_size != self.world_size || rank >= world_size {
-            let why = format!(
-                "a process claims to be rank {rank} of {world_size} in a world of {}: does a script set RANK or WORLD_SIZE?",
-                self.world_size
-            );
-            return Err((PreflightFault::WorldSize, why));
-        }
-        let program = |rank: u32| self.programs.get(rank as usize);
-        let others = self.joining.iter().filter(|old| old.rank != rank);
-        others
-            .map(|old| (old, program(old.rank) == program(rank)))
-            .try_for_each(|(old, same)| compare(old, new, same))
-    }
-
-    /// Admits all ranks. The listener is closed first, because an admitted rank may open one of the same name.
-    fn welcome(&mut self) {
-        self.listener = None;
-        self.join_by = None;
-        let (welcome, page) = (encode(&Reply::Welcome), self.page_fd.as_fd());
-        for peer in self.peers.iter_mut().filter(|peer| peer.rank.is_some()) {
-            peer.admitted = true;
-            if peer.connection.send(&welcome, &[page]).is_err() {
-                let _ = peer.connection.stream().shutdown(std::net::Shutdown::Both);
-            }
-        }
-    }
-
-    /// Tells the ranks that have joined which ranks are missing, and accepts no more connections.
-    fn give_up_joining(&mut self) {
-        self.listener = None;
-        self.join_by = None;
-        let has_come = |rank: &u32| self.joining.iter().any(|joining| joining.rank == *rank);
-        let missing: Vec<u32> = (0..self.world_size).filter(|rank| !has_come(rank)).collect();
-        let reply = encode(&Reply::TimedOut { missing });
-        for peer in in_order_of_exit(&mut self.peers).filter(|peer| peer.rank.is_some() && !peer.admitted) {
-            peer.admitted = true;
-            let _ = peer.connection.send(&reply, &[]);
-        }
-    }
-
-    fn ended_ranks(&self) -> impl Iterator<Item = u32> + '_ {
-        (0..self.world_size)
-            .filter(|rank| matches!(self.page.state(*rank), RankState::Left | RankState::Failed))
-    }
-
-    fn wait(&mut self, peer: u64, what: WaitFor, timeout_ms: u64) {
-        let timeout = Duration::from_millis(timeout_ms.min(1 << 40));
-        self.waits.add(peer, what, Instant::now() + timeout);
-    }
-
-    /// Sends the value of `key` to the ranks that wait for it, until it has been read often enough.
-    fn wake_readers(&mut self, key: &str) {
-        while self.entries.contains(key)
-            && let Some(reader) = self.waits.take_reader(key)
-            && let Some((value, fds)) = self.entries.read(key)
-        {
-            let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
-            self.answer(reader, &Reply::Value { value, fds: fds.len() as u32 }, &fds);
-        }
-    }
-
     /// Answers the peers whose deadline has passed with the ranks that did not arrive, and closes connections that have
     /// not said hello in time.
     fn expire(&mut self, now: Instant) {
@@ -603,14 +391,6 @@ impl MessageHandler for ServedPeer<'_> {
         }
         self.server.peers[self.index].connection.check_no_surplus_fds()
     }
-}
-
-/// Peers in the order in which they are told that the run cannot start. Rank 0 comes last: its process may end as soon
-/// as it is told, an unattended server ends with it, and the other ranks would not be told.
-fn in_order_of_exit(peers: &mut [Peer]) -> impl Iterator<Item = &mut Peer> {
-    let mut order: Vec<&mut Peer> = peers.iter_mut().collect();
-    order.sort_by_key(|peer| peer.rank == Some(0));
-    order.into_iter()
 }
 
 #[cfg(test)]

@@ -255,7 +255,7 @@ impl DeviceDataParallel {
             let ((rank, tensor), step) =
                 (marked(state.non_finite, self.ranks(), &self.layout), state.step + 1);
             return Err(match rank < self.ranks() {
-                true => Error::NotFinite { rank, tensor, step },
+                true => Error::NotFinite { rank: self.comm().world_rank(rank), tensor, step },
                 false => Error::ReducedNotFinite { tensor, step },
             });
         }

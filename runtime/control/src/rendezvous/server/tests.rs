@@ -5,12 +5,13 @@ use std::net::Shutdown;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::SocketAddr;
 use std::process::Command;
+use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use super::super::entries::MAX_KEYS_PER_RANK;
-use super::super::message::{Decoder, MAX_NAME, Manifest};
+use super::super::message::{Decoder, MAX_NAME, Manifest, VERSION};
 use super::*;
 use crate::rendezvous::in_process;
 
