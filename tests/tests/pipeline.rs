@@ -265,7 +265,8 @@ fn the_timeline_numbers_micro_batches_and_shows_messages() {
         }
     }
     for (rank, message) in [(0, "send"), (0, "recv"), (1, "send"), (1, "recv")] {
-        assert_eq!(of(rank, message).len(), 4, "{message} on rank {rank}");
+        let message = format!("{message}, group 1 (ranks 0, 1)");
+        assert_eq!(of(rank, &message).len(), 4, "{message} on rank {rank}");
     }
 }
 
