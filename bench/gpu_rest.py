@@ -234,6 +234,27 @@ def parallel(s):
           expect=1, contains=re.escape("non-finite gradients (NaN or Inf) in tensor"))
 
 
+def placements(s):
+    """Where the weights are: the weights of two ranks that share the GPU (a sum of two has only one order), and speed."""
+    nets, batch, steps = (["lenet5"], 4, 2) if s.fake else (["lenet5", "deep", "keras", "mlp-gelu"], 64, 20)
+    for net in nets:
+        flags = ["--net", net, "--kernels", "builtin", "--batch", batch, "--steps", steps, "--skip-test", "--json"]
+        weights = weights_of(s.run(f"2 ranks, {net}", train(s, 2, *flags), limit=60, judge=on_gpu))
+        s.run(f"2 ranks, {net}, shared", train(s, 2, *flags, "--placement", "shared"), limit=60,
+              judge=is_equal(weights, "copies"))
+        # The CPU's update may round otherwise.
+        s.run(f"2 ranks, {net}, host", train(s, 2, *flags, "--placement", "host"), limit=60, judge=on_gpu)
+        flags += ["--accumulate", 2]
+        weights = weights_of(s.run(f"1 rank, {net}, 2 micro-batches", train(s, 1, *flags), limit=60, judge=on_gpu))
+        s.run(f"2 ranks, {net}, layers", train(s, 2, *flags, "--placement", "layers"), limit=60,
+              judge=is_equal(weights, "one rank"))
+    for net in [] if s.fake else ["conv6", "keras", "deep", "lenet5", "layers", "ensemble2400", "ensemble4800"]:
+        for placement, steps in [("replicated", 600), ("shared", 600), ("host", 100)]:
+            s.run(f"1 rank, {net} 1024 bf16, {placement}",
+                  train(s, 1, "--net", net, "--precision", "bf16", "--batch", 1024, "--steps", steps, "--schedule", "constant",
+                        "--placement", placement, "--skip-test", "--json"), limit=60, judge=on_gpu)
+
+
 def gelu(s):
     length = ["--steps", 3, "--batch", 8, "--skip-test"] if s.fake else ["--epochs", 3]
     reach = 0.0 if s.fake else 0.95
@@ -297,6 +318,7 @@ def part_c(s):
     yield Item("uneven", "uneven data", 20, uneven)
     yield Item("groups", "collectives in groups", 60, collectives)
     yield Item("parallel", "options of a step", 45, parallel)
+    yield Item("placements", "placements", 100, placements)
     # A process for each, because cuDNN's benchmark of PyTorch takes a minute or more in f32.
     for precision, ours, torch in [("tf32", 12, 30), ("f32", 15, 60)]:
         for net in ["conv6", "keras"]:

@@ -287,6 +287,10 @@ def placement_table(summarise, with_origin=False):
             f"of its median.\n\n") + table
 
 
+def gpu_placement_table(summarise):
+    return rows(*summarise(result(newest("gpu-placements"))["placements"]))
+
+
 def ensemble():
     name = newest("ensemble")
     if not name:
@@ -311,6 +315,8 @@ TABLES = {
     "placements-speed": lambda: placement_table(summarise_placements.speed, with_origin=True),
     "placements-bytes": lambda: placement_table(summarise_placements.traffic),
     "placements-memory": lambda: placement_table(summarise_placements.memory),
+    "placements-gpu-speed": lambda: gpu_placement_table(summarise_placements.gpu_speed),
+    "placements-gpu-memory": lambda: gpu_placement_table(summarise_placements.gpu_memory),
     "placements-shares": lambda: placement_table(summarise_placements.shares),
 }
 

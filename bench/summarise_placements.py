@@ -96,6 +96,29 @@ def speed(figures):
     return figures.table_by_cell(shown)
 
 
+def gpu_speed(cells):
+    """Images/s of one rank with a GPU, and relative to `replicated`. `cells` are those of a result of a GPU."""
+    placements = COLUMNS[:3]
+    alone = {(cell["net"], cell["placement"]): cell["images_per_s"] for cell in cells if "images_per_s" in cell}
+    lines = [["network", *(f"`{name}`" for name in placements)]]
+    for net in dict.fromkeys(net for net, _ in alone):
+        rates = [alone[net, name] for name in placements]
+        lines.append([f"`{net}`", *(f"{rate:,.0f} ({rate / rates[0]:.0%})" if rate is not rates[0] else f"{rate:,.0f}" for rate in rates)])
+    return lines
+
+
+def gpu_memory(cells):
+    """Peak of GPU memory of two ranks, MiB: of rank 0 / of rank 1."""
+    placements = COLUMNS[:4]
+    # Only a pipeline has micro-batches.
+    pairs = {(cell["net"], cell["placement"]): cell["rank_gpu_mib"] for cell in cells
+             if cell["ranks"] == 2 and (cell["micro_batches"] == 2) == (cell["placement"] == "layers")}
+    lines = [["network", *(f"`{name}`" for name in placements)]]
+    for net in dict.fromkeys(net for net, _ in pairs):
+        lines.append([f"`{net}`", *(" / ".join(map(str, pairs[net, name])) for name in placements)])
+    return lines
+
+
 def widest(figures):
     """The widest range of a cell's runs, relative to its median."""
     rates = [cell["images_per_s"] for cell in figures.cells.values() if "images_per_s" in cell]
