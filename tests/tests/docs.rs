@@ -284,11 +284,13 @@ fn refused_commands(page: &Path, programs: &Programs) -> Vec<String> {
     problems
 }
 
-/// A line without numbers and widths of columns, which differ from run to run.
+/// A line without what differs from run to run: numbers, widths of columns, and whether a rank that waits is awake.
 fn shape(line: &str) -> String {
-    let words = line
-        .split_whitespace()
-        .map(|word| if word.contains(|c: char| c.is_ascii_digit()) { "#" } else { word });
+    let words = line.split_whitespace().map(|word| match word {
+        "running" => "sleeping",
+        _ if word.contains(|c: char| c.is_ascii_digit()) => "#",
+        _ => word,
+    });
     words.collect::<Vec<_>>().join(" ")
 }
 
