@@ -1,5 +1,5 @@
 //! The test bodies that every kind of world runs: all collectives, element types, reductions, algorithms and unusual
-//! lengths, each result compared bit for bit with the [`reference`] result. The real NCCL may round sums of three or
+//! lengths, each result compared bit for bit with the [reference](mod@reference) result. The real NCCL may round sums of three or
 //! more ranks differently. A [`Case`] is a single one, for property tests.
 
 mod groups;
