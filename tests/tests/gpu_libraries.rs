@@ -301,12 +301,16 @@ fn a_layer_without_a_correct_kernel_is_an_error() {
         .expect(1, &[pass, "built in: comparison with a plain kernel failed", "cuDNN 1: comparison with"]);
 }
 
-/// The fake cuDNN delays all but the algorithm that suits a layer.
+/// The fake cuDNN delays all but the algorithm that suits a layer, and the fake GPU our own kernels.
 #[test]
 fn the_fastest_algorithm_of_each_layer_is_chosen() {
     let cache = tempfile::tempdir().expect("a folder");
     let mut command = program(cache.path());
-    command.arg("depths").env("FAKE_CUDNN_COST", "1").env("FAKE_CUDNN_WIDE_GRADIENT", "1");
+    command
+        .arg("depths")
+        .env("FAKE_CUDNN_COST", "1")
+        .env("FAKE_CUDNN_WIDE_GRADIENT", "1")
+        .env("FAKE_GPU_SLOW", "4");
     let finished = run(&mut command);
     let lines: Vec<_> = finished.stdout.lines().collect();
     assert_all(&lines[..1], &["forward cuDNN 0 ", "backward input cuDNN 1 transposed"]);
