@@ -148,12 +148,10 @@ fn an_interrupted_run_resumes_bit_equal() {
 #[test]
 fn every_placement_trains_the_weights_of_a_replicated_model() {
     // keras has batch normalisation, dropout and RMSprop.
-    let cases: [(u32, &[&str]); 5] = [
+    let cases: [(u32, &[&str]); 3] = [
         (2, &["--batch", "4", "--steps", "14", "--clip-norm", "0.5", "--accumulate", "2"]),
         (3, &["--batch", "4", "--steps", "5", "--gradients", "bf16", "--reduction", "sum"]),
-        (2, &["--batch", "4", "--steps", "5", "--precision", "bf16"]),
-        (2, &["--net", "keras", "--batch", "2", "--steps", "1"]),
-        (2, &["--net", "mlp-gelu", "--batch", "2", "--steps", "2"]),
+        (2, &["--net", "keras", "--batch", "2", "--steps", "1", "--precision", "bf16"]),
     ];
     for (ranks, flags) in cases {
         let placed = |name| weights(&train(ranks, &[flags, &["--placement", name]].concat()));
@@ -165,7 +163,7 @@ fn every_placement_trains_the_weights_of_a_replicated_model() {
     // A single rank needs no NCCL for them, or sends everything through it.
     let alone = ["--batch", "4", "--steps", "5", "--clip-norm", "0.5"];
     let expected = weights(&train(1, &alone));
-    for (name, nccl) in [("shared", "always"), ("host", "auto"), ("host", "always")] {
+    for (name, nccl) in [("shared", "always"), ("host", "auto")] {
         let mut program = on_gpus(1, TRAIN);
         program.env("MGPU_NCCL", nccl).args(["--synthetic", "--json", "--kernels", "builtin", "--skip-test"]);
         let found = weights(&run(program.args(alone).args(["--placement", name])));
@@ -214,9 +212,9 @@ fn a_rank_that_dies_is_named_in_every_placement() {
 fn a_placement_that_does_not_fit_is_refused_with_a_reason() {
     for (name, flags, reason) in [
         ("shared", ["--shard-optimizer", "on"], "keeps all of its state on rank 0"),
-        ("shared", ["--world-size-invariant", "4"], "incompatible with placement shared"),
+        ("shared", ["--world-size-invariant", "4"], "reduction needs placement replicated"),
         ("host", ["--shard-optimizer", "off"], "placement host has one copy of the optimizer's state"),
-        ("host", ["--world-size-invariant", "4"], "incompatible with placement host"),
+        ("host", ["--world-size-invariant", "4"], "reduction needs placement replicated"),
     ] {
         let flags = [&["--placement", name, "--batch", "4", "--steps", "1"][..], &flags].concat();
         train(2, &flags).expect(1, &[reason]);
@@ -252,11 +250,9 @@ fn a_non_finite_loss_ends_the_training_and_is_named() {
 /// there are copies. A run continues on another number of parts.
 #[test]
 fn layers_cut_over_gpus_train_the_weights_of_whole_networks() {
-    let cases: [(u32, u32, &[&str], &str); 5] = [
+    let cases: [(u32, u32, &[&str], &str); 3] = [
         (1, 2, &["--net", "lenet5", "--batch", "8", "--accumulate", "4", "--steps", "4"], "layers"),
-        (1, 4, &["--net", "lenet5", "--batch", "4", "--accumulate", "2", "--steps", "2"], "layers"),
         (1, 3, &["--net", "keras", "--batch", "2", "--steps", "1", "--precision", "bf16"], "layers"),
-        (1, 2, &["--net", "mlp-gelu", "--batch", "4", "--accumulate", "2", "--steps", "3"], "layers"),
         (2, 4, &["--net", "lenet5", "--batch", "4", "--accumulate", "2", "--steps", "3"], "layers:2"),
     ];
     for (copies, ranks, flags, placement) in cases {
