@@ -120,7 +120,8 @@ fn a_graph_gives_the_bits_of_single_launches_with_every_option() {
 
 #[test]
 fn an_interrupted_run_resumes_bit_equal() {
-    for flags in FLAGS {
+    // `a_run_continues_under_another_placement` resumes placements.
+    for flags in &FLAGS[..4] {
         let all = [&["--batch", "4", "--steps", "7"][..], flags].concat();
         // The schedule covers the whole run.
         let expected = weights(&train(2, &all));
@@ -147,11 +148,10 @@ fn an_interrupted_run_resumes_bit_equal() {
 /// sums of NCCL have another order, and the last bits of the host's powers may be others.)
 #[test]
 fn every_placement_trains_the_weights_of_a_replicated_model() {
-    // keras has batch normalisation, dropout and RMSprop.
     let cases: [(u32, &[&str]); 3] = [
         (2, &["--batch", "4", "--steps", "14", "--clip-norm", "0.5", "--accumulate", "2"]),
         (3, &["--batch", "4", "--steps", "5", "--gradients", "bf16", "--reduction", "sum"]),
-        (2, &["--net", "keras", "--batch", "2", "--steps", "1", "--precision", "bf16"]),
+        (2, &["--net", "mlp-gelu", "--batch", "2", "--steps", "2", "--precision", "bf16"]),
     ];
     for (ranks, flags) in cases {
         let placed = |name| weights(&train(ranks, &[flags, &["--placement", name]].concat()));
