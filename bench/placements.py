@@ -119,7 +119,7 @@ def figure(net, ranks, placement, rounds):
         if values := [summary[key] for summary in done if summary.get(key) is not None]:
             entry[key] = spread(values)
     entry["rank_rss_mib"] = [round(statistics.median(values), 1) for values in zip(*(one["rank_rss_mib"] for one in done))]
-    # Of the last run: micro-batches whose activations each stage kept, and the memory of these.
+    # The last run's number of micro-batches whose activations each stage kept, and the memory of these.
     for key in ("rank_in_flight", "rank_activations_mib"):
         if done[-1].get(key):
             entry[key] = done[-1][key]
@@ -127,7 +127,7 @@ def figure(net, ranks, placement, rounds):
     all_cuts = [summary.get("cuts") or [] for summary in done]
     if any(all_cuts):
         entry["cuts"] = all_cuts
-    # Of the same run as the bytes that it is compared with.
+    # The formula belongs to the run whose bytes are compared with it: cuts may differ from run to run.
     entry["bytes"] = [{"measured": summary.get("bytes_per_step"), "formula": formula(net, ranks, placement, cuts)}
                       for summary, cuts in zip(done, all_cuts)]
     return entry

@@ -56,7 +56,7 @@ pub(super) struct BatchInFlight<E> {
     pub(super) images: ActivationMemory<E>,
     /// The last slot of a whole network holds the logits.
     pub(super) vectors: ActivationMemory<f32>,
-    /// Of each stage.
+    /// What each stage keeps besides its activations.
     states: Vec<PassState>,
     /// Number of images.
     pub(super) len: usize,

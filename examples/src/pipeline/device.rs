@@ -42,7 +42,7 @@ pub(crate) struct DeviceStageConfig<'a> {
     pub(crate) micro_batch: usize,
     pub(crate) precision: Precision,
     pub(crate) kernels: AutotuneOptions,
-    /// Of each stage, on its column.
+    /// The configuration of each stage, on its column.
     pub(crate) stage: DeviceConfig,
     pub(crate) seed: u64,
 }
@@ -142,15 +142,6 @@ impl DeviceStage {
         Ok(self.net.to_host(&values))
     }
 
-    /// The checksum of the whole network's parameters, on rank 0; 0 elsewhere. Collective.
-    ///
-    /// # Errors
-    /// As [`parameters`](Self::parameters), and errors of the communicator.
-    pub(crate) fn checksum(&mut self) -> mgpu::Result<u64> {
-        let own = self.parameters()?;
-        self.place.checksum(&own)
-    }
-
     /// As [`Stage::gather_arenas`](super::Stage::gather_arenas).
     ///
     /// # Errors
@@ -159,9 +150,9 @@ impl DeviceStage {
         let DeviceStage { place, model, net, .. } = self;
         let arenas = model.arenas()?;
         let buffers = model.buffers().to_vec::<f32>(model.stream())?;
-        // Only the first rank of a column has the arenas, and others are not asked for them.
+        // Lazy: only the first rank of a column has the arenas, and others are not asked for them.
         let on_host = arenas.into_iter().map(|(name, values)| (name, net.to_host(&values).into()));
-        if place.replica() == 0 { place.gather(on_host, &buffers, keep) } else { Ok(()) }
+        place.gather(on_host, &buffers, keep)
     }
 
     /// As [`Stage::scatter_arenas`](super::Stage::scatter_arenas).

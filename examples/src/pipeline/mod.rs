@@ -56,7 +56,7 @@ pub(crate) struct PipelineConfig<'a> {
     pub(crate) micro_batch: usize,
     pub(crate) threads: usize,
     pub(crate) conv: ConvPolicy,
-    /// Of each stage, on its column.
+    /// The configuration of each stage, on its column.
     pub(crate) stage: DataParallelConfig,
 }
 

@@ -170,7 +170,7 @@ impl Place {
 
     /// The checksum of the whole network's parameters, of which `own` are this stage's, on rank 0; 0 elsewhere.
     /// Collective.
-    pub(super) fn checksum(&mut self, own: &[f32]) -> mgpu::Result<u64> {
+    pub(crate) fn checksum(&mut self, own: &[f32]) -> mgpu::Result<u64> {
         if self.replica > 0 {
             return Ok(0);
         }

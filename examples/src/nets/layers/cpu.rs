@@ -50,7 +50,7 @@ pub(in crate::nets) struct Step<'a> {
 pub(in crate::nets) struct PassState {
     /// For every pooled output, the index of the maximum in its window.
     pub(super) chosen: Vec<u8>,
-    /// Of a batch normalisation.
+    /// The statistics of the batch, for a batch normalisation.
     pub(super) statistics: Option<Statistics>,
 }
 

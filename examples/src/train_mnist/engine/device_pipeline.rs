@@ -172,7 +172,7 @@ impl Engine for DevicePipeline {
         let layout = self.stage.net().host_layout().clone();
         check_finite(&layout, &values)?;
         verify_equal(self.stage.model().comm(), &layout, &values)?;
-        let mut sum = [self.stage.checksum()?.cast_signed()];
+        let mut sum = [self.stage.place.checksum(&values)?.cast_signed()];
         self.comm.broadcast_slice(&mut sum, 0)?;
         Ok(sum[0].cast_unsigned())
     }
