@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use text::SharedText;
+pub(crate) use text::truncate as truncate_text;
 pub use view::Ending;
 pub use view::{Blame, LastOperation, Operation, Phase, Progress, RankState, now};
 

@@ -27,6 +27,7 @@ mod listener;
 pub mod message;
 mod peer;
 mod preflight;
+pub(crate) mod rank_list;
 mod read_budget;
 mod rejections;
 mod rights;

@@ -9,12 +9,14 @@ use std::hash::Hasher;
 use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
 
+use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
 use super::message::Manifest;
 
 /// How two ranks, or a rank and the launcher, are incompatible.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum PreflightFault {
     /// A rank uses another version of the protocol than the launcher.
     Protocol,

@@ -13,6 +13,8 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Instant;
 
+use serde::{Deserialize, Serialize};
+
 use super::entries::Entries;
 use super::listener::{ConnectionAttempt, Listener, refuse};
 use super::message::{Reply, Request, encode};
@@ -68,7 +70,8 @@ impl From<Rejection> for ServerEvent {
 }
 
 /// How a rank's process ended, as its launcher saw it.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum ProcessEnd {
     /// Exit code 0.
     Finished,
