@@ -27,6 +27,15 @@ pub const PREFLIGHT_GPU: u8 = 69;
 /// Preflight: ranks use different versions of the NVIDIA driver or of NCCL.
 pub const PREFLIGHT_VERSIONS: u8 = 70;
 
+/// A node of the job was lost: its host or its link is dead, or its `mgpurun` was killed or does not report.
+pub const NODE_LOST: u8 = 71;
+/// A node of the job could not authenticate itself.
+pub const AUTHENTICATION: u8 = 72;
+/// Nodes differ in their program, its arguments, versions or the number of nodes, or two have one rank.
+pub const NODES_DIFFER: u8 = 73;
+/// The job stopped on request.
+pub const STOPPED: u8 = 74;
+
 /// The reader of standard output has exited, as `head` does: the code of a program that SIGPIPE kills.
 pub const BROKEN_PIPE: u8 = signalled(13);
 
