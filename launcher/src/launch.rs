@@ -12,6 +12,7 @@ use crate::error::LaunchError;
 use crate::event_loop::{EventLoop, JobId, JobPlan, LaunchEnd, flush};
 use crate::events::{Event, EventLog};
 use crate::interrupt::{Interrupter, Signals};
+use crate::nodes::NodeSettings;
 use crate::output::{Output, OutputOptions};
 use crate::placement::Bind;
 use crate::plan::{BackendChoice, GpuChoice, LaunchPlan, Machine, PlanError, Ranks, Request, plan_jobs};
@@ -37,6 +38,7 @@ pub struct Launch {
     /// One for each job, or for each part of a single world.
     requests: Vec<Request>,
     one_world: bool,
+    nodes: Option<NodeSettings>,
     notices: Vec<String>,
     fail: FailPolicy,
     output: OutputOptions,
@@ -70,6 +72,7 @@ impl Launch {
         Launch {
             requests,
             one_world,
+            nodes: None,
             notices: Vec::new(),
             fail: FailPolicy::default(),
             report_bindings: false,
@@ -186,6 +189,12 @@ impl Launch {
     /// What the failure of one of several jobs means for the others (by default they end).
     pub fn fail(mut self, policy: FailPolicy) -> Self {
         self.fail = policy;
+        self
+    }
+
+    /// Makes this the part of one node in a job on several.
+    pub(crate) fn nodes(mut self, settings: NodeSettings) -> Self {
+        self.nodes = Some(settings);
         self
     }
 

@@ -1,0 +1,19 @@
+//! A job on several nodes: one `mgpurun`, its *agent*, on each host. Whatever started the agents (an engine such as
+//! Slurm or Kubernetes, or a user by hand) has also told each of them which of the nodes it is; `settings` finds out.
+//!
+//! | module | job |
+//! |---|---|
+//! | `settings` | flags + environment → which node is this, and where is node 0? (pure) |
+//! | `engine` | the environment of the innermost engine → what it says about the nodes (pure) |
+//! | `host_list` | Slurm's `node[003-7,9]` → its first host (pure) |
+//! | `engine_variables` | which variables of an engine are about the agent, and not about its ranks? (pure) |
+
+mod engine;
+mod engine_variables;
+mod host_list;
+mod settings;
+mod settings_text;
+
+#[expect(unused_imports, reason = "for the start of ranks")]
+pub(crate) use engine_variables::variables_to_remove;
+pub(crate) use settings::{NodeSettings, SettingsError, Surroundings, ranks_variable, settings};
