@@ -4,11 +4,12 @@
 
 use std::cell::RefCell;
 use std::collections::HashSet;
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use mgpu_control::inject::Injection;
-use mgpu_control::progress::{self, RankState};
+use mgpu_control::progress::{self, ProgressEntry, RankState};
 use mgpu_control::protocol::MGPU_RUN_ID;
 use mgpu_control::rendezvous::{Server, ServerEvent};
 use nix::sys::signal::Signal;
@@ -107,7 +108,9 @@ pub(super) struct Attempt<'a> {
     mpi: MpiWatch,
     /// Faults to inject; those that have not happened are reported at the end.
     injections: &'a [Injection],
-    run_id: &'a str,
+    run_id: String,
+    /// Ranks of other hosts whose processes are stopped.
+    stopped_elsewhere: Vec<u32>,
     knows_end_of_guardian: bool,
     /// The outcome as it was printed, although ranks may still run.
     pub(super) settled: Option<Outcome>,
@@ -123,7 +126,7 @@ pub(super) struct Started<'a> {
     pub(super) first: u32,
     pub(super) server: Server,
     pub(super) injections: &'a [Injection],
-    pub(super) run_id: &'a str,
+    pub(super) run_id: String,
 }
 
 /// The end of an attempt.
@@ -157,6 +160,7 @@ impl<'a> Attempt<'a> {
             supervision,
             injections,
             run_id,
+            stopped_elsewhere: Vec::new(),
             knows_end_of_guardian: false,
             settled: None,
             leftovers: None,
@@ -286,8 +290,7 @@ impl<'a> Attempt<'a> {
         } else {
             wait_for_end(self.ranks.iter().map(|rank| rank.pid));
         }
-        let own = self.first..self.first + self.ranks.len() as u32;
-        let missed_faults = faults::missed(self.injections, own, self.server.page());
+        let missed_faults = faults::missed(self.injections, self.local_ranks(), self.server.page());
         AttemptEnd { outcome, reached: self.reached(), missed_faults }
     }
 
@@ -300,7 +303,7 @@ impl<'a> Attempt<'a> {
         let is_own = |child: Pid| {
             let mut known = known.borrow_mut();
             known.contains(&child)
-                || orphans::has_variable(child, MGPU_RUN_ID, self.run_id) && known.insert(child)
+                || orphans::has_variable(child, MGPU_RUN_ID, &self.run_id) && known.insert(child)
         };
         let is_kept = |child| others_run && !is_own(child);
         if let Some(problem) = orphans::end_all(is_kept, |notice| self.job.say(shared, notice)) {
@@ -420,7 +423,44 @@ impl<'a> Attempt<'a> {
 
     /// True if the process of a rank is stopped, by SIGSTOP for instance.
     pub(super) fn is_stopped(&self, rank: u32) -> bool {
-        self.process_of(rank).is_some_and(|process| is_stopped(self.pid_of(process, rank)))
+        match self.process_of(rank) {
+            Some(process) => is_stopped(self.pid_of(process, rank)),
+            None => self.stopped_elsewhere.contains(&rank),
+        }
+    }
+
+    /// The ranks of this host.
+    pub(super) fn local_ranks(&self) -> Range<u32> {
+        self.first..self.first + self.ranks.len() as u32
+    }
+
+    /// The ranks of this host whose processes have ended.
+    pub(super) fn ended_ranks(&self) -> Vec<u32> {
+        let ranks = (self.first..).zip(&self.ranks);
+        ranks.filter(|(_, process)| process.ended.is_some()).map(|(rank, _)| rank).collect()
+    }
+
+    /// Notes the progress of ranks of other hosts, and which of their processes are stopped.
+    pub(super) fn note_progress_elsewhere(&mut self, entries: &[(u32, ProgressEntry)], stopped: Vec<u32>) {
+        let ranks: Vec<u32> = entries.iter().map(|(rank, _)| *rank).collect();
+        for (rank, entry) in entries {
+            self.server.page().apply(*rank, entry);
+        }
+        self.stopped_elsewhere.retain(|rank| !ranks.contains(rank));
+        self.stopped_elsewhere.extend(stopped);
+    }
+
+    /// The events that the coordinator has not been told.
+    pub(super) fn take_unreported(&mut self) -> Vec<Event> {
+        match &mut self.judge {
+            Judge::Supervisor(_) => Vec::new(),
+            Judge::Coordinator(unreported) => std::mem::take(unreported),
+        }
+    }
+
+    /// Sends a signal to all ranks of this host.
+    pub(super) fn signal_all(&mut self, signal: Signal) {
+        self.local_ranks().for_each(|rank| self.send(rank, signal));
     }
 
     /// Prints the table of what every rank is doing.
