@@ -9,8 +9,8 @@
 //! |---|---|---|
 //! | `joined`, `ready`, `admit`, `refused`, `gave_up` | node ↔ hub | admission |
 //! | `get`, `cancelled`, `got` | node → hub → node | the key/value store |
-//! | `arrived`, `released`, `expired` | node ↔ hub | barriers |
-//! | `left`, `ended` | node → hub → nodes | how ranks ended |
+//! | `arrived`, `released`, `expired`, `not_released` | node ↔ hub | barriers |
+//! | `left`, `ended`, `finished` | node → hub → nodes | how ranks ended |
 //!
 //! **Bounds.** Every message fits a frame of [`MAX_FRAME`](crate::rendezvous::message::MAX_FRAME) bytes. A rank has one
 //! request at a time, so a node holds at most one wait for each rank that reads one of its values, and the hub at most
@@ -65,6 +65,8 @@ pub enum RelayMessage {
     Get {
         /// The rank that waits.
         reader: u32,
+        /// Number of the wait: the server of the reader never uses it again.
+        number: u64,
         /// Name of the value.
         key: String,
         /// The rank that will set it.
@@ -74,17 +76,20 @@ pub enum RelayMessage {
     Cancelled {
         /// The rank that waited.
         reader: u32,
+        /// Number of the wait.
+        number: u64,
         /// Name of the value.
         key: String,
         /// The rank that would have set it.
         from: u32,
     },
-    /// The answer to a `Get`: a value without descriptors, or why there is none. Also the hub's answer to an `Expired`,
-    /// with the name of the barrier as `key`.
+    /// The answer to a `Get`: a value without descriptors, or why there is none.
     Got {
         /// The rank that waits.
         reader: u32,
-        /// Name of the value or of the barrier.
+        /// Number of the wait.
+        number: u64,
+        /// Name of the value.
         key: String,
         /// The reply for the rank.
         reply: Reply,
@@ -105,7 +110,17 @@ pub enum RelayMessage {
         /// Name of the barrier.
         barrier: String,
     },
-    /// Node → hub: the deadline of a rank in a barrier has passed. Answered by a `Got` with the missing ranks.
+    /// Hub → node: a rank waits in vain in a barrier.
+    NotReleased {
+        /// The rank that waits.
+        reader: u32,
+        /// Name of the barrier.
+        barrier: String,
+        /// The reply for the rank.
+        reply: Reply,
+    },
+    /// Node → hub: the deadline of a rank in a barrier has passed. Answered by the missing ranks, unless the barrier has
+    /// ended in the meantime.
     Expired {
         /// Name of the barrier.
         barrier: String,

@@ -58,7 +58,7 @@ impl Program {
         Some(Program { link, path, file: (metadata.dev(), metadata.ino()), size: metadata.size() })
     }
 
-    fn hash(&self) -> io::Result<u64> {
+    pub(super) fn hash(&self) -> io::Result<u64> {
         let (mut file, mut hash) = (File::open(&self.link)?, Xxh3::new());
         let mut bytes = vec![0; 1 << 20];
         loop {

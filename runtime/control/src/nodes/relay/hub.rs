@@ -90,14 +90,14 @@ impl Hub {
                 self.check_own(from, &missing)?;
                 Ok(self.admission.give_up(from, &missing))
             }
-            RelayMessage::Get { reader, ref key, from: owner }
-            | RelayMessage::Cancelled { reader, ref key, from: owner } => {
+            RelayMessage::Get { reader, ref key, from: owner, .. }
+            | RelayMessage::Cancelled { reader, ref key, from: owner, .. } => {
                 check_name(key)?;
                 self.check_own(from, &[reader])?;
                 self.check_other(from, owner)?;
                 Ok(vec![self.to_node_of(owner, message)])
             }
-            RelayMessage::Got { reader, ref key, ref reply } => {
+            RelayMessage::Got { reader, ref key, ref reply, .. } => {
                 check_name(key)?;
                 self.check_other(from, reader)?;
                 self.check_answer(reply)?;
@@ -123,6 +123,7 @@ impl Hub {
             RelayMessage::Admit
             | RelayMessage::Refused { .. }
             | RelayMessage::Released { .. }
+            | RelayMessage::NotReleased { .. }
             | RelayMessage::Finished { .. } => {
                 Err(format!("node {from} sent a message that only node 0 sends to the others"))
             }
@@ -269,7 +270,7 @@ impl Hub {
 
     /// The hub's own answer to a rank that waits in a barrier.
     fn answer(&self, reader: u32, barrier: &str, reply: Reply) -> HubAction {
-        self.to_node_of(reader, RelayMessage::Got { reader, key: barrier.to_owned(), reply })
+        self.to_node_of(reader, RelayMessage::NotReleased { reader, barrier: barrier.to_owned(), reply })
     }
 
     /// Checks that node `from` speaks of ranks of its own.
