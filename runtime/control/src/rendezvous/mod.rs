@@ -28,7 +28,7 @@ pub mod message;
 mod peer;
 mod preflight;
 mod read_budget;
-mod rejections;
+pub(crate) mod rejections;
 mod rights;
 mod server;
 mod socket;
