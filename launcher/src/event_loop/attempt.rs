@@ -440,12 +440,18 @@ impl<'a> Attempt<'a> {
         ranks.filter(|(_, process)| process.ended.is_some()).map(|(rank, _)| rank).collect()
     }
 
-    /// Notes the progress of ranks of other hosts, and which of their processes are stopped.
-    pub(super) fn note_progress_elsewhere(&mut self, entries: &[(u32, ProgressEntry)], stopped: Vec<u32>) {
-        let ranks: Vec<u32> = entries.iter().map(|(rank, _)| *rank).collect();
+    /// Notes the progress of the ranks of another node, and which of their processes are stopped.
+    pub(super) fn note_progress_elsewhere(
+        &mut self,
+        node: u32,
+        entries: &[(u32, ProgressEntry)],
+        stopped: Vec<u32>,
+    ) {
         for (rank, entry) in entries {
-            self.server.page().apply(*rank, entry);
+            // The coordinator has checked the ranks.
+            let _ = self.server.page().apply(*rank, entry);
         }
+        let ranks = self.server.layout().ranks_of(node);
         self.stopped_elsewhere.retain(|rank| !ranks.contains(rank));
         self.stopped_elsewhere.extend(stopped);
     }

@@ -13,7 +13,6 @@ use std::ops::{Range, RangeInclusive};
 use std::time::{Duration, Instant};
 
 use mgpu_control::nodes::{Hub, HubAction, Layout, RankEnd, RelayMessage};
-use mgpu_control::protocol::MAX_RANKS;
 use mgpu_control::rendezvous::Blame;
 use nix::sys::signal::Signal;
 
@@ -22,7 +21,7 @@ use super::card::NodeCard;
 use super::message::{FromAgent, HEARTBEAT, MAX_LAST_LINE, MAX_LAST_LINES, Order, StartOrder, ToAgent};
 use crate::exit_code;
 use crate::restart::{Decision, Reached, RestartPolicy};
-use crate::supervisor::{Action, Event, Exit, Outcome, RankHosts, Supervisor};
+use crate::supervisor::{Action, Event, Outcome, RankHosts, Supervisor};
 
 /// A node that has connected; the coordinator's own is [`OWN`].
 pub(crate) type MemberId = u64;
@@ -109,8 +108,8 @@ enum Stage {
     Running,
     /// The ranks have ended so; nodes report that no process is left.
     Ending(Outcome),
-    /// They have failed so, and are started again after this time.
-    Pausing(Outcome, Instant),
+    /// They have failed, and are started again after this time.
+    Pausing(Instant),
     Over,
 }
 
@@ -167,16 +166,15 @@ impl Coordinator {
         std::mem::take(&mut self.outbox)
     }
 
-    /// True once the job is over and everybody was told.
-    pub(crate) fn is_over(&self) -> bool {
-        matches!(self.stage, Stage::Over)
-    }
-
     /// When [`tick`](Self::tick) has to be called at the latest.
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
         let stage = match &self.stage {
-            Stage::Gathering(until) => Some(self.not_before.filter(|_| self.is_complete()).unwrap_or(*until)),
-            Stage::Pausing(_, until) => Some(*until),
+            Stage::Gathering(until) => Some(match self.not_before {
+                Some(time) if self.is_complete() => time,
+                Some(time) if self.is_enough() => time.max(*until),
+                _ => *until,
+            }),
+            Stage::Pausing(until) => Some(*until),
             Stage::Running | Stage::Ending(_) | Stage::Over => None,
         };
         let epoch = self.epoch.as_ref();
@@ -275,7 +273,7 @@ impl Coordinator {
                 }
                 epoch.has_made_a_step |= entries.iter().any(|(_, entry)| entry.steps_begun > 1);
                 if self.members[index].id != OWN {
-                    self.outbox.push((OWN, ToAgent::Progress { entries, stopped }));
+                    self.outbox.push((OWN, ToAgent::Progress { node, entries, stopped }));
                 }
             }
             FromAgent::Gone { reader_is_gone } => {
@@ -329,7 +327,7 @@ impl Coordinator {
         }
         match &self.stage {
             Stage::Gathering(_) => self.start_if_complete(now),
-            Stage::Pausing(_, until) if *until <= now => {
+            Stage::Pausing(until) if *until <= now => {
                 self.restarts += 1;
                 self.stage = Stage::Gathering(now + self.config.join_timeout);
                 self.start_if_complete(now);
@@ -394,20 +392,24 @@ impl Coordinator {
         self.cards().count() as u32 >= *self.config.nodes.end()
     }
 
+    fn is_enough(&self) -> bool {
+        self.cards().count() as u32 >= *self.config.nodes.start()
+    }
+
     /// Starts the ranks if all nodes are there, or enough of them when the time is over.
     fn start_if_complete(&mut self, now: Instant) {
         let Stage::Gathering(until) = self.stage else { return };
-        let count = self.cards().count() as u32;
         let may_start = self.not_before.is_none_or(|time| time <= now);
-        if may_start && (self.is_complete() || until <= now && count >= *self.config.nodes.start()) {
+        if may_start && (self.is_complete() || until <= now && self.is_enough()) {
             self.start(now);
-        } else if until <= now && count < *self.config.nodes.start() {
-            self.give_up(count);
+        } else if until <= now && !self.is_enough() {
+            self.give_up();
         }
     }
 
     /// Ends the job because nodes have not come.
-    fn give_up(&mut self, count: u32) {
+    fn give_up(&mut self) {
+        let count = self.cards().count();
         let (min, max) = (*self.config.nodes.start(), *self.config.nodes.end());
         let wanted = if min == max { format!("{max}") } else { format!("at least {min}") };
         let hosts: Vec<&str> = self.cards().map(|(_, card)| card.host.as_str()).collect();
@@ -446,10 +448,6 @@ impl Coordinator {
             first_ranks.push(world_size);
             world_size = world_size.saturating_add(card.ranks);
         }
-        if world_size > MAX_RANKS {
-            let why = format!("{world_size} ranks on all nodes; the maximum is {MAX_RANKS}");
-            return self.end(failure(exit_code::LAUNCHER, why));
-        }
         let sizes: Vec<String> = cards.iter().map(|(card, _)| card.ranks.to_string()).collect();
         let is_unequal = cards.iter().any(|(card, _)| card.ranks != cards[0].0.ranks);
         let names = first_ranks.iter().copied().zip(hosts.iter().cloned()).collect();
@@ -466,7 +464,7 @@ impl Coordinator {
             let Some(member) = self.members.iter_mut().find(|member| member.id == *id) else { continue };
             (member.node, member.is_gone) = (Some(node), false);
             let start = StartOrder {
-                layout: layout.at_node(node),
+                layout: layout.seen_from(node).expect("one of its nodes"),
                 hosts: hosts.clone(),
                 run_id: self.config.run_id.clone(),
                 master_port: self.config.master_port,
@@ -498,7 +496,7 @@ impl Coordinator {
             Stage::Running if is_first && others => {}
             Stage::Running => self.supervise(Event::Signalled(signal), now),
             Stage::Ending(_) | Stage::Over => {}
-            Stage::Gathering(_) | Stage::Pausing(..) => self.end(Outcome::interruption(signal)),
+            Stage::Gathering(_) | Stage::Pausing(_) => self.end(Outcome::interruption(signal)),
         }
     }
 
@@ -519,7 +517,7 @@ impl Coordinator {
                 self.supervise(Event::NodeLost { ranks, how, message }, now);
             }
             (Stage::Ending(_), _) => self.conclude_if_all_gone(now),
-            (Stage::Gathering(_) | Stage::Pausing(..), _) => {
+            (Stage::Gathering(_) | Stage::Pausing(_), _) => {
                 let text = format!("{}; waiting for it or a replacement", loss.describe(&card.host));
                 self.outbox.push((OWN, ToAgent::Say { text }));
             }
@@ -633,7 +631,7 @@ impl Coordinator {
                 let (next, most, seconds) = (self.restarts + 1, policy.max_restarts, pause.as_secs_f64());
                 let text = format!("restart {next} of {most} in {seconds} s");
                 self.outbox.push((OWN, ToAgent::Say { text }));
-                self.stage = Stage::Pausing(outcome, now + pause);
+                self.stage = Stage::Pausing(now + pause);
             }
             decision => {
                 if let Decision::Stop(Some(why)) = decision {
@@ -681,5 +679,3 @@ fn name_range(ranks: &Range<u32>) -> String {
     }
 }
 
-#[cfg(test)]
-mod tests;

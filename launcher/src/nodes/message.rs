@@ -65,7 +65,7 @@ pub(crate) enum ToAgent {
     /// The last lines of a rank on another node. For the agent of node 0.
     LastLines { name: String, lines: Vec<String> },
     /// The progress of ranks on another node. For the agent of node 0, which watches all ranks.
-    Progress { entries: Vec<(u32, ProgressEntry)>, stopped: Vec<u32> },
+    Progress { node: u32, entries: Vec<(u32, ProgressEntry)>, stopped: Vec<u32> },
     /// The heartbeat.
     Beat,
     /// The job is over.

@@ -19,7 +19,6 @@ use super::wait::{JobSource, Source, output_sources, poll_sources_and, signal_so
 use super::{LaunchEnd, SUSPENSION_THRESHOLD, Shared, reap_orphans};
 use crate::error::LaunchError;
 use crate::events::EventLog;
-use crate::exit_code;
 use crate::interrupt::{Signals, ends_the_run};
 use crate::launch::Supervision;
 use crate::nodes::{FromAgent, NodeCard, NodeLoss, NodeSettings, Order, ToAgent};
@@ -200,9 +199,9 @@ impl<'a> Node<'a> {
             }
             ToAgent::Say { text } => self.shared.output.say(&text),
             ToAgent::LastLines { name, lines } => self.shared.output.repeat_lines(&name, &lines),
-            ToAgent::Progress { entries, stopped } => {
+            ToAgent::Progress { node, entries, stopped } => {
                 if let Some(attempt) = &mut self.attempt {
-                    attempt.note_progress_elsewhere(&entries, stopped);
+                    attempt.note_progress_elsewhere(node, &entries, stopped);
                 }
             }
             ToAgent::Beat => {}

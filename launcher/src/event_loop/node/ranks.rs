@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use mgpu_control::progress::ProgressSnapshot;
+use mgpu_control::progress::Snapshot;
 use mgpu_control::rendezvous::Server;
 use nix::sys::signal::Signal;
 
@@ -24,13 +24,13 @@ const JOB: JobId = JobId { number: None, first_rank: 0 };
 
 /// What was reported of the ranks' progress, and when it is reported next. The report is also the heartbeat.
 pub(super) struct ProgressReport {
-    snapshot: ProgressSnapshot,
+    snapshot: Snapshot,
     next: Instant,
 }
 
 impl ProgressReport {
     pub(super) fn new() -> Self {
-        ProgressReport { snapshot: ProgressSnapshot::default(), next: Instant::now() + HEARTBEAT }
+        ProgressReport { snapshot: Snapshot::of(0..0), next: Instant::now() + HEARTBEAT }
     }
 
     pub(super) fn next_deadline(&self) -> Instant {
@@ -42,7 +42,7 @@ impl<'a> Node<'a> {
     /// Starts the ranks of this node.
     pub(super) fn start(&mut self, order: &StartOrder, now: Instant) {
         self.hosts.clone_from(&order.hosts);
-        self.progress.snapshot = ProgressSnapshot::default();
+        self.progress.snapshot = Snapshot::of(order.layout.local_ranks());
         match self.try_start(order) {
             Ok(attempt) => self.attempt = Some(attempt),
             Err(error) => {
@@ -58,7 +58,7 @@ impl<'a> Node<'a> {
     fn try_start(&mut self, order: &StartOrder) -> Result<Attempt<'a>, LaunchError> {
         let (plan, layout) = (self.job.plan, &order.layout);
         let (first, ranks) = (layout.local_ranks().start, plan.ranks.len() as u32);
-        let mut server = Server::of_node(layout.clone(), self.network.own_address(), &order.run_id)?;
+        let server = Server::of_node(layout.clone(), self.network.own_address(), &order.run_id)?;
         server.describe(&plan.command_line(), order.restarts);
         self.shared.output.set_ranks(first, ranks)?;
         let context = RunContext {
@@ -170,8 +170,7 @@ impl<'a> Node<'a> {
         let (entries, stopped) = match &self.attempt {
             Some(attempt) => {
                 let ranks = attempt.local_ranks();
-                let entries = attempt.server.page().changes_since(&mut self.progress.snapshot, ranks.clone());
-                (entries, ranks.filter(|rank| attempt.is_stopped(*rank)).collect())
+                (attempt.server.page().changes_since(&mut self.progress.snapshot), ranks.filter(|rank| attempt.is_stopped(*rank)).collect())
             }
             None => (Vec::new(), Vec::new()),
         };
