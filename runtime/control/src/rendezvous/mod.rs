@@ -34,7 +34,7 @@ mod remote_readers;
 mod rights;
 mod server;
 mod socket;
-mod threads;
+pub(crate) mod threads;
 mod waits;
 
 pub use crate::progress::Blame;

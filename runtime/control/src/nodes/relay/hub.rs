@@ -192,6 +192,12 @@ impl Hub {
         actions
     }
 
+    /// Number of places in barriers that are kept, for tests of the bound.
+    #[cfg(test)]
+    pub(crate) fn places(&self) -> usize {
+        self.barriers.places()
+    }
+
     fn arrive(
         &mut self,
         from: u32,

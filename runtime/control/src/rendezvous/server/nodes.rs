@@ -425,3 +425,6 @@ impl Server {
 fn late_key(reader: u32, key: &str) -> String {
     format!("{reader} {key}")
 }
+
+#[cfg(test)]
+mod tests;
