@@ -79,14 +79,6 @@ impl Layout {
         }
     }
 
-    /// The layout of a world on one host.
-    ///
-    /// # Panics
-    /// If there are no ranks or more than [`MAX_WORLD_RANKS`].
-    pub fn one_host(world_size: u32) -> Self {
-        Self::new(vec![0], world_size, 0).expect("a world has between 1 and MAX_WORLD_RANKS ranks")
-    }
-
     /// The same layout, seen from another node.
     ///
     /// # Errors

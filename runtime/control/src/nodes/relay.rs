@@ -216,3 +216,6 @@ pub enum HubAction {
     /// The ranks of all nodes are admitted.
     Admitted,
 }
+
+#[cfg(test)]
+mod tests;

@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 
 use super::entries::Entries;
 use super::listener::{ConnectionAttempt, Listener, refuse};
-use super::message::{MAX_VALUE, Reply, Request, encode};
+use super::message::{Reply, Request, encode};
 use super::peer::{HELLO_TIMEOUT, Peer};
 use super::preflight::{JoiningRank, PreflightFault};
 use super::read_budget::{MessageHandler, serve_within_budget};
