@@ -15,6 +15,7 @@ use nix::sys::socket::{
 use nix::sys::time::TimeVal;
 
 use super::message::{MAX_FDS, MAX_NAME, MAX_VALUE, Manifest, Reply, Request, VERSION, check_name, encode};
+use super::rank_list;
 use super::socket::{Connection, Received};
 use crate::nodes::Layout;
 use crate::process::{ForkDetector, has_ended, pidfd_open};
@@ -250,7 +251,9 @@ impl Store {
     /// As [`barrier`](Self::barrier), except that other ranks may leave the run; if this rank is not among `ranks`, or
     /// one of them does not exist.
     pub fn barrier_of(&self, name: &str, ranks: &[u32], timeout: Duration) -> Result<()> {
-        self.enter_barrier(name, Some(ranks.to_vec()), timeout)
+        let mut ranks = ranks.to_vec();
+        rank_list::sort_if_long(&mut ranks);
+        self.enter_barrier(name, Some(ranks), timeout)
     }
 
     fn enter_barrier(&self, name: &str, ranks: Option<Vec<u32>>, timeout: Duration) -> Result<()> {

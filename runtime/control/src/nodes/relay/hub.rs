@@ -365,7 +365,8 @@ fn in_messages(ends: &[RankEnd]) -> Vec<RelayMessage> {
     let failed = failed.chunks(ENDS_PER_MESSAGE);
     let failed =
         failed.map(|ends| RelayMessage::Ended { ends: ends.iter().map(|end| (*end).clone()).collect() });
-    let finished: Vec<u32> = finished.iter().map(|end| end.rank).collect();
+    let mut finished: Vec<u32> = finished.iter().map(|end| end.rank).collect();
+    finished.sort_unstable();
     let finished = (!finished.is_empty()).then_some(RelayMessage::Finished { ranks: finished });
     failed.chain(finished).collect()
 }
