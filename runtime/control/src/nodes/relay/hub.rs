@@ -155,7 +155,7 @@ impl Hub {
     pub fn announce(&mut self, ends: Vec<RankEnd>) -> Vec<HubAction> {
         let (had_failed, world_size) = (self.has_failed, self.layout.world_size());
         for end in ends.into_iter().filter(|end| end.rank < world_size) {
-            self.note_end(bounded(end));
+            self.note_end(bounded(end, world_size));
         }
         if self.has_failed && !had_failed { self.flush() } else { Vec::new() }
     }
@@ -330,7 +330,7 @@ impl Hub {
         if rank < world_size && !self.layout.ranks_of(from).contains(&rank) {
             return Ok(());
         }
-        Err(format!("node {from} asks for rank {rank} of {world_size}, which is not on another node"))
+        Err(format!("node {from} names rank {rank} of {world_size}, which is not on another node"))
     }
 
     /// Checks the answer of a node to a `Get`.
@@ -347,11 +347,12 @@ impl Hub {
     }
 }
 
-/// The end with its texts as long as a progress page keeps them.
-fn bounded(mut end: RankEnd) -> RankEnd {
+/// The end with its texts as long as a progress page keeps them, and without the blame of a rank that does not exist.
+fn bounded(mut end: RankEnd, world_size: u32) -> RankEnd {
     if let ProcessEnd::Failed(how) = &mut end.end {
         progress::truncate_text(how);
     }
+    end.blame = end.blame.filter(|blame| blame.culprit < world_size);
     if let Some(blame) = &mut end.blame {
         progress::truncate_text(&mut blame.message);
     }

@@ -30,8 +30,8 @@ fn ready(node: u32) -> RelayMessage {
 }
 
 fn failed(rank: u32) -> RankEnd {
-    let message = format!("rank {rank} lost rank 77 in all_reduce 1201: rank 77 was killed by SIGKILL");
-    let blame = Some(Blame { culprit: 77, timed_out: false, message });
+    let message = format!("rank {rank} lost rank 7 in all_reduce 1201: rank 7 was killed by SIGKILL");
+    let blame = Some(Blame { culprit: 7, timed_out: false, message });
     RankEnd { rank, end: ProcessEnd::Failed("exited with code 1".into()), blame }
 }
 
@@ -56,13 +56,13 @@ impl Wire {
         decoder.next_message().unwrap().unwrap()
     }
 
-    fn to_hub(&mut self, hub: &mut Hub, node: u32, message: &RelayMessage) {
+    fn carry_to_hub(&mut self, hub: &mut Hub, node: u32, message: &RelayMessage) {
         let message = self.carry(message);
         let actions = hub.handle(node, message).unwrap();
-        self.to_nodes(actions);
+        self.carry_to_nodes(actions);
     }
 
-    fn to_nodes(&mut self, actions: Vec<HubAction>) {
+    fn carry_to_nodes(&mut self, actions: Vec<HubAction>) {
         for action in actions {
             if let HubAction::Send { message, .. } = action {
                 self.carry(&message);
@@ -79,41 +79,45 @@ fn life(nodes: u32, fails: bool, mut report: impl FnMut(&str, &Wire)) -> Vec<usi
         let mut wire = Wire::default();
         run(&mut hub, &mut wire);
         let actions = hub.flush();
-        wire.to_nodes(actions);
+        wire.carry_to_nodes(actions);
         report(name, &wire);
         counts.push(wire.messages);
     };
     part("join", &mut |hub, wire| {
-        (0..nodes).for_each(|node| wire.to_hub(hub, node, &ready(node)));
+        (0..nodes).for_each(|node| wire.carry_to_hub(hub, node, &ready(node)));
         assert!(hub.is_admitted());
     });
     part("barrier", &mut |hub, wire| {
         for node in 0..nodes {
             let arrived = ranks_of(node).collect();
-            wire.to_hub(hub, node, &RelayMessage::Arrived { barrier: "b".into(), ranks: None, arrived });
+            wire.carry_to_hub(
+                hub,
+                node,
+                &RelayMessage::Arrived { barrier: "b".into(), ranks: None, arrived },
+            );
         }
     });
     if fails {
         part("death of a rank", &mut |hub, wire| {
             let actions = hub.announce(vec![failed(nodes)]);
-            wire.to_nodes(actions);
+            wire.carry_to_nodes(actions);
         });
         part("end of the others", &mut |hub, wire| {
             for rank in (0..nodes * RANKS_PER_NODE).filter(|rank| *rank != nodes) {
                 let actions = hub.announce(vec![failed(rank)]);
-                wire.to_nodes(actions);
+                wire.carry_to_nodes(actions);
             }
         });
     } else {
         part("goodbyes", &mut |hub, wire| {
             for node in 0..nodes {
-                wire.to_hub(hub, node, &RelayMessage::Left { ranks: ranks_of(node).collect() });
+                wire.carry_to_hub(hub, node, &RelayMessage::Left { ranks: ranks_of(node).collect() });
             }
         });
         part("ends", &mut |hub, wire| {
             for rank in 0..nodes * RANKS_PER_NODE {
                 let actions = hub.announce(vec![finished(rank)]);
-                wire.to_nodes(actions);
+                wire.carry_to_nodes(actions);
             }
         });
     }
@@ -224,7 +228,7 @@ fn a_node_speaks_for_its_own_ranks_only() {
         ),
         (
             RelayMessage::Arrived { barrier: "b".into(), ranks: Some(vec![16]), arrived: vec![8] },
-            "rank 16 in",
+            "rank 16 in a barrier",
         ),
         (RelayMessage::Admit, "only node 0 sends"),
     ] {

@@ -15,11 +15,16 @@ mod requests;
 use super::*;
 use crate::nodes::RankEnd;
 use crate::nodes::relay::{NodeManifest, NodeProgram, RelayMessage};
+use crate::progress::truncate_text;
 use crate::rendezvous::message::{VERSION, check_name};
+use crate::rendezvous::rank_list;
 use crate::rendezvous::remote_readers::RemoteReader;
 
+/// Maximum number of programs of one node that are compared with those of other nodes.
+const MAX_PROGRAMS: usize = 16;
+
 impl Server {
-    /// Opens the rendezvous of the ranks of one node in a private directory. `address` is the node's address as other
+    /// Opens the rendezvous of the ranks of one node in a private directory. `node_address` is the node's address as other
     /// nodes reach it, for its ranks.
     ///
     /// After each call of [`service`](Self::service) and [`deliver`](Self::deliver), carry what
@@ -84,8 +89,9 @@ impl Server {
                 self.refuse_joined(rank, &why);
                 Ok(())
             }
-            RelayMessage::GaveUp { missing } => {
+            RelayMessage::GaveUp { mut missing } => {
                 missing.iter().try_for_each(|rank| self.check_rank(*rank))?;
+                rank_list::sort_if_long(&mut missing);
                 self.fail_joins_without(&missing);
                 Ok(())
             }
@@ -113,7 +119,7 @@ impl Server {
             }
             RelayMessage::NotReleased { reader, barrier, reply } => {
                 self.check_local(reader)?;
-                self.answer_in_barrier(reader, &barrier, &reply)
+                self.answer_in_barrier(reader, &barrier, reply)
             }
             RelayMessage::Left { ranks } => {
                 ranks.iter().try_for_each(|rank| self.check_rank(*rank))?;
@@ -151,22 +157,29 @@ impl Server {
         }
     }
 
-    /// What the hub compares. The ranks of this node agree, so one of them speaks for all.
+    /// What the hub compares. The ranks of this node agree, so one of them speaks for all. Texts of ranks are truncated, so
+    /// that the manifest fits a frame.
     fn manifest(&self) -> NodeManifest {
+        let truncated = |mut text: String| {
+            truncate_text(&mut text);
+            text
+        };
         let mut programs: Vec<NodeProgram> = Vec::new();
         let mut ranks: Vec<&JoiningRank> = self.joining.iter().collect();
         ranks.sort_by_key(|joining| joining.rank);
         for joining in &ranks {
             let number = self.programs.get(joining.rank as usize).copied().unwrap_or_default();
             if let Some(program) = &joining.program
+                && programs.len() < MAX_PROGRAMS
                 && programs.iter().all(|known| known.number != number)
             {
-                let (path, digest) = (program.to_string(), program.hash().ok());
+                let (path, digest) = (truncated(program.to_string()), program.hash().ok());
                 programs.push(NodeProgram { number, rank: joining.rank, path, digest });
             }
         }
         let first = ranks.first().map(|joining| joining.manifest.clone()).unwrap_or_default();
-        NodeManifest { version: VERSION, driver: first.driver, nccl: first.nccl, programs }
+        let (driver, nccl) = (first.driver.map(truncated), first.nccl.map(truncated));
+        NodeManifest { version: VERSION, driver, nccl, programs }
     }
 
     fn admit_all(&mut self) -> Result<(), String> {
@@ -174,8 +187,8 @@ impl Server {
             // They have been told that the run does not start.
             return Ok(());
         }
-        if !self.is_complete() {
-            return Err("the hub admits ranks that have not joined".into());
+        if !self.is_complete() || self.peers.iter().any(|peer| peer.admitted) {
+            return Err("the hub admits ranks that have not joined, or were answered before".into());
         }
         self.welcome();
         Ok(())
@@ -183,18 +196,16 @@ impl Server {
 
     /// Refuses a rank that waits for admission.
     fn refuse_joined(&mut self, rank: u32, why: &str) {
-        let why: String = why.chars().take(1000).collect();
-        let waiting = self.peers.iter_mut().find(|peer| peer.rank == Some(rank) && !peer.admitted);
-        if let Some(peer) = waiting {
-            peer.admitted = true;
-            let id = peer.id;
-            // The refused rank may run this server, and end as soon as it is told: the others are told first.
-            if self.unattended {
-                self.local_rank_ended(rank, ProcessEnd::Failed(format!("was refused: {why}")));
-            }
-            if let Some(peer) = self.peers.iter().find(|peer| peer.id == id) {
-                peer.refuse(&why);
-            }
+        let why = short(why);
+        let waits = |peer: &&mut Peer| peer.rank == Some(rank) && !peer.admitted;
+        let Some(peer) = self.peers.iter_mut().find(waits) else { return };
+        peer.admitted = true;
+        // The refused rank may run this server, and end as soon as it is told: the others are told first.
+        if self.unattended {
+            self.local_rank_ended(rank, ProcessEnd::Failed(format!("was refused: {why}")));
+        }
+        if let Some(peer) = self.peers.iter().find(|peer| peer.rank == Some(rank)) {
+            peer.refuse(&why);
         }
     }
 
@@ -269,6 +280,11 @@ impl Server {
             false => Err(format!("rank {rank} reads from another node, and is not on one")),
         }
     }
+}
+
+/// A text of another node, truncated so that a reply with it fits a frame.
+fn short(text: &str) -> String {
+    text.chars().take(1000).collect()
 }
 
 #[cfg(test)]

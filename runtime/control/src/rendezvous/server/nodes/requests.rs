@@ -1,7 +1,9 @@
 //! The key/value store and the barriers over several nodes, as one node's server sees them.
 
+use super::short;
 use crate::nodes::RelayMessage;
 use crate::rendezvous::message::{MAX_VALUE, Reply};
+use crate::rendezvous::rank_list;
 use crate::rendezvous::remote_readers::RemoteReader;
 use crate::rendezvous::server::Server;
 use crate::rendezvous::waits::WaitFor;
@@ -35,9 +37,13 @@ impl Server {
         peer: u64,
         rank: u32,
         name: String,
-        ranks: Option<Vec<u32>>,
+        mut ranks: Option<Vec<u32>>,
         timeout_ms: u64,
     ) {
+        if let Some(ranks) = &mut ranks {
+            ranks.sort_unstable();
+            ranks.dedup();
+        }
         match self.outbox.last_mut() {
             Some(RelayMessage::Arrived { barrier, ranks: others, arrived })
                 if *barrier == name && *others == ranks =>
@@ -125,12 +131,15 @@ impl Server {
         reader: u32,
         number: u64,
         key: &str,
-        reply: Reply,
+        mut reply: Reply,
     ) -> Result<(), String> {
-        match &reply {
+        match &mut reply {
             Reply::Value { value, fds: 0 } if value.len() <= MAX_VALUE => {}
-            Reply::PeerGone { peer, .. } => self.check_rank(*peer)?,
-            Reply::Denied { .. } => {}
+            Reply::PeerGone { peer, how } => {
+                self.check_rank(*peer)?;
+                *how = short(how);
+            }
+            Reply::Denied { why } => *why = short(why),
             other => return Err(format!("the answer {other:?} to a read")),
         }
         let Some(peer) = self.peer_of(reader) else { return Ok(()) };
@@ -159,17 +168,20 @@ impl Server {
         &mut self,
         reader: u32,
         barrier: &str,
-        reply: &Reply,
+        mut reply: Reply,
     ) -> Result<(), String> {
-        match reply {
-            Reply::TimedOut { missing } => missing.iter().try_for_each(|rank| self.check_rank(*rank))?,
-            Reply::Denied { .. } => {}
+        match &mut reply {
+            Reply::TimedOut { missing } => {
+                missing.iter().try_for_each(|rank| self.check_rank(*rank))?;
+                rank_list::sort_if_long(missing);
+            }
+            Reply::Denied { why } => *why = short(why),
             other => return Err(format!("the answer {other:?} to a barrier")),
         }
         if let Some(peer) = self.peer_of(reader)
             && self.waits.take_unreleased(peer, barrier)
         {
-            self.answer(peer, reply, &[]);
+            self.answer(peer, &reply, &[]);
         }
         Ok(())
     }

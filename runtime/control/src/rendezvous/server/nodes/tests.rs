@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::nodes::{Hub, HubAction};
 use crate::rendezvous::in_process_on_nodes;
-use crate::rendezvous::message::{Decoder, MAX_FRAME, Manifest, Request};
+use crate::rendezvous::message::{Decoder, MAX_FRAME, MAX_VALUE, Manifest, Request};
 use crate::rendezvous::preflight::Program;
 use crate::rendezvous::threads::ConnectedNodes;
 
@@ -558,6 +558,38 @@ fn threads_on_several_nodes_exchange_values_and_meet() {
     assert!(late.get("0/0", 0, patience).is_err(), "rank 0 has left");
 }
 
+/// Ranks may send what they like: the messages that their server makes of it fit frames.
+#[test]
+fn the_largest_messages_of_a_server_fit_a_frame() {
+    let mut job = Job::new(&[1, 1]);
+    let (name, text) = ("\u{1}".repeat(256), Some("\u{1}".repeat(4000)));
+    let manifest = Manifest { driver: text.clone(), nccl: text, ..Manifest::default() };
+    let hello = [0, 1].map(|rank| {
+        job.hello_with(rank, manifest.clone());
+        job.serve_only(rank).take_outbox().remove(0)
+    });
+    assert!(encode(&hello[0]).len() < MAX_FRAME / 2);
+    for (node, ready) in (0..).zip(hello) {
+        let actions = job.nodes.hub.handle(node, ready).unwrap();
+        actions.into_iter().for_each(|action| job.nodes.apply(action));
+    }
+    assert!(matches!(job.reply(0), Some(Reply::Welcome { .. })));
+    // A list of participants that repeats them.
+    let again: Vec<u32> = (0..30_000).map(|number| number % 2).collect();
+    job.barrier(0, &name, Some(&again), 0);
+    let value = vec![255; MAX_VALUE];
+    job.send(1, &Request::Set { key: name.clone(), value, fds: 0, readers: 1 });
+    job.serve_only(1);
+    job.nodes.servers[1]
+        .deliver(RelayMessage::Get { reader: 0, number: u64::MAX, key: name, from: 1 })
+        .unwrap();
+    for rank in [0, 1] {
+        let outbox = job.serve_only(rank).take_outbox();
+        assert!(!outbox.is_empty());
+        outbox.iter().for_each(|message| assert!(encode(message).len() < MAX_FRAME - 1024));
+    }
+}
+
 /// Messages of a hub that obeys no rules.
 fn message(world_size: u32) -> impl Strategy<Value = RelayMessage> {
     let rank = || prop_oneof![8 => 0..world_size, 1 => Just(world_size), 1 => Just(u32::MAX)];
@@ -567,8 +599,8 @@ fn message(world_size: u32) -> impl Strategy<Value = RelayMessage> {
         Just(Reply::Done),
         (0..3u32).prop_map(|fds| Reply::Value { value: vec![7], fds }),
         ranks().prop_map(|missing| Reply::TimedOut { missing }),
-        rank().prop_map(|peer| Reply::PeerGone { peer, how: "left".into() }),
-        Just(Reply::Denied { why: "no".into() }),
+        rank().prop_map(|peer| Reply::PeerGone { peer, how: "\u{1}".repeat(12_000) }),
+        Just(Reply::Denied { why: "\u{1}".repeat(12_000) }),
     ];
     let reply = reply.boxed();
     let end = (rank(), any::<bool>(), prop::option::of(rank())).prop_map(|(rank, failed, culprit)| RankEnd {
@@ -637,18 +669,21 @@ proptest! {
         }
     }
 
-    /// Nodes that obey no rules: the hub never panics, its messages fit frames, and what it keeps is bounded.
+    /// Nodes that obey no rules: the hub never panics, what it keeps is bounded, and the servers of other nodes accept what
+    /// it makes of their messages.
     #[test]
-    fn nodes_without_rules_never_panic_the_hub(messages in prop::collection::vec((0..4u32, message(6)), 0..80)) {
-        let layout = Layout::new(vec![0, 2, 4], 6, 0).unwrap();
-        let mut hub = Hub::new(layout, vec!["a".into()]);
+    fn nodes_without_rules_never_harm_others(messages in prop::collection::vec((0..4u32, message(6)), 0..80)) {
+        let mut job = Job::admitted(&[2, 2, 2]);
         for (from, message) in messages {
-            for action in hub.handle(from, message).unwrap_or_default().into_iter().chain(hub.flush()) {
-                if let HubAction::Send { node, message } = action {
-                    prop_assert!(node < 3 && encode(&message).len() <= MAX_FRAME);
-                }
+            let is_answer = matches!(message, RelayMessage::Got { .. });
+            let actions = job.nodes.hub.handle(from, message).unwrap_or_default();
+            for action in actions.into_iter().chain(job.nodes.hub.flush()) {
+                let HubAction::Send { node, message } = action else { continue };
+                prop_assert!(is_answer || encode(&message).len() <= MAX_FRAME);
+                let accepted = job.nodes.servers[node as usize].deliver(message.clone());
+                prop_assert!(accepted.is_ok(), "{accepted:?} of {message:?}");
             }
-            prop_assert!(hub.places() <= 6 * 6);
+            prop_assert!(job.nodes.hub.places() <= 6 * 6);
         }
     }
 }
