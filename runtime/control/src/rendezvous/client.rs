@@ -217,10 +217,12 @@ impl Store {
         }
     }
 
-    /// Waits until rank `from` has set `key`.
+    /// Waits until rank `from` has set `key`. On several hosts the value is on the host of `from`, so `from` has to be the
+    /// rank that sets it.
     ///
     /// # Errors
-    /// If it takes longer than `timeout`, `from` has ended without setting the key, or any rank has failed.
+    /// If it takes longer than `timeout`, `from` has ended without setting the key, or any rank has failed; if the value
+    /// has descriptors and `from` is on another host.
     pub fn get(&self, key: &str, from: u32, timeout: Duration) -> Result<(Vec<u8>, Vec<OwnedFd>)> {
         check_name(key).map_err(|problem| Error::InvalidArgument { operation: "get", problem })?;
         let request = Request::Get { key: key.to_owned(), from, timeout_ms: milliseconds(timeout) };
