@@ -119,7 +119,9 @@ impl Dialer {
     /// The descriptors with the events to poll them for.
     pub fn fds(&self) -> Vec<PollFd<'_>> {
         let lookup = self.lookup.iter().map(|lookup| PollFd::new(lookup.fd(), PollFlags::POLLIN));
-        lookup.chain(self.targets.iter().flat_map(|target| &target.attempt).map(Opening::poll_fd)).collect()
+        lookup
+            .chain(self.targets.iter().flat_map(|target| &target.attempt).flat_map(Opening::poll_fds))
+            .collect()
     }
 
     /// When [`service`](Self::service) has to be called at the latest.

@@ -109,7 +109,7 @@ impl NodeListener {
     pub fn fds(&self) -> Vec<PollFd<'_>> {
         let listener = PollFd::new(self.listener.as_fd(), PollFlags::POLLIN);
         let listener = self.paused_until.is_none().then_some(listener);
-        listener.into_iter().chain(self.openings.iter().map(Opening::poll_fd)).collect()
+        listener.into_iter().chain(self.openings.iter().flat_map(Opening::poll_fds)).collect()
     }
 
     /// When [`service`](Self::service) has to be called at the latest.

@@ -19,6 +19,7 @@
 
 mod address;
 mod auth;
+mod background;
 #[doc(hidden)]
 pub mod channel;
 mod dialer;
@@ -26,6 +27,7 @@ mod dialer;
 pub mod handshake;
 mod link;
 mod listener;
+mod munge;
 mod noise;
 mod opening;
 mod outbox;
@@ -38,6 +40,7 @@ pub use auth::{Credentials, Method, Secret};
 pub use dialer::{DialError, Dialer};
 pub use link::{Link, LinkState, Loss};
 pub use listener::{NodeListener, RejectedConnections};
+pub use munge::Munge;
 pub use preamble::RunTag;
 
 /// Port of the coordinator if neither the user nor the engine names one: torchrun's.

@@ -103,8 +103,8 @@ fn rejections(listener: &mut NodeListener) -> Vec<RejectedConnections> {
 }
 
 #[test]
-fn messages_travel_both_ways_with_both_methods() {
-    for credentials in [good(), Credentials::None] {
+fn messages_travel_both_ways_with_all_methods() {
+    for credentials in [good(), Credentials::Munge(Munge::fake(7)), Credentials::None] {
         let (mut one, mut other) = pair(&credentials);
         assert_eq!(one.peer_address(), other.local_address());
         assert_eq!(one.local_address(), other.peer_address());
