@@ -33,6 +33,12 @@ impl Endpoint {
         self.port
     }
 
+    /// An endpoint with a host that would not be accepted.
+    #[cfg(test)]
+    pub(super) fn for_test(host: &str, port: u16) -> Self {
+        Endpoint { host: host.to_owned(), port: Some(port) }
+    }
+
     /// The same host with this port.
     pub fn with_port(&self, port: u16) -> Self {
         Endpoint { host: self.host.clone(), port: Some(port) }

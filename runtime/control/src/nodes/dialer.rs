@@ -173,7 +173,7 @@ impl Dialer {
         let problem = self
             .lookup_problem
             .clone()
-            .or_else(|| self.lookup.as_ref().map(|_| "no name server answers".into()));
+            .or_else(|| self.lookup.as_ref().map(|_| "the name is still being looked up".into()));
         let problem = problem.filter(|_| self.targets.is_empty());
         let why: Vec<String> = listed.chain(problem).collect();
         format!(
