@@ -164,12 +164,13 @@ impl Dialer {
                 None => reasons.push((ip, reason, vec![port])),
             }
         }
-        let ports_of = |ports: Vec<u16>| match self.ports.len() {
-            1 => String::new(),
-            _ => format!(" port {}", ports.iter().map(u16::to_string).collect::<Vec<_>>().join(", ")),
-        };
-        let listed =
-            reasons.into_iter().map(|(ip, reason, ports)| format!("{ip}{}: {reason}", ports_of(ports)));
+        let listed = reasons.into_iter().map(|(ip, reason, ports)| {
+            let address = if self.is_literal() { String::new() } else { format!("{ip}") };
+            let ports = if self.ports.len() == 1 { String::new() } else { list_ports(&ports) };
+            let place =
+                [address, ports].into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join(" ");
+            if place.is_empty() { reason.to_owned() } else { format!("{place}: {reason}") }
+        });
         let problem = self
             .lookup_problem
             .clone()
@@ -189,6 +190,11 @@ impl Dialer {
             [port] => self.endpoint.with_port(port),
             _ => self.endpoint.clone(),
         }
+    }
+
+    /// True if the endpoint is an address, not a name.
+    fn is_literal(&self) -> bool {
+        literal(self.endpoint.host()).is_some()
     }
 
     /// The target that has answered as the coordinator.
@@ -278,7 +284,10 @@ impl Dialer {
             };
             target.fail(&fault, now);
             self.start_at = now;
-            let text = || format!("{} ({}) {fault}", self.place(), self.targets[index].address.ip());
+            let text = || match self.is_literal() {
+                true => format!("{} {fault}", self.targets[index].address),
+                false => format!("{} ({}) {fault}", self.place(), self.targets[index].address.ip()),
+            };
             match fault {
                 Fault::Authentication(_) => return Err(DialError::Authentication(text())),
                 // Among several ports it may be the coordinator of another job.
@@ -302,7 +311,17 @@ impl Target {
     fn fail(&mut self, fault: &Fault, now: Instant) {
         self.attempt = None;
         self.reason = Some(fault.to_string());
-        self.try_at = now + self.pause;
+        // Whoever else listens there will not be gone in a moment.
+        let is_taken = !matches!(fault, Fault::Connection(_));
+        self.try_at = now + if is_taken { RETRY_PAUSE.1 } else { self.pause };
         self.pause = RETRY_PAUSE.1.min(2 * self.pause);
     }
+}
+
+/// The first ports and the number of the others.
+fn list_ports(ports: &[u16]) -> String {
+    let (listed, rest) = ports.split_at(ports.len().min(3));
+    let listed: Vec<String> = listed.iter().map(u16::to_string).collect();
+    let more = if rest.is_empty() { String::new() } else { format!(" and {} more", rest.len()) };
+    format!("{} {}{more}", if ports.len() == 1 { "port" } else { "ports" }, listed.join(", "))
 }

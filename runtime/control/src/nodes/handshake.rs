@@ -323,10 +323,10 @@ impl Handshake {
         if user != own {
             return Err(format!("the credential is of user {user}, the coordinator runs as user {own}"));
         }
-        match payload.split_first_chunk::<32>() {
-            Some((hash, key)) if *hash == self.connection_hash() && key.len() == 32 => {
-                let key = Zeroizing::new(*key.first_chunk().expect("its length was checked"));
-                Ok(NoiseHandshake::responder(&key, self.prologue.as_bytes()))
+        let parts = payload.split_first_chunk::<32>().map(|(hash, key)| (*hash, <&[u8; 32]>::try_from(key)));
+        match parts {
+            Some((hash, Ok(key))) if hash == self.connection_hash() => {
+                Ok(NoiseHandshake::responder(key, self.prologue.as_bytes()))
             }
             _ => Err("the credential was made for another connection".into()),
         }
