@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags};
 
+use super::DEFAULT_PORT;
 use super::address::Endpoint;
 use super::auth::Credentials;
 use super::handshake::Fault;
@@ -86,8 +87,8 @@ pub struct Dialer {
 }
 
 impl Dialer {
-    /// Starts to connect to `endpoint`: at its port, or at each of `ports` in turn if it has none. `local_address`: from
-    /// this address. Gives up at `deadline`.
+    /// Starts to connect to `endpoint`: at its port, or at each of `ports` in turn if it has none ([`DEFAULT_PORT`] if
+    /// there are none). `local_address`: from this address. Gives up at `deadline`.
     pub fn new(
         endpoint: &Endpoint,
         ports: &[u16],
@@ -98,6 +99,7 @@ impl Dialer {
     ) -> Self {
         let now = Instant::now();
         let literal = literal(endpoint.host());
+        let ports = if ports.is_empty() { &[DEFAULT_PORT] } else { ports };
         let mut dialer = Dialer {
             endpoint: endpoint.clone(),
             ports: endpoint.port().map_or(ports.to_vec(), |port| vec![port]),

@@ -1,8 +1,9 @@
 //! The coordinator's listening socket, and the connections that are not authenticated yet.
 //!
-//! Anybody who reaches the port may connect, so such connections are bounded: 5 s and 4 KiB each, and 64 at once. One
-//! more closes the oldest connection of the address with the most of them. A host that floods the port, even with more
-//! addresses of one IPv6 network, so only gets in its own way.
+//! Anybody who reaches the port may connect, so such connections are bounded: 5 s and 4 KiB each, and 128 at once. If
+//! there are more, the oldest one of the address with the most of them is closed. So a host that floods the port, even
+//! with many addresses of one IPv6 network, mostly gets in its own way. Every connection has 100 ms in any case, which
+//! is ample for an agent: a thousand agents that connect at once wait in the kernel's queue, and none is closed.
 //!
 //! If no connection can be accepted, because too many files are open, it stays in the kernel's queue and the socket stays
 //! readable: a poll loop would spin. The listener is not polled for a while then.
@@ -26,9 +27,10 @@ use crate::rendezvous::rejections::{Rejection, Rejections};
 use crate::{Error, Result};
 
 /// Maximum number of connections that are not authenticated.
-const MAX_OPENINGS: usize = 64;
-/// Connections accepted before those that were accepted earlier are served again: fewer than are kept, so that a peer
-/// that does not wait always gets through a flood.
+const MAX_OPENINGS: usize = 128;
+/// How long a connection is not closed to make room for another one.
+const PROTECTED_TIME: Duration = Duration::from_millis(100);
+/// Connections accepted before those that were accepted earlier are served again.
 const ACCEPTS_PER_TURN: usize = 16;
 /// Turns per call, so that a flood does not keep the rest of the program waiting.
 const TURNS_PER_CALL: usize = 8;
@@ -147,6 +149,10 @@ impl NodeListener {
         self.paused_until = None;
         let mut accepted = 0;
         while accepted < ACCEPTS_PER_TURN {
+            if self.openings.len() >= MAX_OPENINGS && !(self.has_pending_connection() && self.make_room(now))
+            {
+                break;
+            }
             match self.listener.accept() {
                 Ok((stream, peer)) => {
                     match Opening::accept(stream, peer, &self.credentials, self.run, now) {
@@ -154,7 +160,6 @@ impl NodeListener {
                         Err(fault) => self.reject(peer, &fault, now),
                     }
                     accepted += 1;
-                    self.bound(now);
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 // The kernel allocates a descriptor before it looks for a connection, so there may be none.
@@ -180,23 +185,24 @@ impl NodeListener {
         poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
     }
 
-    /// Closes the oldest connection of the network with the most of them if there are too many.
-    fn bound(&mut self, now: Instant) {
-        if self.openings.len() <= MAX_OPENINGS {
-            return;
-        }
+    /// Closes the oldest connection of the network with the most of them. `false`: all of them are too young, and the
+    /// listener is not polled until one is not.
+    fn make_room(&mut self, now: Instant) -> bool {
         let mut counts: HashMap<IpAddr, usize> = HashMap::new();
         self.openings.iter().for_each(|opening| *counts.entry(network(opening)).or_default() += 1);
-        let candidates = self.openings.iter().enumerate();
-        let Some((index, _)) =
-            candidates.max_by_key(|(index, opening)| (counts[&network(opening)], Reverse(*index)))
-        else {
-            return;
+        let age = |opening: &Opening| now.saturating_duration_since(opening.started_at());
+        let candidates =
+            self.openings.iter().enumerate().filter(|(_, opening)| age(opening) >= PROTECTED_TIME);
+        let oldest = candidates.max_by_key(|(index, opening)| (counts[&network(opening)], Reverse(*index)));
+        let Some((index, _)) = oldest else {
+            self.paused_until = self.openings.first().map(|opening| opening.started_at() + PROTECTED_TIME);
+            return false;
         };
         let opening = self.openings.remove(index);
-        let (own, all) = (counts[&network(&opening)], MAX_OPENINGS + 1);
+        let (own, all) = (counts[&network(&opening)], MAX_OPENINGS);
         let why = format!("has {own} of {all} unauthenticated connections, and no other address has more");
         self.reject(opening.peer(), &Fault::Connection(why), now);
+        true
     }
 
     fn serve(&mut self, now: Instant, links: &mut Vec<Link>) {
@@ -213,6 +219,8 @@ impl NodeListener {
                 }
                 Err(fault) => (self.openings.remove(index).peer(), Err(fault)),
             };
+            // There is room for another one.
+            self.paused_until = None;
             match result {
                 Ok(link) => links.push(link),
                 Err(fault) => self.reject(peer, &fault, now),

@@ -76,6 +76,10 @@ impl Opening {
         self.peer
     }
 
+    pub(super) fn started_at(&self) -> Instant {
+        self.deadline - HANDSHAKE_TIME
+    }
+
     pub(super) fn deadline(&self) -> Instant {
         self.deadline
     }

@@ -5,7 +5,8 @@ use super::*;
 #[test]
 fn both_families_reach_a_listener_of_all_addresses() {
     let mut listener = NodeListener::bind(None, &[0], good(), run()).unwrap();
-    for ip in [V4, V6] {
+    let has_v6 = TcpListener::bind((V6, 0)).is_ok();
+    for ip in [V4, V6].into_iter().filter(|ip| ip.is_ipv4() || has_v6) {
         let mut dialer = dial(good(), &endpoint(ip, listener.port()));
         let (ours, theirs) = connect(&mut dialer, &mut listener);
         let (ours, theirs) = (ours.unwrap(), theirs.unwrap());
@@ -74,12 +75,11 @@ fn a_dialer_survives_whatever_answers_before_the_coordinator_does() {
 }
 
 /// Serves the dialer, whose time passes quickly, until its reasons contain `text`.
-fn dial_until(dialer: &mut Dialer, mut serve_others: impl FnMut(), text: &str) -> String {
+fn dial_until(dialer: &mut Dialer, text: &str) -> String {
     for step in 0..200 {
         // Real time passes too: what other threads and the kernel do takes some.
         let result = dialer.service(Instant::now() + step * Duration::from_millis(600));
         assert!(result.is_none(), "{result:?}");
-        serve_others();
         let reasons = dialer.reasons();
         if reasons.contains(text) {
             return reasons;
@@ -104,7 +104,7 @@ fn stranger(answer: &'static [u8]) -> u16 {
 }
 
 #[test]
-fn programs_at_the_coordinator_s_port_are_named() {
+fn programs_at_the_port_are_named() {
     for (answer, said) in [
         (
             &b"HTTP/1.1 400 Bad Request\r\n\r\n"[..],
@@ -114,7 +114,7 @@ fn programs_at_the_coordinator_s_port_are_named() {
         (b"", "closed the connection without a word of mgpurun"),
     ] {
         let port = stranger(answer);
-        let reasons = dial_until(&mut dial(good(), &endpoint(V4, port)), || {}, said);
+        let reasons = dial_until(&mut dial(good(), &endpoint(V4, port)), said);
         assert!(reasons.starts_with(&format!("127.0.0.1:{port}: {said}")), "{reasons}");
     }
 }
@@ -123,7 +123,7 @@ fn programs_at_the_coordinator_s_port_are_named() {
 fn a_silent_program_is_left_after_five_seconds() {
     let silent = TcpListener::bind((V4, 0)).unwrap();
     let mut dialer = dial(good(), &endpoint(V4, silent.local_addr().unwrap().port()));
-    dial_until(&mut dialer, || {}, "did not identify itself within 5 s");
+    dial_until(&mut dialer, "did not identify itself within 5 s");
 }
 
 #[test]
@@ -144,7 +144,9 @@ fn another_version_at_the_only_port_is_final() {
 fn ports_are_tried_in_turn() {
     let mut other = NodeListener::bind(Some(V4), &[0], good(), RunTag::of("another run")).unwrap();
     let newer = stranger(b"mgpurun-nodes 7 9.0.0 something else\n");
-    let taken = [stranger(b"SSH-2.0-x\r\n"), newer, other.port()];
+    let silent = TcpListener::bind((V4, 0)).unwrap();
+    let silent_port = silent.local_addr().unwrap().port();
+    let taken = [silent_port, stranger(b"SSH-2.0-x\r\n"), newer, other.port()];
     // The coordinator takes the first port that is free.
     let mut listener = NodeListener::bind(Some(V4), &[&taken[..], &[0]].concat(), good(), run()).unwrap();
     let ports = [&taken[..], &[listener.port()]].concat();
@@ -176,7 +178,7 @@ fn the_final_error_names_each_address_with_its_last_reason() {
 
     let endpoint: Endpoint = format!("localhost:{port}").parse().unwrap();
     let mut dialer = dial(good(), &endpoint);
-    dial_until(&mut dialer, || {}, "127.0.0.1: connection refused");
+    dial_until(&mut dialer, "127.0.0.1: connection refused");
     let text = dialer.service(Instant::now() + LONG).unwrap().unwrap_err().to_string();
     assert!(
         text.starts_with(&format!("localhost:{port}: ")) && text.contains("127.0.0.1: connection refused"),
@@ -191,8 +193,9 @@ fn the_final_error_names_each_address_with_its_last_reason() {
 #[test]
 fn a_name_is_looked_up_again_until_it_exists() {
     let mut dialer = dial(good(), &Endpoint::for_test("no such host", 29400));
-    let reasons = dial_until(&mut dialer, || {}, "cannot be looked up");
+    let reasons = dial_until(&mut dialer, "cannot be looked up");
     assert!(reasons.starts_with("no such host:29400: the name cannot be looked up: "), "{reasons}");
-    let asked_again = dialer.next_deadline();
-    assert!(asked_again < Instant::now() + Duration::from_secs(200), "{asked_again:?}");
+    assert!(dialer.fds().is_empty(), "the lookup has ended");
+    assert!(dialer.service(dialer.next_deadline()).is_none());
+    assert!(!dialer.fds().is_empty(), "another one runs");
 }
