@@ -166,24 +166,20 @@ impl Dialer {
                 None => reasons.push((ip, reason, vec![port])),
             }
         }
-        let listed = reasons.into_iter().map(|(ip, reason, ports)| {
-            let address = if self.is_literal() { String::new() } else { format!("{ip}") };
-            let ports = if self.ports.len() == 1 { String::new() } else { list_ports(&ports) };
-            let place =
-                [address, ports].into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join(" ");
-            if place.is_empty() { reason.to_owned() } else { format!("{place}: {reason}") }
-        });
-        let problem = self
-            .lookup_problem
-            .clone()
-            .or_else(|| self.lookup.as_ref().map(|_| "the name is still being looked up".into()));
-        let problem = problem.filter(|_| self.targets.is_empty());
-        let why: Vec<String> = listed.chain(problem).collect();
-        format!(
-            "{}: {}",
-            self.place(),
-            if why.is_empty() { "not looked up yet".into() } else { why.join("; ") }
-        )
+        let mut listed: Vec<String> = reasons
+            .into_iter()
+            .map(|(ip, reason, ports)| match (self.is_literal(), self.ports.len()) {
+                (true, 1) => reason.to_owned(),
+                (true, _) => format!("{}: {reason}", list_ports(&ports)),
+                (false, 1) => format!("{ip}: {reason}"),
+                (false, _) => format!("{ip} {}: {reason}", list_ports(&ports)),
+            })
+            .collect();
+        if listed.is_empty() {
+            let unknown = "the name is still being looked up";
+            listed.push(self.lookup_problem.as_deref().unwrap_or(unknown).to_owned());
+        }
+        format!("{}: {}", self.place(), listed.join("; "))
     }
 
     /// The endpoint, with its port if there is one only.
