@@ -122,6 +122,14 @@ pub fn owns(address: IpAddr) -> bool {
     !address.is_unspecified() && !address.is_multicast() && source().is_ok_and(|source| source == address)
 }
 
+/// The first ports and the number of the others.
+pub(super) fn list_ports(ports: &[u16]) -> String {
+    let (listed, rest) = ports.split_at(ports.len().min(3));
+    let listed: Vec<String> = listed.iter().map(u16::to_string).collect();
+    let more = if rest.is_empty() { String::new() } else { format!(" and {} more", rest.len()) };
+    format!("{} {}{more}", if ports.len() == 1 { "port" } else { "ports" }, listed.join(", "))
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;

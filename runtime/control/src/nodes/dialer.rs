@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use nix::poll::{PollFd, PollFlags};
 
 use super::DEFAULT_PORT;
-use super::address::Endpoint;
+use super::address::{Endpoint, list_ports};
 use super::auth::Credentials;
 use super::handshake::Fault;
 use super::link::Link;
@@ -314,12 +314,4 @@ impl Target {
         self.try_at = now + if is_taken { RETRY_PAUSE.1 } else { self.pause };
         self.pause = RETRY_PAUSE.1.min(2 * self.pause);
     }
-}
-
-/// The first ports and the number of the others.
-fn list_ports(ports: &[u16]) -> String {
-    let (listed, rest) = ports.split_at(ports.len().min(3));
-    let listed: Vec<String> = listed.iter().map(u16::to_string).collect();
-    let more = if rest.is_empty() { String::new() } else { format!(" and {} more", rest.len()) };
-    format!("{} {}{more}", if ports.len() == 1 { "port" } else { "ports" }, listed.join(", "))
 }

@@ -10,7 +10,7 @@
 //! ```
 //!
 //! With munge the first packet begins with a credential, whose payload is the key of the Noise handshake. The machine
-//! asks for the credential to be made or read ([`Handshake::take_request`]) and continues with the answer.
+//! asks for the credential to be made or read (`take_request`) and continues with the answer.
 //!
 //! The listener says nothing to a peer that does not begin like mgpurun. Both preambles are the prologue of the Noise
 //! handshake: if somebody changed a byte of them on the way, for instance to make both sides believe that the other one

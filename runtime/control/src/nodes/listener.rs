@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
+use super::address::list_ports;
 use super::auth::Credentials;
 use super::handshake::Fault;
 use super::link::Link;
@@ -78,28 +79,36 @@ impl NodeListener {
         let place = address.map_or("all addresses".into(), |address| address.to_string());
         let mut why = "no port was given".to_owned();
         for port in ports {
-            match tcp::listen_at(address, *port)
-                .and_then(|listener| Ok((listener.local_addr()?.port(), listener)))
-            {
-                Ok((port, listener)) => {
-                    return Ok(NodeListener {
-                        listener,
-                        port,
-                        credentials,
-                        run,
-                        openings: Vec::new(),
-                        paused_until: None,
-                        rejections: Rejections::default(),
-                    });
+            let error = match tcp::listen_at(address, *port) {
+                Ok(listener) => match listener.local_addr() {
+                    Ok(bound) => return Ok(Self::new(listener, bound.port(), credentials, run)),
+                    Err(error) => error,
+                },
+                Err(error) => error,
+            };
+            let remedy = match error.kind() {
+                ErrorKind::AddrInUse => {
+                    "; `ss -ltnp` shows who uses it, --rdzv-endpoint HOST:PORT names another one"
                 }
-                Err(error) => why = tcp::describe(&error),
-            }
+                ErrorKind::AddrNotAvailable => "; the address does not belong to this host",
+                _ => "",
+            };
+            why = format!("{}{remedy}", tcp::describe(&error));
         }
-        let ports: Vec<String> = ports.iter().map(u16::to_string).collect();
-        Err(Error::system(
-            format!("listen for other hosts at port {} of {place}", ports.join(", ")),
-            format!("{why}; `ss -ltnp` shows who uses a port, --rdzv-endpoint HOST:PORT names another one"),
-        ))
+        let ports = list_ports(ports);
+        Err(Error::system(format!("listen for other hosts at {ports} of {place}"), why))
+    }
+
+    fn new(listener: TcpListener, port: u16, credentials: Credentials, run: RunTag) -> Self {
+        NodeListener {
+            listener,
+            port,
+            credentials,
+            run,
+            openings: Vec::new(),
+            paused_until: None,
+            rejections: Rejections::default(),
+        }
     }
 
     /// The port.

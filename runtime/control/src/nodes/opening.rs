@@ -19,8 +19,8 @@ use super::tcp;
 
 /// Maximum number of reads per call, so that one peer does not keep the others waiting.
 const MAX_READS_PER_CALL: usize = 4;
-/// Time for a connection to be made, and again for its handshake.
-pub(super) const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
+/// Time for a connection to be made and authenticated.
+const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
 
 pub(super) struct Opening {
     stream: TcpStream,
