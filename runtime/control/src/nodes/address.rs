@@ -23,6 +23,11 @@ pub struct Endpoint {
 }
 
 impl Endpoint {
+    /// A host without a port: a name, or an address without brackets.
+    pub fn of_host(host: &str) -> Self {
+        Endpoint { host: host.to_owned(), port: None }
+    }
+
     /// The name or address, without brackets.
     pub fn host(&self) -> &str {
         &self.host

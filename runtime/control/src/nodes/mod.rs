@@ -14,6 +14,9 @@
 //!    the preambles against changes. Its messages are one packet of each side.
 //! 3. Frames: a length and a JSON message each, encrypted unless the credentials are [`Credentials::None`].
 //!
+//! Above them, `relay` has what the rendezvous servers of different nodes say to each other, and `layout` which ranks are
+//! on which node.
+//!
 //! `handshake` (steps 1 and 2) and `channel` (step 3) are pure: bytes in, bytes out. Sockets and time are in `opening`,
 //! `link`, `listener` and `dialer`.
 
@@ -25,6 +28,7 @@ pub mod channel;
 mod dialer;
 #[doc(hidden)]
 pub mod handshake;
+pub mod layout;
 mod link;
 mod listener;
 mod munge;
@@ -32,16 +36,20 @@ mod noise;
 mod opening;
 mod outbox;
 mod preamble;
+pub mod relay;
 mod resolve;
 mod tcp;
 
 pub use address::{Endpoint, owns};
 pub use auth::{Credentials, Method, Secret};
 pub use dialer::{DialError, Dialer};
+pub use layout::Layout;
 pub use link::{Link, LinkState, Loss};
 pub use listener::{NodeListener, RejectedConnections};
 pub use munge::Munge;
 pub use preamble::RunTag;
+pub use relay::{Hub, HubAction, NodeManifest, RankEnd, RelayMessage};
+pub use resolve::Lookup;
 
 /// Port of the coordinator if neither the user nor the engine names one: torchrun's.
 pub const DEFAULT_PORT: u16 = 29400;

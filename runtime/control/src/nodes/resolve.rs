@@ -10,10 +10,14 @@ use super::background::Background;
 const MAX_ADDRESSES: usize = 16;
 
 /// A lookup that runs.
-pub(super) struct Lookup(Background<io::Result<Vec<SocketAddr>>>);
+pub struct Lookup(Background<io::Result<Vec<SocketAddr>>>);
 
 impl Lookup {
-    pub(super) fn start(host: &str) -> Result<Self, String> {
+    /// Starts to look up the addresses of `host`.
+    ///
+    /// # Errors
+    /// If the system refuses a thread or a pipe.
+    pub fn start(host: &str) -> Result<Self, String> {
         let name = host.to_owned();
         // Port 0: callers set the port.
         let lookup = move || (name.as_str(), 0).to_socket_addrs().map(Vec::from_iter);
@@ -23,12 +27,12 @@ impl Lookup {
     }
 
     /// Becomes readable when the lookup has ended.
-    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+    pub fn fd(&self) -> BorrowedFd<'_> {
         self.0.fd()
     }
 
     /// The addresses in the order in which to try them, or why there are none; `None` while the lookup runs.
-    pub(super) fn result(&self) -> Option<Result<Vec<SocketAddr>, String>> {
+    pub fn result(&self) -> Option<Result<Vec<SocketAddr>, String>> {
         let addresses = match self.0.result()? {
             Err(problem) => return Some(Err(problem)),
             Ok(Err(error)) => return Some(Err(describe(&error))),
