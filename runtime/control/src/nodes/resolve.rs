@@ -23,7 +23,7 @@ impl Lookup {
         let lookup = move || (name.as_str(), 0).to_socket_addrs().map(Vec::from_iter);
         Background::start("lookup", lookup)
             .map(Lookup)
-            .map_err(|error| format!("the name cannot be looked up: {error}"))
+            .map_err(|error| format!("cannot look up {host}: {error}"))
     }
 
     /// Becomes readable when the lookup has ended.
