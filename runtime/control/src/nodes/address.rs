@@ -38,6 +38,12 @@ impl Endpoint {
         self.port
     }
 
+    /// An endpoint with a host that would not be accepted.
+    #[cfg(test)]
+    pub(super) fn for_test(host: &str, port: u16) -> Self {
+        Endpoint { host: host.to_owned(), port: Some(port) }
+    }
+
     /// The same host with this port.
     pub fn with_port(&self, port: u16) -> Self {
         Endpoint { host: self.host.clone(), port: Some(port) }
@@ -119,6 +125,14 @@ pub fn owns(address: IpAddr) -> bool {
         Ok(socket.local_addr()?.ip())
     };
     !address.is_unspecified() && !address.is_multicast() && source().is_ok_and(|source| source == address)
+}
+
+/// The first ports and the number of the others.
+pub(super) fn list_ports(ports: &[u16]) -> String {
+    let (listed, rest) = ports.split_at(ports.len().min(3));
+    let listed: Vec<String> = listed.iter().map(u16::to_string).collect();
+    let more = if rest.is_empty() { String::new() } else { format!(" and {} more", rest.len()) };
+    format!("{} {}{more}", if ports.len() == 1 { "port" } else { "ports" }, listed.join(", "))
 }
 
 #[cfg(test)]

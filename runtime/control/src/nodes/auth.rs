@@ -13,6 +13,7 @@ use std::sync::Arc;
 
 use zeroize::Zeroizing;
 
+use super::munge::Munge;
 use super::noise;
 use crate::{Error, Result};
 
@@ -24,6 +25,8 @@ const SECRET_LENGTH: (usize, usize) = (16, 4096);
 pub enum Method {
     /// By a shared secret.
     Secret,
+    /// By munge.
+    Munge,
     /// Not at all.
     None,
 }
@@ -33,6 +36,7 @@ impl Method {
     pub fn name(self) -> &'static str {
         match self {
             Method::Secret => "secret",
+            Method::Munge => "munge",
             Method::None => "none",
         }
     }
@@ -49,6 +53,8 @@ impl fmt::Display for Method {
 pub enum Credentials {
     /// A shared secret: both sides prove that they know it, and everything after is encrypted.
     Secret(Secret),
+    /// munge: both sides prove that they are processes of the same user of the cluster, and everything after is encrypted.
+    Munge(Munge),
     /// None: whoever reaches the port can join the job, read what it sends, and change it.
     None,
 }
@@ -58,6 +64,7 @@ impl Credentials {
     pub fn method(&self) -> Method {
         match self {
             Credentials::Secret(_) => Method::Secret,
+            Credentials::Munge(_) => Method::Munge,
             Credentials::None => Method::None,
         }
     }

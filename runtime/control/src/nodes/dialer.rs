@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags};
 
-use super::address::Endpoint;
+use super::DEFAULT_PORT;
+use super::address::{Endpoint, list_ports};
 use super::auth::Credentials;
 use super::handshake::Fault;
 use super::link::Link;
@@ -86,8 +87,8 @@ pub struct Dialer {
 }
 
 impl Dialer {
-    /// Starts to connect to `endpoint`: at its port, or at each of `ports` in turn if it has none. `local_address`: from
-    /// this address. Gives up at `deadline`.
+    /// Starts to connect to `endpoint`: at its port, or at each of `ports` in turn if it has none ([`DEFAULT_PORT`] if
+    /// there are none). `local_address`: from this address. Gives up at `deadline`.
     pub fn new(
         endpoint: &Endpoint,
         ports: &[u16],
@@ -98,6 +99,7 @@ impl Dialer {
     ) -> Self {
         let now = Instant::now();
         let literal = literal(endpoint.host());
+        let ports = if ports.is_empty() { &[DEFAULT_PORT] } else { ports };
         let mut dialer = Dialer {
             endpoint: endpoint.clone(),
             ports: endpoint.port().map_or(ports.to_vec(), |port| vec![port]),
@@ -119,7 +121,9 @@ impl Dialer {
     /// The descriptors with the events to poll them for.
     pub fn fds(&self) -> Vec<PollFd<'_>> {
         let lookup = self.lookup.iter().map(|lookup| PollFd::new(lookup.fd(), PollFlags::POLLIN));
-        lookup.chain(self.targets.iter().flat_map(|target| &target.attempt).map(Opening::poll_fd)).collect()
+        lookup
+            .chain(self.targets.iter().flat_map(|target| &target.attempt).flat_map(Opening::poll_fds))
+            .collect()
     }
 
     /// When [`service`](Self::service) has to be called at the latest.
@@ -162,23 +166,20 @@ impl Dialer {
                 None => reasons.push((ip, reason, vec![port])),
             }
         }
-        let ports_of = |ports: Vec<u16>| match self.ports.len() {
-            1 => String::new(),
-            _ => format!(" port {}", ports.iter().map(u16::to_string).collect::<Vec<_>>().join(", ")),
-        };
-        let listed =
-            reasons.into_iter().map(|(ip, reason, ports)| format!("{ip}{}: {reason}", ports_of(ports)));
-        let problem = self
-            .lookup_problem
-            .clone()
-            .or_else(|| self.lookup.as_ref().map(|_| "no name server answers".into()));
-        let problem = problem.filter(|_| self.targets.is_empty());
-        let why: Vec<String> = listed.chain(problem).collect();
-        format!(
-            "{}: {}",
-            self.place(),
-            if why.is_empty() { "not looked up yet".into() } else { why.join("; ") }
-        )
+        let mut listed: Vec<String> = reasons
+            .into_iter()
+            .map(|(ip, reason, ports)| match (self.is_literal(), self.ports.len()) {
+                (true, 1) => reason.to_owned(),
+                (true, _) => format!("{}: {reason}", list_ports(&ports)),
+                (false, 1) => format!("{ip}: {reason}"),
+                (false, _) => format!("{ip} {}: {reason}", list_ports(&ports)),
+            })
+            .collect();
+        if listed.is_empty() {
+            let unknown = "the name is still being looked up";
+            listed.push(self.lookup_problem.as_deref().unwrap_or(unknown).to_owned());
+        }
+        format!("{}: {}", self.place(), listed.join("; "))
     }
 
     /// The endpoint, with its port if there is one only.
@@ -187,6 +188,11 @@ impl Dialer {
             [port] => self.endpoint.with_port(port),
             _ => self.endpoint.clone(),
         }
+    }
+
+    /// True if the endpoint is an address, not a name.
+    fn is_literal(&self) -> bool {
+        literal(self.endpoint.host()).is_some()
     }
 
     /// The target that has answered as the coordinator.
@@ -276,7 +282,10 @@ impl Dialer {
             };
             target.fail(&fault, now);
             self.start_at = now;
-            let text = || format!("{} ({}) {fault}", self.place(), self.targets[index].address.ip());
+            let text = || match self.is_literal() {
+                true => format!("{} {fault}", self.targets[index].address),
+                false => format!("{} ({}) {fault}", self.place(), self.targets[index].address.ip()),
+            };
             match fault {
                 Fault::Authentication(_) => return Err(DialError::Authentication(text())),
                 // Among several ports it may be the coordinator of another job.
@@ -300,7 +309,9 @@ impl Target {
     fn fail(&mut self, fault: &Fault, now: Instant) {
         self.attempt = None;
         self.reason = Some(fault.to_string());
-        self.try_at = now + self.pause;
+        // Whoever else listens there will not be gone in a moment.
+        let is_taken = !matches!(fault, Fault::Connection(_));
+        self.try_at = now + if is_taken { RETRY_PAUSE.1 } else { self.pause };
         self.pause = RETRY_PAUSE.1.min(2 * self.pause);
     }
 }

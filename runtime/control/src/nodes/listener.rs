@@ -1,8 +1,9 @@
 //! The coordinator's listening socket, and the connections that are not authenticated yet.
 //!
-//! Anybody who reaches the port may connect, so such connections are bounded: 5 s and 4 KiB each, and 64 at once. One
-//! more closes the oldest connection of the address with the most of them. A host that floods the port, even with more
-//! addresses of one IPv6 network, so only gets in its own way.
+//! Anybody who reaches the port may connect, so such connections are bounded: 5 s and 4 KiB each, and 128 at once. If
+//! there are more, the oldest one of the address with the most of them is closed. So a host that floods the port, even
+//! with many addresses of one IPv6 network, mostly gets in its own way. Every connection has 100 ms in any case, which
+//! is ample for an agent: a thousand agents that connect at once wait in the kernel's queue, and none is closed.
 //!
 //! If no connection can be accepted, because too many files are open, it stays in the kernel's queue and the socket stays
 //! readable: a poll loop would spin. The listener is not polled for a while then.
@@ -16,6 +17,7 @@ use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
+use super::address::list_ports;
 use super::auth::Credentials;
 use super::handshake::Fault;
 use super::link::Link;
@@ -26,9 +28,10 @@ use crate::rendezvous::rejections::{Rejection, Rejections};
 use crate::{Error, Result};
 
 /// Maximum number of connections that are not authenticated.
-const MAX_OPENINGS: usize = 64;
-/// Connections accepted before those that were accepted earlier are served again: fewer than are kept, so that a peer
-/// that does not wait always gets through a flood.
+const MAX_OPENINGS: usize = 128;
+/// How long a connection is not closed to make room for another one.
+const PROTECTED_TIME: Duration = Duration::from_millis(100);
+/// Connections accepted before those that were accepted earlier are served again.
 const ACCEPTS_PER_TURN: usize = 16;
 /// Turns per call, so that a flood does not keep the rest of the program waiting.
 const TURNS_PER_CALL: usize = 8;
@@ -76,28 +79,36 @@ impl NodeListener {
         let place = address.map_or("all addresses".into(), |address| address.to_string());
         let mut why = "no port was given".to_owned();
         for port in ports {
-            match tcp::listen_at(address, *port)
-                .and_then(|listener| Ok((listener.local_addr()?.port(), listener)))
-            {
-                Ok((port, listener)) => {
-                    return Ok(NodeListener {
-                        listener,
-                        port,
-                        credentials,
-                        run,
-                        openings: Vec::new(),
-                        paused_until: None,
-                        rejections: Rejections::default(),
-                    });
+            let error = match tcp::listen_at(address, *port) {
+                Ok(listener) => match listener.local_addr() {
+                    Ok(bound) => return Ok(Self::new(listener, bound.port(), credentials, run)),
+                    Err(error) => error,
+                },
+                Err(error) => error,
+            };
+            let remedy = match error.kind() {
+                ErrorKind::AddrInUse => {
+                    "; `ss -ltnp` shows who uses it, --rdzv-endpoint HOST:PORT names another one"
                 }
-                Err(error) => why = tcp::describe(&error),
-            }
+                ErrorKind::AddrNotAvailable => "; the address does not belong to this host",
+                _ => "",
+            };
+            why = format!("{}{remedy}", tcp::describe(&error));
         }
-        let ports: Vec<String> = ports.iter().map(u16::to_string).collect();
-        Err(Error::system(
-            format!("listen for other hosts at port {} of {place}", ports.join(", ")),
-            format!("{why}; `ss -ltnp` shows who uses a port, --rdzv-endpoint HOST:PORT names another one"),
-        ))
+        let ports = list_ports(ports);
+        Err(Error::system(format!("listen for other hosts at {ports} of {place}"), why))
+    }
+
+    fn new(listener: TcpListener, port: u16, credentials: Credentials, run: RunTag) -> Self {
+        NodeListener {
+            listener,
+            port,
+            credentials,
+            run,
+            openings: Vec::new(),
+            paused_until: None,
+            rejections: Rejections::default(),
+        }
     }
 
     /// The port.
@@ -109,7 +120,7 @@ impl NodeListener {
     pub fn fds(&self) -> Vec<PollFd<'_>> {
         let listener = PollFd::new(self.listener.as_fd(), PollFlags::POLLIN);
         let listener = self.paused_until.is_none().then_some(listener);
-        listener.into_iter().chain(self.openings.iter().map(Opening::poll_fd)).collect()
+        listener.into_iter().chain(self.openings.iter().flat_map(Opening::poll_fds)).collect()
     }
 
     /// When [`service`](Self::service) has to be called at the latest.
@@ -147,6 +158,10 @@ impl NodeListener {
         self.paused_until = None;
         let mut accepted = 0;
         while accepted < ACCEPTS_PER_TURN {
+            if self.openings.len() >= MAX_OPENINGS && !(self.has_pending_connection() && self.make_room(now))
+            {
+                break;
+            }
             match self.listener.accept() {
                 Ok((stream, peer)) => {
                     match Opening::accept(stream, peer, &self.credentials, self.run, now) {
@@ -154,7 +169,6 @@ impl NodeListener {
                         Err(fault) => self.reject(peer, &fault, now),
                     }
                     accepted += 1;
-                    self.bound(now);
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 // The kernel allocates a descriptor before it looks for a connection, so there may be none.
@@ -180,23 +194,24 @@ impl NodeListener {
         poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
     }
 
-    /// Closes the oldest connection of the network with the most of them if there are too many.
-    fn bound(&mut self, now: Instant) {
-        if self.openings.len() <= MAX_OPENINGS {
-            return;
-        }
+    /// Closes the oldest connection of the network with the most of them. `false`: all of them are too young, and the
+    /// listener is not polled until one is not.
+    fn make_room(&mut self, now: Instant) -> bool {
         let mut counts: HashMap<IpAddr, usize> = HashMap::new();
         self.openings.iter().for_each(|opening| *counts.entry(network(opening)).or_default() += 1);
-        let candidates = self.openings.iter().enumerate();
-        let Some((index, _)) =
-            candidates.max_by_key(|(index, opening)| (counts[&network(opening)], Reverse(*index)))
-        else {
-            return;
+        let age = |opening: &Opening| now.saturating_duration_since(opening.started_at());
+        let candidates =
+            self.openings.iter().enumerate().filter(|(_, opening)| age(opening) >= PROTECTED_TIME);
+        let oldest = candidates.max_by_key(|(index, opening)| (counts[&network(opening)], Reverse(*index)));
+        let Some((index, _)) = oldest else {
+            self.paused_until = self.openings.first().map(|opening| opening.started_at() + PROTECTED_TIME);
+            return false;
         };
         let opening = self.openings.remove(index);
-        let (own, all) = (counts[&network(&opening)], MAX_OPENINGS + 1);
+        let (own, all) = (counts[&network(&opening)], MAX_OPENINGS);
         let why = format!("has {own} of {all} unauthenticated connections, and no other address has more");
         self.reject(opening.peer(), &Fault::Connection(why), now);
+        true
     }
 
     fn serve(&mut self, now: Instant, links: &mut Vec<Link>) {
@@ -213,6 +228,8 @@ impl NodeListener {
                 }
                 Err(fault) => (self.openings.remove(index).peer(), Err(fault)),
             };
+            // There is room for another one.
+            self.paused_until = None;
             match result {
                 Ok(link) => links.push(link),
                 Err(fault) => self.reject(peer, &fault, now),

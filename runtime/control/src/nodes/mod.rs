@@ -22,6 +22,7 @@
 
 mod address;
 mod auth;
+mod background;
 #[doc(hidden)]
 pub mod channel;
 mod dialer;
@@ -30,6 +31,7 @@ pub mod handshake;
 pub mod layout;
 mod link;
 mod listener;
+mod munge;
 mod noise;
 mod opening;
 mod outbox;
@@ -44,6 +46,7 @@ pub use dialer::{DialError, Dialer};
 pub use layout::Layout;
 pub use link::{Link, LinkState, Loss};
 pub use listener::{NodeListener, RejectedConnections};
+pub use munge::Munge;
 pub use preamble::RunTag;
 pub use relay::{Hub, HubAction, NodeManifest, RankEnd, RelayMessage};
 pub use resolve::Lookup;

@@ -40,6 +40,9 @@ pub(super) fn random<const N: usize>() -> Result<[u8; N], String> {
 pub(super) struct NoiseHandshake(Box<HandshakeState>);
 
 impl NoiseHandshake {
+    /// Size of the first message in bytes: a public key and a tag.
+    pub(super) const FIRST_MESSAGE: usize = 32 + TAG;
+
     /// The side that dials.
     pub(super) fn initiator(key: &[u8; 32], prologue: &[u8]) -> Self {
         Self::new(key, prologue, Builder::build_initiator)

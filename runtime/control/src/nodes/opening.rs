@@ -8,17 +8,19 @@ use std::time::{Duration, Instant};
 use nix::poll::{PollFd, PollFlags};
 
 use super::auth::Credentials;
+use super::background::Background;
 use super::channel::Channel;
 use super::handshake::{Fault, Handshake};
 use super::link::Link;
+use super::munge::MungeAnswer;
 use super::outbox::Outbox;
 use super::preamble::RunTag;
 use super::tcp;
 
 /// Maximum number of reads per call, so that one peer does not keep the others waiting.
 const MAX_READS_PER_CALL: usize = 4;
-/// Time for a connection to be made, and again for its handshake.
-pub(super) const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
+/// Time for a connection to be made and authenticated.
+const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
 
 pub(super) struct Opening {
     stream: TcpStream,
@@ -26,6 +28,8 @@ pub(super) struct Opening {
     handshake: Handshake,
     unsent: Outbox,
     is_connected: bool,
+    /// What munge does for the handshake.
+    munge: Option<Background<Result<MungeAnswer, String>>>,
     deadline: Instant,
 }
 
@@ -65,11 +69,15 @@ impl Opening {
         now: Instant,
     ) -> Self {
         let deadline = now + HANDSHAKE_TIME;
-        Opening { stream, peer, handshake, unsent: Outbox::default(), is_connected, deadline }
+        Opening { stream, peer, handshake, unsent: Outbox::default(), is_connected, munge: None, deadline }
     }
 
     pub(super) fn peer(&self) -> SocketAddr {
         self.peer
+    }
+
+    pub(super) fn started_at(&self) -> Instant {
+        self.deadline - HANDSHAKE_TIME
     }
 
     pub(super) fn deadline(&self) -> Instant {
@@ -81,21 +89,26 @@ impl Opening {
         self.handshake.is_answered()
     }
 
-    /// The descriptor with the events to poll it for.
-    pub(super) fn poll_fd(&self) -> PollFd<'_> {
+    /// The descriptors with the events to poll them for.
+    pub(super) fn poll_fds(&self) -> impl Iterator<Item = PollFd<'_>> {
         let events = match (self.is_connected, self.unsent.is_empty()) {
             (false, _) => PollFlags::POLLOUT,
             (true, false) => PollFlags::POLLIN | PollFlags::POLLOUT,
             (true, true) => PollFlags::POLLIN,
         };
-        PollFd::new(self.stream.as_fd(), events)
+        let munge = self.munge.iter().map(|munge| PollFd::new(munge.fd(), PollFlags::POLLIN));
+        munge.chain([PollFd::new(self.stream.as_fd(), events)])
     }
 
     /// Reads and writes. Returns the channel once both sides are authenticated, for [`into_link`](Self::into_link).
     pub(super) fn service(&mut self, now: Instant) -> Result<Option<Channel>, Fault> {
         self.is_connected = self.is_connected || self.has_connected()?;
-        let result = if self.is_connected { self.read() } else { Ok(None) };
+        let mut result = Ok(None);
         if self.is_connected {
+            result = self.read();
+            if matches!(result, Ok(None)) {
+                result = self.ask_munge();
+            }
             self.unsent.end().extend(self.handshake.take_output());
             // Reading reports the error: a peer that closes its end may have said why before.
             let _ = self.unsent.write_to(&self.stream);
@@ -103,6 +116,23 @@ impl Opening {
         match result {
             Ok(None) if self.deadline <= now => Err(self.timed_out()),
             result => result,
+        }
+    }
+
+    /// Starts what the handshake wants of munge, and gives it the answer.
+    fn ask_munge(&mut self) -> Result<Option<Channel>, Fault> {
+        if let Some((munge, request)) = self.handshake.take_request() {
+            match munge.start(request) {
+                Ok(running) => self.munge = Some(running),
+                Err(why) => return self.handshake.answer(Err(why)),
+            }
+        }
+        match self.munge.as_ref().and_then(Background::result) {
+            Some(answer) => {
+                self.munge = None;
+                self.handshake.answer(answer.flatten())
+            }
+            None => Ok(None),
         }
     }
 

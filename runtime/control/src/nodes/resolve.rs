@@ -1,23 +1,16 @@
-//! Looks up the addresses of a host without blocking: each lookup has its own thread.
-//!
-//! `getaddrinfo` has no other form: it may take many seconds if a name server does not answer, and nothing can interrupt
-//! it. A thread whose lookup is no longer wanted ends when the resolver gives up.
+//! The addresses of a host, without blocking.
 
-use std::io::{self, PipeReader};
+use std::io;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
-use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::mpsc::{Receiver, TryRecvError, channel};
-use std::thread;
+use std::os::fd::BorrowedFd;
+
+use super::background::Background;
 
 /// Maximum number of addresses of one name that are tried.
 const MAX_ADDRESSES: usize = 16;
 
 /// A lookup that runs.
-pub struct Lookup {
-    result: Receiver<io::Result<Vec<SocketAddr>>>,
-    /// At its end when the thread has ended.
-    end: PipeReader,
-}
+pub struct Lookup(Background<io::Result<Vec<SocketAddr>>>);
 
 impl Lookup {
     /// Starts to look up the addresses of `host`.
@@ -25,30 +18,23 @@ impl Lookup {
     /// # Errors
     /// If the system refuses a thread or a pipe.
     pub fn start(host: &str) -> Result<Self, String> {
-        let failed = |error: io::Error| format!("cannot look up {host}: {error}");
-        let (end, held_by_thread) = io::pipe().map_err(failed)?;
-        let (sender, result) = channel();
         let name = host.to_owned();
-        let lookup = move || {
-            // Port 0: callers set the port.
-            let addresses = (name.as_str(), 0).to_socket_addrs().map(Vec::from_iter);
-            let _ = sender.send(addresses);
-            drop(held_by_thread);
-        };
-        thread::Builder::new().name("lookup".into()).spawn(lookup).map_err(failed)?;
-        Ok(Lookup { result, end })
+        // Port 0: callers set the port.
+        let lookup = move || (name.as_str(), 0).to_socket_addrs().map(Vec::from_iter);
+        Background::start("lookup", lookup)
+            .map(Lookup)
+            .map_err(|error| format!("cannot look up {host}: {error}"))
     }
 
     /// Becomes readable when the lookup has ended.
     pub fn fd(&self) -> BorrowedFd<'_> {
-        self.end.as_fd()
+        self.0.fd()
     }
 
     /// The addresses in the order in which to try them, or why there are none; `None` while the lookup runs.
     pub fn result(&self) -> Option<Result<Vec<SocketAddr>, String>> {
-        let addresses = match self.result.try_recv() {
-            Err(TryRecvError::Empty) => return None,
-            Err(TryRecvError::Disconnected) => return Some(Err("the lookup was interrupted".into())),
+        let addresses = match self.0.result()? {
+            Err(problem) => return Some(Err(problem)),
             Ok(Err(error)) => return Some(Err(describe(&error))),
             Ok(Ok(addresses)) => interleave(addresses),
         };

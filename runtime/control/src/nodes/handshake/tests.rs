@@ -2,6 +2,7 @@ use proptest::prelude::*;
 
 use super::super::auth::{Credentials, Secret};
 use super::super::channel::MAX_FRAME;
+use super::super::munge::fake::FakeRealm;
 use super::super::preamble::RunTag;
 use super::*;
 
@@ -24,11 +25,14 @@ fn listener(credentials: &Credentials) -> Handshake {
 /// How one side's handshake ended; `None` if it still waits.
 type Outcome = Option<Result<Channel, Fault>>;
 
-/// Gives `side` bytes in chunks. Stops when it has ended.
+/// Gives `side` bytes in chunks, and answers what it asks of munge. Stops when it has ended.
 fn feed(side: &mut Handshake, outcome: &mut Outcome, bytes: &[u8], chunk: usize) {
     for part in bytes.chunks(chunk) {
         if outcome.is_none() {
             *outcome = side.advance(part).transpose();
+        }
+        if let Some((munge, request)) = side.take_request().filter(|_| outcome.is_none()) {
+            *outcome = side.answer(munge.perform(request)).transpose();
         }
     }
 }
@@ -76,12 +80,12 @@ fn check_direction(from: &mut Channel, to: &mut Channel, text: &str) {
 }
 
 #[test]
-fn both_methods_work_in_chunks_of_any_size() {
-    for credentials in [good(), Credentials::None] {
+fn all_methods_work_in_chunks_of_any_size() {
+    for credentials in [good(), Credentials::Munge(Munge::fake(7)), Credentials::None] {
         for chunk in [1, 2, 7, 100, 10_000] {
             let (outcomes, sent) = converse(&mut dialer(&credentials), &mut listener(&credentials), chunk);
             check_channels(outcomes);
-            assert!(sent.iter().all(|bytes| bytes.len() < 200), "{sent:?}");
+            assert!(sent.iter().all(|bytes| bytes.len() < 300), "{sent:?}");
         }
     }
 }
@@ -111,6 +115,51 @@ fn other_credentials_are_refused_on_both_sides() {
         assert_eq!(fault_of(ours), Fault::Authentication(text(&there, &here)));
         assert_eq!(fault_of(theirs), Fault::Authentication(text(&here, &there)));
     }
+}
+
+#[test]
+fn failures_of_munge_are_named_on_both_sides() {
+    let down = || Credentials::Munge(Munge::new(FakeRealm { user: 7, is_down: true }));
+    let up = |user| Credentials::Munge(Munge::fake(user));
+    let why = "the credential is of user 7, the coordinator runs as user 8";
+    let ([ours, theirs], _) = converse(&mut dialer(&up(7)), &mut listener(&up(8)), 50);
+    assert_eq!(fault_of(ours), Fault::Authentication(format!("refused authentication by `munge`: {why}")));
+    assert_eq!(fault_of(theirs), Fault::Authentication(format!("failed authentication by `munge`: {why}")));
+
+    let why = "the daemon does not answer";
+    let ([ours, theirs], _) = converse(&mut dialer(&down()), &mut listener(&up(7)), 50);
+    assert_eq!(
+        fault_of(ours),
+        Fault::Authentication(format!("wants authentication by `munge`, and here: {why}"))
+    );
+    assert!(theirs.is_none());
+
+    let why = format!("{why}; both hosts need the same munge key, user and time");
+    let ([ours, theirs], _) = converse(&mut dialer(&up(7)), &mut listener(&down()), 50);
+    assert_eq!(fault_of(ours), Fault::Authentication(format!("refused authentication by `munge`: {why}")));
+    assert_eq!(fault_of(theirs), Fault::Authentication(format!("failed authentication by `munge`: {why}")));
+}
+
+#[test]
+fn a_credential_of_another_connection_is_refused() {
+    let credentials = Credentials::Munge(Munge::fake(7));
+    let (_, [recorded, _]) = converse(&mut dialer(&credentials), &mut listener(&credentials), 1000);
+    let mut outcome = None;
+    feed(&mut listener(&credentials), &mut outcome, &recorded, 1000);
+    let why = "failed authentication by `munge`: the credential was made for another connection";
+    assert_eq!(fault_of(outcome), Fault::Authentication(why.into()));
+}
+
+#[test]
+fn nothing_may_be_sent_while_munge_works() {
+    let credentials = Credentials::Munge(Munge::fake(7));
+    let (mut dialer, mut listener) = (dialer(&credentials), listener(&credentials));
+    listener.advance(&dialer.take_output()).unwrap();
+    dialer.advance(&listener.take_output()).unwrap();
+    assert!(dialer.take_request().is_some());
+    assert!(
+        matches!(dialer.advance(b"A"), Err(Fault::Protocol(why)) if why == "sent more than it was asked for")
+    );
 }
 
 #[test]
@@ -236,11 +285,13 @@ fn a_refusal_cannot_write_to_the_terminal() {
 
 /// Bytes that get far into a handshake: a valid start, then anything.
 fn mostly_valid_bytes() -> impl Strategy<Value = Vec<u8>> {
-    let line = format!("mgpurun-nodes 1 0.1.0 secret {} {}\n", RunTag::of("run"), RunTag::of("nonce"));
+    let line =
+        |method| format!("mgpurun-nodes 1 0.1.0 {method} {} {}\n", RunTag::of("run"), RunTag::of("nonce"));
     let start = prop_oneof![
         Just(Vec::new()),
-        Just(line.clone().into_bytes()),
-        Just([line.as_bytes(), b"A\0\x30"].concat())
+        Just(line("secret").into_bytes()),
+        Just([line("secret").as_bytes(), b"A\0\x30"].concat()),
+        Just([line("munge").as_bytes(), b"A\0\x50FAKE:\x07\0\0\0"].concat()),
     ];
     (start, any::<Vec<u8>>()).prop_map(|(start, rest)| [start, rest].concat())
 }
@@ -248,7 +299,8 @@ fn mostly_valid_bytes() -> impl Strategy<Value = Vec<u8>> {
 proptest! {
     #[test]
     fn arbitrary_bytes_never_authenticate(bytes in mostly_valid_bytes(), chunk in 1usize..64) {
-        for mut side in [dialer(&good()), listener(&good())] {
+        let munge = Credentials::Munge(Munge::fake(7));
+        for mut side in [dialer(&good()), listener(&good()), dialer(&munge), listener(&munge)] {
             let mut outcome = None;
             feed(&mut side, &mut outcome, &bytes, chunk);
             prop_assert!(!matches!(outcome, Some(Ok(_))));
