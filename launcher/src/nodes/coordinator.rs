@@ -529,8 +529,7 @@ impl Coordinator {
                 let epoch = self.epoch_mut();
                 let (host, ranks) = (epoch.hosts[node as usize].clone(), epoch.layout.ranks_of(node));
                 let said = loss.describe(&host);
-                let message =
-                    format!("{said}; {} on it are lost, and the other ranks are stopped", name_range(&ranks));
+                let message = format!("{said}; {} lost, and the other ranks are stopped", its_ranks(&ranks));
                 let how = format!("was lost: {said}");
                 self.supervise(Event::NodeLost { ranks, how, message }, now);
             }
@@ -689,10 +688,10 @@ fn failure(exit_code: u8, message: String) -> Outcome {
     Outcome { exit_code, culprit: None, incompatible: false, message: Some(message), interrupted: false }
 }
 
-/// "rank 4" or "ranks 4-7".
-fn name_range(ranks: &Range<u32>) -> String {
+/// "its rank 4 is" or "its ranks 4-7 are".
+fn its_ranks(ranks: &Range<u32>) -> String {
     match ranks.len() {
-        1 => format!("rank {}", ranks.start),
-        _ => format!("ranks {}-{}", ranks.start, ranks.end - 1),
+        1 => format!("its rank {} is", ranks.start),
+        _ => format!("its ranks {}-{} are", ranks.start, ranks.end - 1),
     }
 }

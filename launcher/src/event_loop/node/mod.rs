@@ -232,6 +232,10 @@ impl<'a> Node<'a> {
         for signal in ending {
             let is_second = std::mem::replace(&mut self.is_interrupted, true);
             let is_connected = self.network.is_connected();
+            if signal == Signal::SIGKILL {
+                let why = "its guardian was killed, and its ranks are killed with it".to_owned();
+                self.network.report(FromAgent::Failed { why }, now);
+            }
             match (&mut self.attempt, is_connected) {
                 // The coordinator may be out of reach: whoever asks twice does not wait for it.
                 (Some(attempt), _) if is_second || signal == Signal::SIGKILL => {

@@ -190,18 +190,13 @@ impl Link {
     }
 }
 
-/// What an error of a socket says about the other side.
+/// What an error of a socket says about the other side. Whoever closes a connection or resets it is alive; every other
+/// error is that of packets without an answer. (After the time-out the kernel reports the last reason why a packet could
+/// not be sent, such as EINVAL for a blackhole route.)
 fn loss_of(code: Option<i32>) -> Loss {
     match code {
-        Some(
-            libc::ETIMEDOUT
-            | libc::EHOSTUNREACH
-            | libc::ENETUNREACH
-            | libc::EHOSTDOWN
-            | libc::ENETDOWN
-            | libc::ENONET,
-        ) => Loss::Unreachable,
-        _ => Loss::Ended,
+        Some(libc::ECONNRESET | libc::ECONNABORTED | libc::EPIPE) => Loss::Ended,
+        _ => Loss::Unreachable,
     }
 }
 
