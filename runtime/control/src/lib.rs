@@ -6,6 +6,7 @@
 //! |---|---|
 //! | [`protocol`] | which environment variables tell a process that it is a rank? |
 //! | [`rendezvous`] | how do ranks find each other and exchange small values? |
+//! | [`nodes`] | what do the hosts of one job say to each other? |
 //! | [`progress`] | what is every rank doing, and which rank does it blame for its failure? |
 //! | [`process`] | how are child processes started, monitored and killed with their parent? |
 //! | [`control_group`] | which cgroup limits apply to this process? |
@@ -19,6 +20,7 @@ pub mod control_group;
 #[doc(hidden)]
 pub mod error;
 pub mod inject;
+pub mod nodes;
 pub mod process;
 pub mod progress;
 pub mod protocol;
