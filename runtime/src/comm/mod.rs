@@ -59,6 +59,7 @@ mod call;
 mod communicator;
 pub(crate) mod cpu;
 mod exchange;
+pub(crate) mod hosts;
 #[cfg(feature = "cuda")]
 pub(crate) mod nccl;
 mod observer;

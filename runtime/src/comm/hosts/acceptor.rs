@@ -160,7 +160,8 @@ impl Acceptor {
         let Guest::Expected(ticket, answer) = guest else { return };
         let is_valid = (hello.run, hello.to, hello.ticket) == (self.run, self.rank, *ticket);
         // The send buffer of a new connection is empty: the answer fits.
-        if is_valid && configure(&stream).is_ok() && (&stream).write(answer).is_ok_and(|n| n == answer.len()) {
+        if is_valid && configure(&stream).is_ok() && (&stream).write(answer).is_ok_and(|n| n == answer.len())
+        {
             *guest = Guest::Connected(stream);
         }
     }
@@ -222,5 +223,107 @@ impl Connection {
                 return Hello::decode(&self.hello).map_or(Progress::Stranger, Progress::Hello);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STAMP: Stamp = Stamp { epoch: 1, communicator: 2 };
+    const TICKET: Ticket = *b"0123456789abcdef0123456789abcdef";
+    const ANSWER: Ticket = *b"fedcba9876543210fedcba9876543210";
+    const HELLO: Hello = Hello { ticket: TICKET, run: 7, stamp: STAMP, from: 3, to: 0 };
+
+    /// The acceptor of rank 0, which expects rank 3.
+    fn acceptor(address: &str) -> Acceptor {
+        let acceptor = Acceptor::bind(address.parse().unwrap(), 7, 0).unwrap();
+        acceptor.expect(STAMP, 3, TICKET, ANSWER);
+        acceptor
+    }
+
+    fn connect(acceptor: &Acceptor, bytes: &[u8]) -> TcpStream {
+        let mut stream = TcpStream::connect(acceptor.address()).unwrap();
+        stream.write_all(bytes).unwrap();
+        stream.set_nonblocking(true).unwrap();
+        stream
+    }
+
+    /// Serves until `stream` has got an answer, or has been closed.
+    fn outcome(acceptor: &Acceptor, stream: &mut TcpStream) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        loop {
+            acceptor.serve(&[], Duration::from_millis(1));
+            let mut some = [0; 100];
+            match stream.read(&mut some) {
+                Ok(0) => return bytes,
+                Ok(count) => bytes.extend_from_slice(&some[..count]),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+                Err(_) => return bytes,
+            }
+            if bytes.len() == ANSWER.len() {
+                return bytes;
+            }
+        }
+    }
+
+    #[test]
+    fn strangers_get_no_answer_and_a_peer_gets_one() {
+        for address in ["127.0.0.1", "::1"] {
+            let acceptor = acceptor(address);
+            let hello = HELLO.encode();
+            let wrong = [
+                Hello { ticket: ANSWER, ..HELLO },
+                Hello { run: 8, ..HELLO },
+                Hello { stamp: Stamp { epoch: 0, ..STAMP }, ..HELLO },
+                Hello { stamp: Stamp { communicator: 1, ..STAMP }, ..HELLO },
+                Hello { from: 2, ..HELLO },
+                Hello { to: 1, ..HELLO },
+            ];
+            let mut strangers: Vec<Vec<u8>> = wrong.iter().map(|hello| hello.encode().to_vec()).collect();
+            strangers.push(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n".to_vec());
+            strangers.push(vec![0; 1000]);
+            for stranger in strangers {
+                assert_eq!(outcome(&acceptor, &mut connect(&acceptor, &stranger)), b"", "{stranger:?}");
+            }
+            let _silent: Vec<_> = (0..100).map(|_| connect(&acceptor, b"")).collect();
+            let _slow = connect(&acceptor, &hello[..HELLO_BYTES - 1]);
+            assert!(acceptor.take(STAMP, 3).is_none());
+            assert_eq!(outcome(&acceptor, &mut connect(&acceptor, &hello)), ANSWER);
+            // The ticket is used up, before the connection is taken and after.
+            assert_eq!(outcome(&acceptor, &mut connect(&acceptor, &hello)), b"");
+            assert!(acceptor.take(STAMP, 3).is_some());
+            assert_eq!(outcome(&acceptor, &mut connect(&acceptor, &hello)), b"");
+            assert!(acceptor.io.lock().unwrap().connections.len() <= MAX_UNKNOWN);
+        }
+    }
+
+    #[test]
+    fn a_slow_hello_is_understood() {
+        let acceptor = acceptor("127.0.0.1");
+        let mut stream = connect(&acceptor, b"");
+        for byte in HELLO.encode() {
+            stream.write_all(&[byte]).unwrap();
+            acceptor.serve(&[], Duration::ZERO);
+        }
+        assert_eq!(outcome(&acceptor, &mut stream), ANSWER);
+    }
+
+    #[test]
+    fn a_communicator_that_failed_expects_nobody() {
+        let acceptor = acceptor("127.0.0.1");
+        acceptor.forget(STAMP);
+        assert_eq!(outcome(&acceptor, &mut connect(&acceptor, &HELLO.encode())), b"");
+    }
+
+    #[test]
+    fn silent_connections_are_closed_after_a_while() {
+        let acceptor = acceptor("127.0.0.1");
+        let mut stream = connect(&acceptor, b"mgpu");
+        while acceptor.io.lock().unwrap().connections.is_empty() {
+            acceptor.serve(&[], Duration::from_millis(1));
+        }
+        acceptor.io.lock().unwrap().connections[0].since -= HELLO_TIME;
+        assert_eq!(outcome(&acceptor, &mut stream), b"");
     }
 }

@@ -114,7 +114,9 @@ impl HostsTransport {
             }
             let is_awaited = arrival.is_none() && self.is_awaited(peer, wait.awaited);
             let theirs = aborted.and_then(|aborted| aborted.differing_call).filter(|_| is_awaited);
-            if let Some(theirs) = theirs.filter(|theirs| *theirs != call.counterpart(self.members.rank()).encode()) {
+            if let Some(theirs) =
+                theirs.filter(|theirs| *theirs != call.counterpart(self.members.rank()).encode())
+            {
                 let sequence =
                     if call.is_collective() { self.sequence } else { self.sequence.wrapping_add(1) };
                 return Err(self.mismatch_error(peer, sequence, call, theirs));

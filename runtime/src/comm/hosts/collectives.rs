@@ -20,11 +20,10 @@ impl HostsTransport {
         let moves = Moves::of(call, (rank, ranks), buffer.len()).expect("neither a reduction nor a message");
         match call {
             Call::UpdateAllGather(SegmentUpdate { segments, block, update }) => {
-                *buffer =
-                    update_blocks(buffer.take(), segments, (ranks, rank), *block, *update, |_, _| ());
+                *buffer = update_blocks(buffer.take(), segments, (ranks, rank), *block, *update, |_, _| ());
                 self.execute(&signature, &moves, None, buffer)
             }
-            Call::AllToAllV { from, .. } => {
+            &mut Call::AllToAllV { from, .. } => {
                 let exchange = Exchange::of(call, rank, ranks, buffer.len());
                 let (own, at) = exchange.expect("a call that consists of messages").own;
                 buffer.copy_from(at, from, own);
@@ -56,7 +55,7 @@ impl HostsTransport {
             .iter()
             .map(|(to, range)| {
                 let range = in_bytes(range);
-                (*to, source.map_or_else(|| carved.read(&range), |source| &source[range]))
+                (*to, source.map_or_else(|| carved.read(&range), |source| &source[range.clone()]))
             })
             .collect();
         let targets = moves.receive.iter().map(|(from, _)| *from).zip(std::mem::take(&mut carved.written));

@@ -71,20 +71,21 @@ pub(super) fn connect(
     timeout: Duration,
 ) -> Result<Vec<Option<TcpStream>>> {
     let own = membership.rank();
-    let (lower, higher): (Vec<u32>, Vec<u32>) =
-        (0..members.size()).filter(|rank| *rank != members.rank()).partition(|rank| members.world_rank(*rank) < own);
-    let entry = format!("{key}/address");
+    let (lower, higher): (Vec<u32>, Vec<u32>) = (0..members.size())
+        .filter(|rank| *rank != members.rank())
+        .partition(|rank| members.world_rank(*rank) < own);
+    let entry = |rank: u32| format!("{key}/address-{rank}");
     if !higher.is_empty() {
         let invitation = Invitation::new(acceptor.address())?;
         for peer in &higher {
             acceptor.expect(stamp, members.world_rank(*peer), invitation.ticket, invitation.answer);
         }
-        membership.store().set(&entry, &invitation.encode(), &[], higher.len() as u32)?;
+        membership.store().set(&entry(own), &invitation.encode(), &[], higher.len() as u32)?;
     }
     let mut dials = Vec::new();
     for peer in lower {
         let to = members.world_rank(peer);
-        let (value, _) = membership.store().get(&entry, to, timeout)?;
+        let (value, _) = membership.store().get(&entry(to), to, timeout)?;
         let invitation = Invitation::decode(&value).ok_or_else(|| Error::Protocol {
             peer: format!("rank {to}"),
             problem: "its address is not that of a rank".into(),
@@ -190,7 +191,11 @@ enum DialState {
     Waiting(Instant),
     Connecting(TcpStream),
     /// The hello was sent; this much of the answer has arrived.
-    Greeted { stream: TcpStream, answer: [u8; ANSWER_BYTES], have: usize },
+    Greeted {
+        stream: TcpStream,
+        answer: [u8; ANSWER_BYTES],
+        have: usize,
+    },
 }
 
 impl Dial {
@@ -288,7 +293,11 @@ fn begin_connect(address: SocketAddr) -> io::Result<TcpStream> {
     let family = if address.is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };
     let stream = TcpStream::from(socket(family, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?);
     configure(&stream)?;
-    match nix::sys::socket::connect(stream.as_raw_fd(), &SockaddrStorage::from(address)) {
+    let address = match address {
+        SocketAddr::V4(address) => SockaddrStorage::from(address),
+        SocketAddr::V6(address) => SockaddrStorage::from(address),
+    };
+    match nix::sys::socket::connect(stream.as_raw_fd(), &address) {
         Ok(()) | Err(Errno::EINPROGRESS | Errno::EINTR) => Ok(stream),
         Err(errno) => Err(errno.into()),
     }

@@ -155,11 +155,7 @@ impl Mesh {
     ///
     /// # Errors
     /// If a peer has sent something invalid.
-    pub(super) fn poll(
-        &mut self,
-        transfer: &mut Transfer<'_>,
-        patience: Duration,
-    ) -> Result<bool, BadFrame> {
+    pub(super) fn poll(&mut self, transfer: &mut Transfer<'_>, patience: Duration) -> Result<bool, BadFrame> {
         let wires = Arc::clone(&self.wires);
         let mut fds: SmallVec<[PollFd<'_>; 16]> = SmallVec::new();
         let mut polled: SmallVec<[u32; 16]> = SmallVec::new();

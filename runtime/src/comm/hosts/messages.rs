@@ -129,7 +129,10 @@ impl HostsTransport {
         let peer = &mut self.peers[from as usize];
         let expected = peer.accepted.wrapping_add(1);
         if number != expected || peer.is_accepted() {
-            return Err(format!("that it accepts message {number}, where {expected} of {} is next", peer.sent));
+            return Err(format!(
+                "that it accepts message {number}, where {expected} of {} is next",
+                peer.sent
+            ));
         }
         peer.accepted = number;
         if peer.in_flight.front().is_some_and(|(first, _)| *first == number) {

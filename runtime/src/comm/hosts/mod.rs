@@ -27,6 +27,8 @@ mod mesh;
 mod messages;
 mod moves;
 mod reductions;
+#[cfg(test)]
+mod tests;
 mod transfer;
 mod unconfirmed;
 mod wait;
@@ -141,7 +143,8 @@ pub(crate) fn connect(
     page.enter(rank, Operation::Connect, number, 0);
     let family = Arc::new(Family::default());
     let names = (key.as_str(), key.as_str());
-    let transport = HostsTransport::connect(membership, host, (members.clone(), number), names, family, timeout);
+    let transport =
+        HostsTransport::connect(membership, host, (members.clone(), number), names, family, timeout);
     let transport = transport.inspect_err(|error| {
         membership.record_blame(error);
         membership.delay_error(error);

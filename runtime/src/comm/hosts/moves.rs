@@ -28,7 +28,9 @@ impl Moves {
         let moves = match call {
             Call::Barrier => Moves { send: Parts::new(), receive: Parts::new(), longest: 0 },
             Call::AllGather => Self::of_segments(&[0..len], (rank, ranks)),
-            Call::UpdateAllGather(SegmentUpdate { segments, .. }) => Self::of_segments(segments, (rank, ranks)),
+            Call::UpdateAllGather(SegmentUpdate { segments, .. }) => {
+                Self::of_segments(segments, (rank, ranks))
+            }
             Call::Broadcast { root } if *root == rank => Moves {
                 send: others().map(|peer| (peer, 0..len)).collect(),
                 receive: Parts::new(),

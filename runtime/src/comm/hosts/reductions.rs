@@ -51,7 +51,9 @@ impl Stage {
     /// Memory for `bytes` bytes of each peer of `rank`, in rank order.
     fn slots(&mut self, rank: u32, bytes: usize) -> impl Iterator<Item = (u32, &mut [u8])> {
         let peers = (0..).filter(move |peer| *peer != rank);
-        peers.zip(self.memory.as_bytes_mut().chunks_exact_mut(self.stride)).map(move |(peer, slot)| (peer, &mut slot[..bytes]))
+        peers
+            .zip(self.memory.as_bytes_mut().chunks_exact_mut(self.stride))
+            .map(move |(peer, slot)| (peer, &mut slot[..bytes]))
     }
 
     /// The first `bytes` bytes of each peer's contribution.
@@ -107,7 +109,7 @@ impl HostsTransport {
                     parts.push(part);
                     rest = behind;
                 }
-                let own: &[u8] = std::mem::take(&mut parts[rank as usize]);
+                let own = &*std::mem::take(&mut parts[rank as usize]);
                 self.others().for_each(|peer| transfer.send(peer, own));
                 for peer in self.others() {
                     transfer.receive(peer, std::mem::take(&mut parts[peer as usize]));
@@ -116,7 +118,8 @@ impl HostsTransport {
             self.wait(Awaited::Transfer, call, &mut transfer)?;
             drop(transfer);
             let Some(chunk) = chunk else { return Ok(()) };
-            let own = &mut chunk[part(chunk.len(), rank)];
+            let own = part(chunk.len(), rank);
+            let own = &mut chunk[own];
             reduce_part(dtype, op, rank, own, &stage.contributions(own.len()));
             self.membership.page().touch(self.membership.rank());
             reduced = Some(chunk);
