@@ -267,7 +267,7 @@ impl World {
     /// Creates a communicator over all ranks. Collective: all ranks call it equally often.
     ///
     /// # Errors
-    /// If a peer does not arrive in time, or shared memory is short.
+    /// If a peer does not arrive in time, or shared memory is short; on several hosts, if a peer cannot be reached.
     pub fn communicator(&mut self) -> Result<crate::Communicator> {
         #[cfg(feature = "cuda")]
         if self.size() > 1 && self.backend() == Backend::Nccl {
@@ -277,8 +277,8 @@ impl World {
         self.host_memory_communicator()
     }
 
-    /// Creates a communicator over all ranks for host buffers in memory that they share, also under the nccl backend:
-    /// for [`Placement::Host`](crate::Placement::Host). Collective, as [`communicator`](Self::communicator).
+    /// Creates a communicator over all ranks for host buffers in memory that they share (over the network, if they are
+    /// on several hosts), also under the nccl backend: for [`Placement::Host`](crate::Placement::Host). Collective, as [`communicator`](Self::communicator).
     ///
     /// # Errors
     /// As [`communicator`](Self::communicator).

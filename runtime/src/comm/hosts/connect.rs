@@ -307,6 +307,52 @@ fn begin_connect(address: SocketAddr) -> io::Result<TcpStream> {
 mod tests {
     use super::*;
 
+    const STAMP: Stamp = Stamp { epoch: 0, communicator: 1 };
+
+    /// Dials until it is connected, or an attempt has failed.
+    fn dial(dial: &mut Dial, mut meanwhile: impl FnMut()) -> Option<TcpStream> {
+        loop {
+            meanwhile();
+            let connected = dial.advance();
+            if connected.is_some() || dial.failure.is_some() {
+                return connected;
+            }
+        }
+    }
+
+    #[test]
+    fn a_rank_is_reached_over_either_protocol() {
+        for address in ["127.0.0.1", "::1"] {
+            let acceptor = Acceptor::bind(address.parse().unwrap(), 5, 0).unwrap();
+            let invitation = Invitation::new(acceptor.address()).unwrap();
+            acceptor.expect(STAMP, 1, invitation.ticket, invitation.answer);
+            let hello = Hello { ticket: invitation.ticket, run: 5, stamp: STAMP, from: 1, to: 0 };
+            let mut dialing = Dial::new(0, invitation, hello.encode());
+            let connected = dial(&mut dialing, || acceptor.serve(&[], Duration::ZERO));
+            assert!(connected.is_some(), "{:?}", dialing.failure);
+            assert!(acceptor.take(STAMP, 1).is_some());
+        }
+    }
+
+    #[test]
+    fn another_program_is_not_taken_for_a_rank() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let invitation = Invitation::new(listener.local_addr().unwrap()).unwrap();
+        let mut dialing = Dial::new(0, invitation, [0; HELLO_BYTES]);
+        let program = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            stream.write_all(b"SSH-2.0-OpenSSH_9.6\r\n and more").unwrap();
+            stream
+        });
+        assert!(dial(&mut dialing, || ()).is_none());
+        assert_eq!(dialing.failure.as_deref(), Some("another program answers there"));
+        let _ = program.join().unwrap();
+        // Nobody listens any more.
+        dialing.failure = None;
+        assert!(dial(&mut dialing, || ()).is_none());
+        assert!(dialing.failure.unwrap().contains("refused"));
+    }
+
     #[test]
     fn invitations_survive_the_rendezvous() {
         for address in ["10.0.0.7:1234", "[fd00::7]:65535"] {

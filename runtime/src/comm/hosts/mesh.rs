@@ -126,36 +126,31 @@ impl Mesh {
         input.ended.as_ref().or(input.deaf.as_ref())
     }
 
-    /// Writes as much as there is room for, and uses what was read already. Returns whether anything has moved.
+    /// Writes as much as there is room for, and uses what was read already.
     ///
     /// # Errors
     /// If a peer has sent something invalid.
-    pub(super) fn advance(&mut self, transfer: &mut Transfer<'_>) -> Result<bool, BadFrame> {
-        let mut moved = false;
+    pub(super) fn advance(&mut self, transfer: &mut Transfer<'_>) -> Result<(), BadFrame> {
         for peer in 0..self.wires.size() {
             if self.inputs[peer as usize].available() > 0 {
-                moved |= self.parse(peer, transfer)?;
+                self.parse(peer, transfer)?;
             }
         }
         let wires = Arc::clone(&self.wires);
         for peer in wires.peers() {
-            match wires.write(peer, transfer) {
-                Ok(written) => moved |= written,
-                Err(error) => {
-                    let how = format!("has lost its connection ({error})");
-                    self.inputs[peer as usize].deaf = Some(Ended { at: Instant::now(), how });
-                }
+            if let Err(error) = wires.write(peer, transfer) {
+                let how = format!("has lost its connection ({error})");
+                self.inputs[peer as usize].deaf = Some(Ended { at: Instant::now(), how });
             }
         }
-        Ok(moved)
+        Ok(())
     }
 
-    /// Waits for at most `patience` until a connection can be read or written, and reads all that can be. Returns
-    /// whether anything has moved.
+    /// Waits for at most `patience` until a connection can be read or written, and reads all that can be.
     ///
     /// # Errors
     /// If a peer has sent something invalid.
-    pub(super) fn poll(&mut self, transfer: &mut Transfer<'_>, patience: Duration) -> Result<bool, BadFrame> {
+    pub(super) fn poll(&mut self, transfer: &mut Transfer<'_>, patience: Duration) -> Result<(), BadFrame> {
         let wires = Arc::clone(&self.wires);
         let mut fds: SmallVec<[PollFd<'_>; 16]> = SmallVec::new();
         let mut polled: SmallVec<[u32; 16]> = SmallVec::new();
@@ -177,22 +172,20 @@ impl Mesh {
         // Rounded up: a wait of less than a millisecond must not become a busy loop.
         let milliseconds = u16::try_from(patience.as_micros().div_ceil(1000)).unwrap_or(u16::MAX);
         if poll(&mut fds, PollTimeout::from(milliseconds)).unwrap_or(0) == 0 {
-            return Ok(false);
+            return Ok(());
         }
-        let mut moved = false;
         for (fd, peer) in fds.iter().zip(polled) {
             let readable = PollFlags::POLLIN | PollFlags::POLLHUP | PollFlags::POLLERR;
             if fd.revents().is_some_and(|events| events.intersects(readable)) {
-                moved |= self.read(peer, transfer)?;
+                self.read(peer, transfer)?;
             }
         }
-        Ok(moved)
+        Ok(())
     }
 
     /// Reads all that has arrived from `peer`, up to a piece for which nothing is posted.
-    fn read(&mut self, peer: u32, transfer: &mut Transfer<'_>) -> Result<bool, BadFrame> {
+    fn read(&mut self, peer: u32, transfer: &mut Transfer<'_>) -> Result<(), BadFrame> {
         let wires = Arc::clone(&self.wires);
-        let mut moved = false;
         loop {
             let input = &mut self.inputs[peer as usize];
             let target = transfer.target(peer).filter(|_| input.piece_left > 0 && input.available() == 0);
@@ -205,7 +198,6 @@ impl Mesh {
                             false
                         }
                         Ok(bytes) => {
-                            moved = true;
                             input.piece_left -= bytes;
                             transfer.fill(peer, bytes);
                             bytes == wanted
@@ -215,58 +207,55 @@ impl Mesh {
                 }
                 None => input.read_more(wires.stream(peer)),
             };
-            moved |= self.parse(peer, transfer)?;
+            self.parse(peer, transfer)?;
             let input = &self.inputs[peer as usize];
             if !more || input.stalled || input.ended.is_some() {
-                return Ok(moved);
+                return Ok(());
             }
         }
     }
 
     /// Uses the bytes in the buffer as far as possible.
-    fn parse(&mut self, peer: u32, transfer: &mut Transfer<'_>) -> Result<bool, BadFrame> {
+    fn parse(&mut self, peer: u32, transfer: &mut Transfer<'_>) -> Result<(), BadFrame> {
         let bad = |problem| BadFrame { from: peer, problem };
         let input = &mut self.inputs[peer as usize];
-        let mut moved = false;
         input.stalled = false;
         loop {
             let bytes = &input.buffer[input.begin..input.end];
             if input.piece_left > 0 {
                 let Some(target) = transfer.target(peer) else {
                     input.stalled = true;
-                    return Ok(moved);
+                    return Ok(());
                 };
                 let count = bytes.len().min(input.piece_left).min(target.len());
                 if count == 0 {
-                    return Ok(moved);
+                    return Ok(());
                 }
                 target[..count].copy_from_slice(&bytes[..count]);
                 transfer.fill(peer, count);
                 input.begin += count;
                 input.piece_left -= count;
-                moved = true;
                 continue;
             }
             let Some((header, payload)) = bytes.split_first_chunk::<HEADER_BYTES>() else {
-                return Ok(moved);
+                return Ok(());
             };
             let header = Header::decode(header, self.wires.stamp).map_err(bad)?;
             let length = header.length as usize;
             if header.kind == FrameKind::Data {
                 if !transfer.expects_from(peer) {
                     input.stalled = true;
-                    return Ok(moved);
+                    return Ok(());
                 }
                 transfer.check(&header).map_err(bad)?;
                 input.piece_left = length;
                 input.begin += HEADER_BYTES;
             } else {
-                let Some(payload) = payload.get(..length) else { return Ok(moved) };
+                let Some(payload) = payload.get(..length) else { return Ok(()) };
                 let payload = payload.to_vec();
                 self.received.push_back(Frame { from: peer, header, payload });
                 input.begin += HEADER_BYTES + length;
             }
-            moved = true;
         }
     }
 }

@@ -70,6 +70,18 @@ impl HostsTransport {
         result
     }
 
+    /// Handles what has arrived, without waiting.
+    pub(super) fn read_arrived(&mut self, call: &Signature) -> Result<()> {
+        let mut nothing = self.empty_transfer();
+        self.poll(&mut nothing, Duration::ZERO, call)
+    }
+
+    /// Waits for at most `patience` until anything moves, and handles what has arrived.
+    fn poll(&mut self, transfer: &mut Transfer<'_>, patience: Duration, call: &Signature) -> Result<()> {
+        self.mesh.poll(transfer, patience).map_err(|bad| self.bad_frame(bad))?;
+        self.handle_received(call)
+    }
+
     fn drive(&mut self, awaited: Awaited, call: &Signature, transfer: &mut Transfer<'_>) -> Result<()> {
         let mut checked = Instant::now();
         let mut patience = Patience::new(checked);
@@ -81,8 +93,7 @@ impl HostsTransport {
             if self.is_over(awaited, transfer) {
                 return Ok(());
             }
-            self.mesh.poll(transfer, SLICE).map_err(|bad| self.bad_frame(bad))?;
-            self.handle_received(call)?;
+            self.poll(transfer, SLICE, call)?;
             let now = Instant::now();
             if now.duration_since(checked) < SLICE || self.is_over(awaited, transfer) {
                 continue;
@@ -92,8 +103,7 @@ impl HostsTransport {
             let waited = patience.waited(now, (transfer.left(), absent.len()));
             if let Err(error) = self.check_peers(&absent, call, waited) {
                 // Prefer the mismatch: a peer with another call may have ended because of it.
-                self.mesh.poll(transfer, Duration::ZERO).map_err(|bad| self.bad_frame(bad))?;
-                self.handle_received(call)?;
+                self.poll(transfer, Duration::ZERO, call)?;
                 return Err(error);
             }
         }

@@ -140,41 +140,38 @@ impl Wires {
         !self.wire(peer).outgoing().has_queued()
     }
 
-    /// Writes as much as there is room for: queued frames first, then those of `transfer`. Returns whether something
-    /// was written.
+    /// Writes as much as there is room for: queued frames first, then those of `transfer`.
     ///
     /// # Errors
     /// If the connection cannot be written to, which does not mean that all of its bytes were read.
-    pub(super) fn write(&self, peer: u32, transfer: &mut Transfer<'_>) -> io::Result<bool> {
+    pub(super) fn write(&self, peer: u32, transfer: &mut Transfer<'_>) -> io::Result<()> {
         let wire = self.wire(peer);
         let mut outgoing = wire.outgoing();
-        let mut moved = false;
         if outgoing.closed {
-            return Ok(false);
+            return Ok(());
         }
-        let written = loop {
-            if !outgoing.within_frame && outgoing.has_queued() {
-                moved = true;
-                match wire.write_queued(&mut outgoing) {
-                    Ok(true) => {}
-                    Ok(false) => break Ok(moved),
-                    Err(error) => break Err(error),
-                }
-            }
-            let Some(frame) = transfer.next_frame(peer, self.stamp) else { break Ok(moved) };
-            match write(&wire.stream, &frame) {
-                Ok(Some(bytes)) => {
-                    moved = true;
-                    outgoing.within_frame = transfer.advance(peer, bytes);
-                }
-                Ok(None) => break Ok(moved),
-                Err(error) => break Err(error),
-            }
-        };
+        let written = self.write_all(wire, &mut outgoing, peer, transfer);
         if written.is_err() {
             outgoing.close();
         }
         written
+    }
+
+    fn write_all(
+        &self,
+        wire: &Wire,
+        outgoing: &mut Outgoing,
+        peer: u32,
+        transfer: &mut Transfer<'_>,
+    ) -> io::Result<()> {
+        loop {
+            if !outgoing.within_frame && !wire.write_queued(outgoing)? {
+                return Ok(());
+            }
+            let Some(frame) = transfer.next_frame(peer, self.stamp) else { return Ok(()) };
+            let Some(bytes) = write(&wire.stream, &frame)? else { return Ok(()) };
+            outgoing.within_frame = transfer.advance(peer, bytes);
+        }
     }
 
     /// Ends the write side of all connections with an abort frame, after what was queued. Other threads that write
