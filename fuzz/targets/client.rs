@@ -80,7 +80,7 @@ fn run(answers: &[Answer<'_>]) {
         // No server sends longer texts: `encode` panics if a message does not fit into a frame.
         let cut = |text: &str| -> String { text.chars().take(1000).collect() };
         let (reply, fds) = match answer {
-            Answer::Welcome { fds } => (Reply::Welcome, if *fds < 200 { 1 } else { *fds }),
+            Answer::Welcome { fds } => (Reply::WELCOME, if *fds < 200 { 1 } else { *fds }),
             Answer::Done => (Reply::Done, 0),
             Answer::Value { bytes, announced, sent } => {
                 let fds = if *sent < 200 { *announced } else { *sent };

@@ -245,3 +245,37 @@ impl Drop for Membership {
         self.store.leave();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rendezvous::in_process_on_nodes;
+
+    /// Ranks 0 to 2 on a node each. Rank 1 is stuck; rank 2 blames it and fails; rank 0 has to name rank 1.
+    #[test]
+    fn the_culprit_is_found_on_every_node() {
+        let ranks = in_process_on_nodes(&[0, 1, 2], 3, "a-test").unwrap();
+        let memberships: Vec<Membership> = (0..)
+            .zip(ranks)
+            .map(|(rank, (store, page))| Membership::new(rank, store, page, Vec::new()))
+            .collect();
+        let (after, patience) = (Duration::from_secs(1), Duration::from_secs(60));
+        let timeout = Error::Timeout { rank: 2, waited_for: vec![1], operation: "barrier".into(), after };
+        memberships[2].blame(&timeout);
+        memberships[2].page().record_end(2, Ending::Failed("exited with code 1"));
+        memberships[2].store().leave();
+        for rank in [0, 1] {
+            let lost = memberships[rank].store().get("never", 2, patience).map_err(Error::from).unwrap_err();
+            assert_eq!(lost.culprit(), Some(2), "{lost}");
+        }
+        let lost = memberships[0].lost_peer(&[2], || "all_reduce 7".into()).unwrap();
+        assert_eq!(lost.culprit(), Some(1), "{lost}");
+        assert!(
+            lost.to_string().contains("rank 1 made no progress (rank 2 waited 1.0 s for rank 1"),
+            "{lost}"
+        );
+        // The accused one sees who has accused it.
+        let lost = memberships[1].lost_peer(&[2], || "all_reduce 7".into()).unwrap();
+        assert_eq!(lost.culprit(), Some(2), "{lost}");
+    }
+}

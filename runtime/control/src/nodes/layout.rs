@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use crate::protocol::MAX_WORLD_RANKS;
+use crate::protocol::{MAX_RANKS, MAX_WORLD_RANKS};
 
 /// Maximum number of nodes of a job: a layout must fit into a message.
 pub const MAX_NODES: usize = 8192;
@@ -52,7 +52,8 @@ impl Layout {
     /// first one of the next node.
     ///
     /// # Errors
-    /// If a node has no rank, the ranks do not begin at 0, there are too many ranks or nodes, or `node` does not exist.
+    /// If a node has no rank, the ranks do not begin at 0, there are too many nodes, or ranks in all or on one node, or
+    /// `node` does not exist.
     pub fn new(first_ranks: Vec<u32>, world_size: u32, node: u32) -> Result<Self, String> {
         if world_size > MAX_WORLD_RANKS {
             return Err(format!("a layout of {world_size} ranks; the maximum is {MAX_WORLD_RANKS}"));
@@ -73,18 +74,17 @@ impl Layout {
                 "a layout whose node {node} has no ranks: it begins at rank {first}, and the next one at rank {end}"
             ));
         }
-        match (node as usize) < first_ranks.len() {
-            true => Ok(Layout { first_ranks, world_size, node }),
-            false => Err(format!("a layout of {} nodes for node {node}", first_ranks.len())),
+        if node as usize >= first_ranks.len() {
+            return Err(format!("a layout of {} nodes for node {node}", first_ranks.len()));
         }
-    }
-
-    /// The layout of a world on one host.
-    ///
-    /// # Panics
-    /// If there are no ranks or more than [`MAX_WORLD_RANKS`].
-    pub fn one_host(world_size: u32) -> Self {
-        Self::new(vec![0], world_size, 0).expect("a world has between 1 and MAX_WORLD_RANKS ranks")
+        let layout = Layout { first_ranks, world_size, node };
+        match (0..layout.nodes()).find(|node| layout.ranks_of(*node).len() > MAX_RANKS as usize) {
+            None => Ok(layout),
+            Some(node) => Err(format!(
+                "a layout whose node {node} has {} ranks; the maximum on one host is {MAX_RANKS}",
+                layout.ranks_of(node).len()
+            )),
+        }
     }
 
     /// The same layout, seen from another node.
@@ -200,6 +200,7 @@ mod tests {
             (vec![0], 0, 0, "node 0 has no ranks"),
             (vec![0, 2], 4, 2, "a layout of 2 nodes for node 2"),
             (vec![0], u32::MAX, 0, "a layout of 4294967295 ranks; the maximum is 65536"),
+            (vec![0, 1], 5000, 0, "node 1 has 4999 ranks; the maximum on one host is 4096"),
             ((0..10_000).collect(), 20_000, 0, "a layout of 10000 nodes; the maximum is 8192"),
         ] {
             let refusal = Layout::new(first_ranks, world_size, node).unwrap_err();

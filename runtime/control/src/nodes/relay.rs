@@ -12,10 +12,16 @@
 //! | `arrived`, `released`, `expired`, `not_released` | node ↔ hub | barriers |
 //! | `left`, `ended`, `finished` | node → hub → nodes | how ranks ended |
 //!
-//! **Bounds.** Every message fits a frame of [`MAX_FRAME`](crate::rendezvous::message::MAX_FRAME) bytes. A rank has one
-//! request at a time, so a node holds at most one wait for each rank that reads one of its values, and the hub at most
-//! one place in a barrier for each rank. Lists of ranks are kept as they come, each at most as long as the world. Of the
-//! ranks that failed only the first [`MAX_FAILURES_TOLD`] are told to all nodes: every wait fails with the first one.
+//! **Bounds.** Every message of a server or the hub fits a frame of
+//! [`MAX_FRAME`](crate::rendezvous::message::MAX_FRAME) bytes. A rank has one request at a time, so:
+//!
+//! - a node holds at most one wait for each rank of the world that reads one of its values, and a progress page with
+//!   less than 1 KiB for each rank;
+//! - the hub holds two bytes for each rank, one barrier for each rank that waits in one, and there at most one place for
+//!   each participant.
+//!
+//! Of the ranks that failed, the first [`MAX_FAILURES_TOLD`] are told to all nodes, because every wait fails with the
+//! first one. Their own node and node 0 are told all.
 
 mod admission;
 mod barriers;
@@ -26,10 +32,8 @@ use serde::{Deserialize, Serialize};
 pub use hub::Hub;
 
 use crate::progress::{Blame, ProgressPage};
-use crate::rendezvous::PreflightFault;
-use crate::rendezvous::ProcessEnd;
 use crate::rendezvous::message::Reply;
-use crate::rendezvous::rank_list;
+use crate::rendezvous::{PreflightFault, ProcessEnd, rank_list};
 
 /// A message between the servers of two nodes, or between one and the hub.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -138,7 +142,7 @@ pub enum RelayMessage {
         /// How they ended, in the order in which it was seen.
         ends: Vec<RankEnd>,
     },
-    /// Hub → nodes: the processes of these ranks have exited with code 0 without a goodbye.
+    /// Hub → nodes: the processes of these ranks have exited with code 0. After a goodbye only their own nodes are told.
     Finished {
         /// The ranks.
         #[serde(with = "rank_list")]
@@ -191,7 +195,7 @@ pub struct NodeProgram {
     pub digest: Option<u64>,
 }
 
-/// Of the ranks that failed, this many are told to all nodes; node 0 is told all.
+/// Of the ranks that failed, this many are told to all nodes.
 pub const MAX_FAILURES_TOLD: usize = 16;
 
 /// What the driver of a [`Hub`] has to do.
@@ -216,3 +220,6 @@ pub enum HubAction {
     /// The ranks of all nodes are admitted.
     Admitted,
 }
+
+#[cfg(test)]
+mod tests;

@@ -15,6 +15,7 @@ use nix::sys::socket::{
 use nix::sys::time::TimeVal;
 
 use super::message::{MAX_FDS, MAX_NAME, MAX_VALUE, Manifest, Reply, Request, VERSION, check_name, encode};
+use super::rank_list;
 use super::socket::{Connection, Received};
 use crate::nodes::Layout;
 use crate::process::{ForkDetector, has_ended, pidfd_open};
@@ -216,10 +217,12 @@ impl Store {
         }
     }
 
-    /// Waits until rank `from` has set `key`.
+    /// Waits until rank `from` has set `key`. On several hosts the value is on the host of `from`, so `from` has to be the
+    /// rank that sets it.
     ///
     /// # Errors
-    /// If it takes longer than `timeout`, `from` has ended without setting the key, or any rank has failed.
+    /// If it takes longer than `timeout`, `from` has ended without setting the key, or any rank has failed; if the value
+    /// has descriptors and `from` is on another host.
     pub fn get(&self, key: &str, from: u32, timeout: Duration) -> Result<(Vec<u8>, Vec<OwnedFd>)> {
         check_name(key).map_err(|problem| Error::InvalidArgument { operation: "get", problem })?;
         let request = Request::Get { key: key.to_owned(), from, timeout_ms: milliseconds(timeout) };
@@ -250,7 +253,9 @@ impl Store {
     /// As [`barrier`](Self::barrier), except that other ranks may leave the run; if this rank is not among `ranks`, or
     /// one of them does not exist.
     pub fn barrier_of(&self, name: &str, ranks: &[u32], timeout: Duration) -> Result<()> {
-        self.enter_barrier(name, Some(ranks.to_vec()), timeout)
+        let mut ranks = ranks.to_vec();
+        rank_list::sort_if_long(&mut ranks);
+        self.enter_barrier(name, Some(ranks), timeout)
     }
 
     fn enter_barrier(&self, name: &str, ranks: Option<Vec<u32>>, timeout: Duration) -> Result<()> {

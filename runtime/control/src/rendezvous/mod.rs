@@ -6,6 +6,10 @@
 //! communicator. Every wait has a deadline, and its error says which rank waited for which, in what operation and how
 //! long.
 //!
+//! On several hosts each node has a server for its own ranks, and the servers are joined by a
+//! [`Hub`](crate::nodes::Hub). A rank does not notice: its store, its barriers and its progress page are those of its own
+//! node, and they speak of all ranks of the world. Only descriptors cannot be read on another host.
+//!
 //! ```
 //! # fn main() -> mgpu_control::Result<()> {
 //! # use std::time::Duration;
@@ -34,7 +38,7 @@ mod remote_readers;
 mod rights;
 mod server;
 mod socket;
-mod threads;
+pub(crate) mod threads;
 mod waits;
 
 pub use crate::progress::Blame;

@@ -1,14 +1,22 @@
 //! Lists of ranks in messages: for `#[serde(with = "rank_list")]`.
 //!
-//! A short list consists of numbers. A list of many ranks of a large world would not fit a frame, so it is a bitmap in
-//! hexadecimal digits: rank r is bit r % 4 of digit r / 4. Such a list arrives in ascending order.
+//! A list consists of numbers. A list of many ranks of a large world would not fit a frame so, and if it is in ascending
+//! order it is a bitmap in hexadecimal digits instead: rank r is bit r % 4 of digit r / 4.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::protocol::MAX_WORLD_RANKS;
 
-/// Longer lists are bitmaps.
+/// Longer lists are bitmaps if they are in ascending order.
 const MAX_NUMBERS: usize = 1024;
+
+/// Puts a list into ascending order if it might not fit a frame otherwise.
+pub(crate) fn sort_if_long(ranks: &mut Vec<u32>) {
+    if ranks.len() > MAX_NUMBERS {
+        ranks.sort_unstable();
+        ranks.dedup();
+    }
+}
 
 #[derive(Serialize, Deserialize)]
 #[serde(untagged)]
@@ -19,11 +27,12 @@ enum RankList {
 
 impl RankList {
     fn of(ranks: &[u32]) -> Self {
-        if ranks.len() <= MAX_NUMBERS || ranks.iter().any(|rank| *rank >= MAX_WORLD_RANKS) {
-            return RankList::Numbers(ranks.to_vec());
-        }
-        let digits = ranks.iter().max().map_or(0, |last| last / 4 + 1);
-        let mut bits = vec![0u32; digits as usize];
+        let is_ascending = || ranks.windows(2).all(|pair| pair[0] < pair[1]);
+        let last = match ranks.last() {
+            Some(last) if ranks.len() > MAX_NUMBERS && *last < MAX_WORLD_RANKS && is_ascending() => last,
+            _ => return RankList::Numbers(ranks.to_vec()),
+        };
+        let mut bits = vec![0u32; (last / 4 + 1) as usize];
         ranks.iter().for_each(|rank| bits[(rank / 4) as usize] |= 1 << (rank % 4));
         RankList::Bits(bits.into_iter().filter_map(|digit| char::from_digit(digit, 16)).collect())
     }
@@ -105,6 +114,10 @@ mod tests {
     #[test]
     fn a_short_list_keeps_its_order_and_the_longest_one_fits_a_frame() {
         assert_eq!(through_json(&[7, u32::MAX, 2]), [7, u32::MAX, 2]);
+        let mut descending: Vec<u32> = (0..2000).rev().collect();
+        assert_eq!(through_json(&descending), descending);
+        sort_if_long(&mut descending);
+        assert_eq!(through_json(&descending), (0..2000).collect::<Vec<_>>());
         let all: Vec<u32> = (0..MAX_WORLD_RANKS).collect();
         assert_eq!(through_json(&all), all);
         let digits = "f".repeat(MAX_WORLD_RANKS as usize / 4 + 1);

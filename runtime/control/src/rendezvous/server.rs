@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 
 use super::entries::Entries;
 use super::listener::{ConnectionAttempt, Listener, refuse};
-use super::message::{MAX_VALUE, Reply, Request, encode};
+use super::message::{Reply, Request, encode};
 use super::peer::{HELLO_TIMEOUT, Peer};
 use super::preflight::{JoiningRank, PreflightFault};
 use super::read_budget::{MessageHandler, serve_within_budget};
@@ -295,7 +295,8 @@ impl Server {
         self.rejections.take().into_iter().map(ServerEvent::from).collect()
     }
 
-    /// Records how a rank's process ended, and answers the peers that wait for it.
+    /// Records how a rank's process ended, and answers the peers that wait for it. With several nodes, announce it to the
+    /// [`Hub`](crate::nodes::Hub) instead: it tells this server, too.
     pub fn rank_ended(&mut self, rank: u32, how: ProcessEnd) {
         self.page.record_end(
             rank,

@@ -38,13 +38,12 @@ pub fn in_process_on_nodes(
     world_size: u32,
     run_id: &str,
 ) -> Result<Vec<(Store, ProgressPage)>> {
-    let layout = Layout::new(first_ranks.to_vec(), world_size, 0)
-        .map_err(|problem| Error::InvalidArgument { operation: "rendezvous", problem })?;
+    let refused = |problem| Error::InvalidArgument { operation: "rendezvous", problem };
+    let layout = Layout::new(first_ranks.to_vec(), world_size, 0).map_err(refused)?;
     let (mut servers, mut streams) = (Vec::new(), Vec::new());
     for node in 0..layout.nodes() {
-        let layout = Layout::new(first_ranks.to_vec(), world_size, node)
-            .map_err(|problem| Error::InvalidArgument { operation: "rendezvous", problem })?;
         let address = Some(IpAddr::V4(Ipv4Addr::LOCALHOST));
+        let layout = layout.seen_from(node).map_err(refused)?;
         let (server, of_node) = Server::in_process_of_node(layout, address, run_id)?;
         servers.push(server);
         streams.extend(of_node);

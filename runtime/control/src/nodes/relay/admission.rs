@@ -55,6 +55,14 @@ impl Admission {
         self.state == State::Admitted
     }
 
+    /// The ranks without which the run was given up.
+    pub(super) fn missing(&self) -> Option<&[u32]> {
+        match &self.state {
+            State::GivenUp(missing) => Some(missing),
+            _ => None,
+        }
+    }
+
     pub(super) fn join(&mut self, ranks: &[u32]) {
         ranks.iter().for_each(|rank| self.joined[*rank as usize] = true);
     }
@@ -94,18 +102,11 @@ impl Admission {
         Ok(self.to_all(&RelayMessage::Admit).chain([HubAction::Admitted]).collect())
     }
 
-    /// The time to join has passed on `node`, whose ranks are there except for `missing`.
+    /// The time to join has passed on `node`, whose ranks are there except for `missing`. If nothing was decided before, the
+    /// run is given up.
     pub(super) fn give_up(&mut self, node: u32, missing: &[u32]) -> Vec<HubAction> {
-        match &self.state {
-            State::Gathering => {}
-            State::GivenUp(missing) => {
-                return vec![HubAction::Send {
-                    node,
-                    message: RelayMessage::GaveUp { missing: missing.clone() },
-                }];
-            }
-            // The ranks get another answer, which is on its way.
-            State::Admitted | State::Stopped => return Vec::new(),
+        if self.state != State::Gathering {
+            return Vec::new();
         }
         for rank in self.layout.ranks_of(node) {
             self.joined[rank as usize] = !missing.contains(&rank);

@@ -39,8 +39,9 @@ impl Participants {
         ranks.dedup();
         match ranks.last() {
             Some(last) if *last >= world_size => {
-                Err(format!("rank {last} in a barrier of {world_size} ranks"))
+                Err(format!("rank {last} in a barrier of a world of {world_size}"))
             }
+            _ if ranks.len() == world_size as usize => Ok(Participants::Everyone(world_size)),
             _ => Ok(Participants::Ranks(ranks)),
         }
     }

@@ -5,6 +5,7 @@
 //! are collected for a [`flush_interval`](Hub::flush_interval), except the first failure, which is told at once: so
 //! their number grows with the nodes, not with ranks times nodes.
 
+use std::collections::HashMap;
 use std::time::Duration;
 
 use super::admission::Admission;
@@ -40,13 +41,25 @@ pub struct Hub {
     /// How far each rank has ended.
     ended: Vec<Ended>,
     ranks_ended: u32,
+    /// The first rank whose process ended: the cause, if the ranks were not admitted yet.
+    first_end: Option<RankEnd>,
     has_failed: bool,
-    /// Goodbyes that the nodes have not been told.
-    left: Vec<u32>,
-    /// Ends that the nodes have not been told.
-    ends: Vec<RankEnd>,
-    /// Number of failures that all nodes have been told.
+    /// Number of failures that all nodes are told.
     failures_told: usize,
+    news: News,
+}
+
+/// What the nodes have not been told.
+#[derive(Debug, Default)]
+struct News {
+    /// Goodbyes, for everyone.
+    left: Vec<u32>,
+    /// All ends, in order: for node 0.
+    all: Vec<RankEnd>,
+    /// Those of them that concern everyone.
+    for_everyone: Vec<RankEnd>,
+    /// The others, by their nodes.
+    own: HashMap<u32, Vec<RankEnd>>,
 }
 
 impl Hub {
@@ -57,10 +70,10 @@ impl Hub {
             barriers: Barriers::default(),
             ended: vec![Ended::No; layout.world_size() as usize],
             ranks_ended: 0,
+            first_end: None,
             has_failed: false,
-            left: Vec::new(),
-            ends: Vec::new(),
             failures_told: 0,
+            news: News::default(),
             layout,
         }
     }
@@ -83,12 +96,18 @@ impl Hub {
             RelayMessage::Joined { ranks } => {
                 self.check_own(from, &ranks)?;
                 self.admission.join(&ranks);
-                Ok(Vec::new())
+                Ok(self.tell_verdict(from))
             }
-            RelayMessage::Ready { manifest } => self.admission.ready(from, manifest),
+            RelayMessage::Ready { manifest } => match self.admission.ready(from, manifest)? {
+                actions if actions.is_empty() => Ok(self.tell_verdict(from)),
+                actions => Ok(actions),
+            },
             RelayMessage::GaveUp { missing } => {
                 self.check_own(from, &missing)?;
-                Ok(self.admission.give_up(from, &missing))
+                match self.admission.give_up(from, &missing) {
+                    actions if actions.is_empty() => Ok(self.tell_verdict(from)),
+                    actions => Ok(actions),
+                }
             }
             RelayMessage::Get { reader, ref key, from: owner, .. }
             | RelayMessage::Cancelled { reader, ref key, from: owner, .. } => {
@@ -134,23 +153,37 @@ impl Hub {
     /// at once, with everything before it; the rest is collected for the next [`flush`](Self::flush). Ranks that do not
     /// exist are ignored.
     pub fn announce(&mut self, ends: Vec<RankEnd>) -> Vec<HubAction> {
-        let had_failed = self.has_failed;
-        let world_size = self.layout.world_size();
+        let (had_failed, world_size) = (self.has_failed, self.layout.world_size());
         for end in ends.into_iter().filter(|end| end.rank < world_size) {
-            let (ended, is_failure) = match end.end {
-                ProcessEnd::Finished => (Ended::Finished, false),
-                ProcessEnd::Failed(_) => (Ended::Failed, true),
-            };
-            if !self.advance(end.rank, ended) {
-                continue;
-            }
-            if is_failure && !std::mem::replace(&mut self.has_failed, true) {
-                self.barriers.clear();
-            }
-            self.admission.stop();
-            self.ends.push(bounded(end));
+            self.note_end(bounded(end, world_size));
         }
         if self.has_failed && !had_failed { self.flush() } else { Vec::new() }
+    }
+
+    fn note_end(&mut self, end: RankEnd) {
+        let ended = match end.end {
+            ProcessEnd::Finished => Ended::Finished,
+            ProcessEnd::Failed(_) => Ended::Failed,
+        };
+        let Some(before) = self.advance(end.rank, ended) else { return };
+        if ended == Ended::Failed && !std::mem::replace(&mut self.has_failed, true) {
+            self.barriers.clear();
+        }
+        self.admission.stop();
+        self.first_end.get_or_insert_with(|| end.clone());
+        // After a goodbye, code 0 is news for its own node only; and after many failures, another one.
+        let concerns_everyone = match ended {
+            Ended::Failed => self.failures_told < MAX_FAILURES_TOLD,
+            _ => before == Ended::No,
+        };
+        self.failures_told += usize::from(concerns_everyone && ended == Ended::Failed);
+        match concerns_everyone {
+            true => self.news.for_everyone.push(end.clone()),
+            false => {
+                self.news.own.entry(self.layout.node_of(end.rank)).or_default().push(end.clone());
+            }
+        }
+        self.news.all.push(end);
     }
 
     /// How long the loop may collect what all nodes are told before it calls [`flush`](Self::flush): it grows with the
@@ -161,35 +194,39 @@ impl Hub {
 
     /// True if [`flush`](Self::flush) has something to tell.
     pub fn has_news(&self) -> bool {
-        !self.left.is_empty() || !self.ends.is_empty()
+        !self.news.left.is_empty() || !self.news.all.is_empty()
     }
 
-    /// Tells all nodes which ranks have left and how ranks ended. Node 0 is told all of it, because its progress page is
-    /// the one that shows the whole job.
+    /// Tells all nodes which ranks have left and how ranks ended, as far as it concerns them. Node 0 is told all, because
+    /// its progress page is the one that shows the whole job.
     pub fn flush(&mut self) -> Vec<HubAction> {
-        let mut messages = Vec::new();
-        let mut left = std::mem::take(&mut self.left);
-        if !left.is_empty() {
-            left.sort_unstable();
-            messages.push(RelayMessage::Left { ranks: left });
-        }
-        let ends = std::mem::take(&mut self.ends);
-        let all = messages.iter().cloned().chain(in_messages(&ends));
-        let mut actions: Vec<HubAction> = all.map(|message| HubAction::Send { node: 0, message }).collect();
-
-        let is_failure = |end: &&RankEnd| end.end != ProcessEnd::Finished;
-        let room = MAX_FAILURES_TOLD - self.failures_told;
-        let failures: Vec<RankEnd> = ends.iter().filter(is_failure).take(room).cloned().collect();
-        self.failures_told += failures.len();
-        messages.extend(in_messages(&failures));
-        let finished: Vec<u32> = ends.iter().filter(|end| !is_failure(end)).map(|end| end.rank).collect();
-        if !finished.is_empty() {
-            messages.push(RelayMessage::Finished { ranks: finished });
-        }
+        let News { mut left, all, for_everyone, own } = std::mem::take(&mut self.news);
+        left.sort_unstable();
+        let left = (!left.is_empty()).then_some(RelayMessage::Left { ranks: left });
+        let common: Vec<RelayMessage> = left.iter().cloned().chain(in_messages(&for_everyone)).collect();
+        let mut actions = Vec::new();
+        let mut send = |node, message| actions.push(HubAction::Send { node, message });
+        left.into_iter().chain(in_messages(&all)).for_each(|message| send(0, message));
         for node in 1..self.layout.nodes() {
-            actions.extend(messages.iter().map(|message| HubAction::Send { node, message: message.clone() }));
+            let own = own.get(&node).map(|ends| in_messages(ends)).unwrap_or_default();
+            common.iter().cloned().chain(own).for_each(|message| send(node, message));
         }
         actions
+    }
+
+    /// Number of places in barriers that are kept, for tests of the bound.
+    #[cfg(test)]
+    pub(crate) fn places(&self) -> usize {
+        self.barriers.places()
+    }
+
+    /// Tells a node that has just come, or has waited for long, why the run does not start, if that is decided.
+    fn tell_verdict(&self, node: u32) -> Vec<HubAction> {
+        let missing =
+            self.admission.missing().map(|missing| RelayMessage::GaveUp { missing: missing.to_vec() });
+        let ended = self.first_end.iter().filter(|_| !self.admission.is_admitted());
+        let ended = ended.map(|end| RelayMessage::Ended { ends: vec![end.clone()] });
+        missing.into_iter().chain(ended).map(|message| HubAction::Send { node, message }).collect()
     }
 
     fn arrive(
@@ -246,22 +283,23 @@ impl Hub {
     }
 
     fn leave(&mut self, rank: u32) {
-        if self.advance(rank, Ended::Left) {
-            self.left.push(rank);
+        if self.advance(rank, Ended::Left).is_some() {
+            self.news.left.push(rank);
         }
     }
 
-    /// Notes how far `rank` has ended. `false` if as much was known.
-    fn advance(&mut self, rank: u32, ended: Ended) -> bool {
+    /// Notes how far `rank` has ended, and returns how far it had before; `None` if as much was known.
+    fn advance(&mut self, rank: u32, ended: Ended) -> Option<Ended> {
         let known = &mut self.ended[rank as usize];
         if *known >= ended {
-            return false;
+            return None;
         }
-        if std::mem::replace(known, ended) == Ended::No {
+        let before = std::mem::replace(known, ended);
+        if before == Ended::No {
             self.ranks_ended += 1;
             self.barriers.forget_those_of(rank);
         }
-        true
+        Some(before)
     }
 
     fn to_node_of(&self, rank: u32, message: RelayMessage) -> HubAction {
@@ -292,7 +330,7 @@ impl Hub {
         if rank < world_size && !self.layout.ranks_of(from).contains(&rank) {
             return Ok(());
         }
-        Err(format!("node {from} asks for rank {rank} of {world_size}, which is not on another node"))
+        Err(format!("node {from} names rank {rank} of {world_size}, which is not on another node"))
     }
 
     /// Checks the answer of a node to a `Get`.
@@ -309,17 +347,27 @@ impl Hub {
     }
 }
 
-/// The end with its texts as long as a progress page keeps them.
-fn bounded(mut end: RankEnd) -> RankEnd {
+/// The end with its texts as long as a progress page keeps them, and without the blame of a rank that does not exist.
+fn bounded(mut end: RankEnd, world_size: u32) -> RankEnd {
     if let ProcessEnd::Failed(how) = &mut end.end {
         progress::truncate_text(how);
     }
+    end.blame = end.blame.filter(|blame| blame.culprit < world_size);
     if let Some(blame) = &mut end.blame {
         progress::truncate_text(&mut blame.message);
     }
     end
 }
 
-fn in_messages(ends: &[RankEnd]) -> impl Iterator<Item = RelayMessage> {
-    ends.chunks(ENDS_PER_MESSAGE).map(|ends| RelayMessage::Ended { ends: ends.to_vec() })
+/// The messages that tell these ends. Those with code 0 are a list of ranks, which stays short when all ranks finish.
+fn in_messages(ends: &[RankEnd]) -> Vec<RelayMessage> {
+    let (finished, failed): (Vec<&RankEnd>, Vec<&RankEnd>) =
+        ends.iter().partition(|end| end.end == ProcessEnd::Finished);
+    let failed = failed.chunks(ENDS_PER_MESSAGE);
+    let failed =
+        failed.map(|ends| RelayMessage::Ended { ends: ends.iter().map(|end| (*end).clone()).collect() });
+    let mut finished: Vec<u32> = finished.iter().map(|end| end.rank).collect();
+    finished.sort_unstable();
+    let finished = (!finished.is_empty()).then_some(RelayMessage::Finished { ranks: finished });
+    failed.chain(finished).collect()
 }

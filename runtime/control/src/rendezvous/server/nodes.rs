@@ -10,15 +10,21 @@
 //! - A barrier with participants on other nodes is completed by the hub.
 //! - How ranks of other nodes ended is recorded on the progress page like the ends of its own ranks.
 
+mod requests;
+
 use super::*;
 use crate::nodes::RankEnd;
 use crate::nodes::relay::{NodeManifest, NodeProgram, RelayMessage};
+use crate::progress::truncate_text;
 use crate::rendezvous::message::{VERSION, check_name};
+use crate::rendezvous::rank_list;
 use crate::rendezvous::remote_readers::RemoteReader;
-use crate::rendezvous::waits::WaitFor;
+
+/// Maximum number of programs of one node that are compared with those of other nodes.
+const MAX_PROGRAMS: usize = 16;
 
 impl Server {
-    /// Opens the rendezvous of the ranks of one node in a private directory. `address` is the node's address as other
+    /// Opens the rendezvous of the ranks of one node in a private directory. `node_address` is the node's address as other
     /// nodes reach it, for its ranks.
     ///
     /// After each call of [`service`](Self::service) and [`deliver`](Self::deliver), carry what
@@ -83,8 +89,9 @@ impl Server {
                 self.refuse_joined(rank, &why);
                 Ok(())
             }
-            RelayMessage::GaveUp { missing } => {
+            RelayMessage::GaveUp { mut missing } => {
                 missing.iter().try_for_each(|rank| self.check_rank(*rank))?;
+                rank_list::sort_if_long(&mut missing);
                 self.fail_joins_without(&missing);
                 Ok(())
             }
@@ -112,7 +119,7 @@ impl Server {
             }
             RelayMessage::NotReleased { reader, barrier, reply } => {
                 self.check_local(reader)?;
-                self.answer_in_barrier(reader, &barrier, &reply)
+                self.answer_in_barrier(reader, &barrier, reply)
             }
             RelayMessage::Left { ranks } => {
                 ranks.iter().try_for_each(|rank| self.check_rank(*rank))?;
@@ -150,22 +157,29 @@ impl Server {
         }
     }
 
-    /// What the hub compares. The ranks of this node agree, so one of them speaks for all.
+    /// What the hub compares. The ranks of this node agree, so one of them speaks for all. Texts of ranks are truncated, so
+    /// that the manifest fits a frame.
     fn manifest(&self) -> NodeManifest {
+        let truncated = |mut text: String| {
+            truncate_text(&mut text);
+            text
+        };
         let mut programs: Vec<NodeProgram> = Vec::new();
         let mut ranks: Vec<&JoiningRank> = self.joining.iter().collect();
         ranks.sort_by_key(|joining| joining.rank);
         for joining in &ranks {
             let number = self.programs.get(joining.rank as usize).copied().unwrap_or_default();
             if let Some(program) = &joining.program
+                && programs.len() < MAX_PROGRAMS
                 && programs.iter().all(|known| known.number != number)
             {
-                let (path, digest) = (program.to_string(), program.hash().ok());
+                let (path, digest) = (truncated(program.to_string()), program.hash().ok());
                 programs.push(NodeProgram { number, rank: joining.rank, path, digest });
             }
         }
         let first = ranks.first().map(|joining| joining.manifest.clone()).unwrap_or_default();
-        NodeManifest { version: VERSION, driver: first.driver, nccl: first.nccl, programs }
+        let (driver, nccl) = (first.driver.map(truncated), first.nccl.map(truncated));
+        NodeManifest { version: VERSION, driver, nccl, programs }
     }
 
     fn admit_all(&mut self) -> Result<(), String> {
@@ -173,8 +187,8 @@ impl Server {
             // They have been told that the run does not start.
             return Ok(());
         }
-        if !self.is_complete() {
-            return Err("the hub admits ranks that have not joined".into());
+        if !self.is_complete() || self.peers.iter().any(|peer| peer.admitted) {
+            return Err("the hub admits ranks that have not joined, or were answered before".into());
         }
         self.welcome();
         Ok(())
@@ -182,18 +196,16 @@ impl Server {
 
     /// Refuses a rank that waits for admission.
     fn refuse_joined(&mut self, rank: u32, why: &str) {
-        let why: String = why.chars().take(1000).collect();
-        let waiting = self.peers.iter_mut().find(|peer| peer.rank == Some(rank) && !peer.admitted);
-        if let Some(peer) = waiting {
-            peer.admitted = true;
-            let id = peer.id;
-            // The refused rank may run this server, and end as soon as it is told: the others are told first.
-            if self.unattended {
-                self.local_rank_ended(rank, ProcessEnd::Failed(format!("was refused: {why}")));
-            }
-            if let Some(peer) = self.peers.iter().find(|peer| peer.id == id) {
-                peer.refuse(&why);
-            }
+        let why = short(why);
+        let waits = |peer: &&mut Peer| peer.rank == Some(rank) && !peer.admitted;
+        let Some(peer) = self.peers.iter_mut().find(waits) else { return };
+        peer.admitted = true;
+        // The refused rank may run this server, and end as soon as it is told: the others are told first.
+        if self.unattended {
+            self.local_rank_ended(rank, ProcessEnd::Failed(format!("was refused: {why}")));
+        }
+        if let Some(peer) = self.peers.iter().find(|peer| peer.rank == Some(rank)) {
+            peer.refuse(&why);
         }
     }
 
@@ -244,162 +256,11 @@ impl Server {
         Ok(())
     }
 
-    /// Asks the node of `from` for a value, unless it has arrived already.
-    pub(super) fn get_from_other_node(
-        &mut self,
-        peer: u64,
-        rank: u32,
-        key: String,
-        from: u32,
-        timeout_ms: u64,
-    ) {
-        if let Some((value, _)) = self.late.read(&late_key(rank, &key)) {
-            return self.answer(peer, &Reply::Value { value, fds: 0 }, &[]);
-        }
-        // Whether a rank that has left did set the value is known on its own node.
-        if let Err(reply) = self.check_not_ended(|_| false) {
-            return self.answer(peer, &reply, &[]);
-        }
-        self.next_get += 1;
-        let number = self.next_get;
-        self.outbox.push(RelayMessage::Get { reader: rank, number, key: key.clone(), from });
-        self.wait(peer, WaitFor::RemoteKey { key, from, number }, timeout_ms);
-    }
-
-    /// Tells the hub that a rank waits in a barrier with participants on other nodes.
-    pub(super) fn enter_remote_barrier(
-        &mut self,
-        peer: u64,
-        rank: u32,
-        name: String,
-        ranks: Option<Vec<u32>>,
-        timeout_ms: u64,
-    ) {
-        match self.outbox.last_mut() {
-            Some(RelayMessage::Arrived { barrier, ranks: others, arrived })
-                if *barrier == name && *others == ranks =>
-            {
-                arrived.push(rank);
-            }
-            _ => self.outbox.push(RelayMessage::Arrived {
-                barrier: name.clone(),
-                ranks: ranks.clone(),
-                arrived: vec![rank],
-            }),
-        }
-        self.wait(peer, WaitFor::RemoteBarrier { name, rank, ranks }, timeout_ms);
-    }
-
-    /// Tells the other nodes that a rank of this one does not wait for them any more.
-    pub(super) fn withdraw(&mut self, rank: u32, what: WaitFor) {
-        match what {
-            WaitFor::RemoteKey { key, from, number } => {
-                self.outbox.push(RelayMessage::Cancelled { reader: rank, number, key, from });
-            }
-            WaitFor::RemoteBarrier { name, rank, .. } => {
-                self.outbox.push(RelayMessage::Expired { barrier: name, reader: rank });
-            }
-            WaitFor::Key { .. } | WaitFor::Barrier { .. } => {}
-        }
-    }
-
-    /// Answers a rank of another node, now or when the value is set.
-    fn serve_remote(&mut self, reader: RemoteReader) {
-        if !self.entries.contains(&reader.key)
-            && let Err(reply) = self.check_not_ended(|needed| needed == reader.from)
-        {
-            return self.answer_remote(reader, reply);
-        }
-        let key = reader.key.clone();
-        self.remote_readers.add(reader);
-        self.wake_remote_readers(&key);
-    }
-
-    /// Sends the value of `key` to the ranks of other nodes that wait for it, until it has been read often enough.
-    /// Descriptors cannot leave their host.
-    pub(super) fn wake_remote_readers(&mut self, key: &str) {
-        while self.entries.contains(key)
-            && let Some(reader) = self.remote_readers.take(key)
-        {
-            if self.entries.has_fds(key) {
-                let why = format!(
-                    "key `{key}` of rank {} (node {}) has descriptors, which rank {} (node {}) on another host cannot receive",
-                    reader.from,
-                    self.layout.node(),
-                    reader.rank,
-                    self.layout.node_of(reader.rank)
-                );
-                self.answer_remote(reader, Reply::Denied { why });
-            } else if let Some((value, _)) = self.entries.read(key) {
-                self.answer_remote(reader, Reply::Value { value, fds: 0 });
-            }
-        }
-    }
-
-    /// Answers the ranks of other nodes that wait for values of `rank`, which has ended without setting them. After a
-    /// failure their own servers do that.
-    pub(super) fn fail_remote_readers_of(&mut self, rank: u32, failed: bool, how: &str) {
-        if failed {
-            self.remote_readers.clear();
-        }
-        for reader in self.remote_readers.take_those_of(rank) {
-            self.answer_remote(reader, Reply::PeerGone { peer: rank, how: how.to_owned() });
-        }
-    }
-
-    fn answer_remote(&mut self, RemoteReader { rank: reader, number, key, .. }: RemoteReader, reply: Reply) {
-        self.outbox.push(RelayMessage::Got { reader, number, key, reply });
-    }
-
-    /// Answers a rank of this node that waits for a value of another one.
-    fn answer_reader(&mut self, reader: u32, number: u64, key: &str, reply: Reply) -> Result<(), String> {
-        match &reply {
-            Reply::Value { value, fds: 0 } if value.len() <= MAX_VALUE => {}
-            Reply::PeerGone { peer, .. } => self.check_rank(*peer)?,
-            Reply::Denied { .. } => {}
-            other => return Err(format!("the answer {other:?} to a read")),
-        }
-        let Some(peer) = self.peer_of(reader) else { return Ok(()) };
-        let is_value = matches!(reply, Reply::Value { .. });
-        let waiting = self.waits.remote_key(peer, key);
-        match (waiting, reply) {
-            (Some((awaited, from)), reply) if is_value || awaited == number => {
-                self.waits.forget(peer);
-                if awaited != number {
-                    // An answer to an earlier wait for the same value: this wait is not needed.
-                    self.withdraw(reader, WaitFor::RemoteKey { key: key.to_owned(), from, number: awaited });
-                }
-                self.answer(peer, &reply, &[]);
-            }
-            (_, Reply::Value { value, .. }) => {
-                // Beyond the bounds on unread values it is lost, like the patience of the rank that gave up so often.
-                let _ = self.late.set(reader, late_key(reader, key), value, Vec::new(), 1);
-            }
-            _ => {}
-        }
-        Ok(())
-    }
-
-    /// Answers a rank of this node that waits in a barrier in vain.
-    fn answer_in_barrier(&mut self, reader: u32, barrier: &str, reply: &Reply) -> Result<(), String> {
-        match reply {
-            Reply::TimedOut { missing } => missing.iter().try_for_each(|rank| self.check_rank(*rank))?,
-            Reply::Denied { .. } => {}
-            other => return Err(format!("the answer {other:?} to a barrier")),
-        }
-        if let Some(peer) = self.peer_of(reader)
-            && self.waits.take_unreleased(peer, barrier)
-        {
-            self.answer(peer, reply, &[]);
-        }
-        Ok(())
-    }
-
-    fn peer_of(&self, rank: u32) -> Option<u64> {
+    pub(super) fn peer_of(&self, rank: u32) -> Option<u64> {
         self.peers.iter().find(|peer| peer.rank == Some(rank)).map(|peer| peer.id)
     }
 
-    fn check_rank(&self, rank: u32) -> Result<(), String> {
+    pub(super) fn check_rank(&self, rank: u32) -> Result<(), String> {
         match rank < self.world_size() {
             true => Ok(()),
             false => Err(format!("rank {rank} in a world of {}", self.world_size())),
@@ -421,7 +282,10 @@ impl Server {
     }
 }
 
-/// Name of a value that arrived after its reader had stopped waiting.
-fn late_key(reader: u32, key: &str) -> String {
-    format!("{reader} {key}")
+/// A text of another node, truncated so that a reply with it fits a frame.
+fn short(text: &str) -> String {
+    text.chars().take(1000).collect()
 }
+
+#[cfg(test)]
+mod tests;
