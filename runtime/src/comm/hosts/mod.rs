@@ -116,6 +116,8 @@ pub(crate) struct HostsTransport {
     probed: u32,
     /// A cycle of waits with this rank: the next rank in it, and that rank's call.
     cycle: Option<(u32, [u64; SIGNATURE_WORDS])>,
+    /// Memory for contributions of other ranks, kept between reductions.
+    staging: Option<Buffer>,
     /// Bytes of payload from other ranks.
     received_bytes: u64,
     /// Where to store the time at which all ranks had arrived, if requested.
@@ -187,6 +189,7 @@ impl HostsTransport {
             has_noted_wait: false,
             probed: 0,
             cycle: None,
+            staging: None,
             received_bytes: 0,
             arrival: None,
             in_minority: Cell::new(false),

@@ -18,6 +18,7 @@ use smallvec::SmallVec;
 
 use super::HostsTransport;
 use super::frame::{PIECE_BYTES, SMALL_BYTES};
+use super::transfer::Transfer;
 use super::wait::Awaited;
 use crate::Result;
 use crate::comm::signature::Signature;
@@ -31,18 +32,21 @@ fn pieces(len: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
     (0..len.div_ceil(most)).map(move |index| index * most..len.min((index + 1) * most))
 }
 
+/// The shard of `rank` of `bytes` bytes of elements, in bytes.
+fn byte_shard(bytes: usize, dtype: DType, ranks: u32, rank: u32) -> Range<usize> {
+    let shard = shard(bytes / dtype.size(), ranks, rank);
+    shard.start * dtype.size()..shard.end * dtype.size()
+}
+
 /// The contributions of all other ranks to one part of the result, as they arrive.
 struct Stage {
     memory: Buffer,
-    /// Bytes of each contribution.
+    peers: usize,
+    /// Bytes of memory for each contribution.
     stride: usize,
 }
 
 impl Stage {
-    fn new(ranks: u32, stride: usize) -> Self {
-        Stage { memory: Buffer::zeroed::<u8>((ranks as usize - 1) * stride), stride }
-    }
-
     /// Largest part that `ranks` ranks reduce at once, in bytes.
     fn stride_for(ranks: u32) -> usize {
         (STAGE_BYTES / ranks as usize).clamp(64, PIECE_BYTES) & !63
@@ -50,15 +54,15 @@ impl Stage {
 
     /// Memory for `bytes` bytes of each peer of `rank`, in rank order.
     fn slots(&mut self, rank: u32, bytes: usize) -> impl Iterator<Item = (u32, &mut [u8])> {
-        let peers = (0..).filter(move |peer| *peer != rank);
-        peers
-            .zip(self.memory.as_bytes_mut().chunks_exact_mut(self.stride))
-            .map(move |(peer, slot)| (peer, &mut slot[..bytes]))
+        let peers = (0..).filter(move |peer| *peer != rank).take(self.peers);
+        let slots = self.memory.as_bytes_mut().chunks_exact_mut(self.stride);
+        peers.zip(slots).map(move |(peer, slot)| (peer, &mut slot[..bytes]))
     }
 
     /// The first `bytes` bytes of each peer's contribution.
     fn contributions(&self, bytes: usize) -> SmallVec<[&[u8]; 16]> {
-        self.memory.as_bytes().chunks_exact(self.stride).map(|slot| &slot[..bytes]).collect()
+        let slots = self.memory.as_bytes().chunks_exact(self.stride);
+        slots.take(self.peers).map(|slot| &slot[..bytes]).collect()
     }
 }
 
@@ -77,52 +81,67 @@ fn reduce_part(dtype: DType, op: ReduceOp, rank: u32, own: &mut [u8], others: &[
 }
 
 impl HostsTransport {
+    /// Memory for contributions of at most `stride` bytes.
+    fn take_stage(&mut self, stride: usize) -> Stage {
+        let peers = self.members.size() as usize - 1;
+        let memory = self.staging.take().filter(|memory| memory.len() >= peers * stride);
+        let memory = memory.unwrap_or_else(|| Buffer::zeroed::<u8>(peers * stride));
+        Stage { memory, peers, stride }
+    }
+
+    /// Keeps the memory for the next reduction.
+    fn put_back(&mut self, stage: Stage) {
+        self.staging = Some(stage.memory);
+    }
+
     pub(super) fn all_reduce(&mut self, buffer: &mut Buffer, op: ReduceOp, call: &Signature) -> Result<()> {
         if buffer.bytes() <= SMALL_BYTES {
             return self.small_reduction(buffer, op, call, |_| true, |_, len| 0..len);
         }
         self.enter(call, |_| &[])?;
-        let (rank, ranks) = (self.members.rank(), self.members.size());
-        let (dtype, element) = (buffer.dtype(), buffer.dtype().size());
-        let stride = Stage::stride_for(ranks);
-        let mut stage = Stage::new(ranks, stride);
-        // The part of `of` in a chunk of this many bytes.
-        let part = |bytes: usize, of: u32| {
-            let part = shard(bytes / element, ranks, of);
-            part.start * element..part.end * element
-        };
-        let mut chunks = buffer.as_bytes_mut().chunks_mut(stride * ranks as usize);
-        let mut reduced: Option<&mut [u8]> = None;
+        let (rank, ranks, dtype) = (self.members.rank(), self.members.size(), buffer.dtype());
+        let mut stage = self.take_stage(Stage::stride_for(ranks));
+        let mut chunks = buffer.as_bytes_mut().chunks_mut(stage.stride * ranks as usize);
+        let mut reduced = None;
         loop {
             let chunk = chunks.next();
             let mut transfer = self.transfer(call);
             if let Some(chunk) = &chunk {
-                self.others().for_each(|peer| transfer.send(peer, &chunk[part(chunk.len(), peer)]));
-                let own = part(chunk.len(), rank).len();
+                let part = |rank: u32| byte_shard(chunk.len(), dtype, ranks, rank);
+                self.others().for_each(|peer| transfer.send(peer, &chunk[part(peer)]));
+                let own = part(rank).len();
                 stage.slots(rank, own).for_each(|(peer, slot)| transfer.receive(peer, slot));
             }
-            if let Some(mut rest) = reduced.take() {
-                let bytes = rest.len();
-                let mut parts: Vec<&mut [u8]> = Vec::with_capacity(ranks as usize);
-                for peer in 0..ranks {
-                    let (part, behind) = rest.split_at_mut(part(bytes, peer).len());
-                    parts.push(part);
-                    rest = behind;
-                }
-                let own = &*std::mem::take(&mut parts[rank as usize]);
-                self.others().for_each(|peer| transfer.send(peer, own));
-                for peer in self.others() {
-                    transfer.receive(peer, std::mem::take(&mut parts[peer as usize]));
-                }
+            if let Some(reduced) = reduced.take() {
+                self.post_results(&mut transfer, reduced, dtype);
             }
             self.wait(Awaited::Transfer, call, &mut transfer)?;
             drop(transfer);
-            let Some(chunk) = chunk else { return Ok(()) };
-            let own = part(chunk.len(), rank);
+            let Some(chunk) = chunk else { break };
+            let own = byte_shard(chunk.len(), dtype, ranks, rank);
             let own = &mut chunk[own];
             reduce_part(dtype, op, rank, own, &stage.contributions(own.len()));
             self.membership.page().touch(self.membership.rank());
             reduced = Some(chunk);
+        }
+        self.put_back(stage);
+        Ok(())
+    }
+
+    /// Posts the exchange of the parts of a chunk that each rank has reduced.
+    fn post_results<'a>(&self, transfer: &mut Transfer<'a>, chunk: &'a mut [u8], dtype: DType) {
+        let (ranks, bytes) = (self.members.size(), chunk.len());
+        let mut rest = chunk;
+        let mut parts: Vec<&'a mut [u8]> = Vec::with_capacity(ranks as usize);
+        for rank in 0..ranks {
+            let (part, behind) = rest.split_at_mut(byte_shard(bytes, dtype, ranks, rank).len());
+            parts.push(part);
+            rest = behind;
+        }
+        let own: &'a [u8] = &*std::mem::take(&mut parts[self.members.rank() as usize]);
+        for peer in self.others() {
+            transfer.send(peer, own);
+            transfer.receive(peer, std::mem::take(&mut parts[peer as usize]));
         }
     }
 
@@ -175,7 +194,7 @@ impl HostsTransport {
         }
         let own = part(rank).len();
         // Payloads are not aligned.
-        let mut stage = Stage::new(self.members.size(), own.next_multiple_of(64).max(64));
+        let mut stage = self.take_stage(own.next_multiple_of(64).max(64));
         for (peer, slot) in stage.slots(rank, own) {
             let payload = payloads[peer as usize].as_slice();
             if payload.len() != own {
@@ -186,6 +205,7 @@ impl HostsTransport {
         let dtype = buffer.dtype();
         let target = &mut buffer.as_bytes_mut()[part(rank)];
         reduce_part(dtype, op, rank, target, &stage.contributions(own));
+        self.put_back(stage);
         Ok(())
     }
 
@@ -201,10 +221,9 @@ impl HostsTransport {
         let (rank, ranks) = (self.members.rank(), self.members.size());
         let (dtype, len) = (buffer.dtype(), buffer.len());
         let element = dtype.size();
-        let stride = Stage::stride_for(ranks);
-        let mut stage = Stage::new(ranks, stride);
+        let mut stage = self.take_stage(Stage::stride_for(ranks));
         let longest = (0..ranks).map(|rank| part(rank, len).len()).max().unwrap_or_default();
-        for piece in pieces(longest, stride / element) {
+        for piece in pieces(longest, stage.stride / element) {
             let within = |rank: u32| {
                 let Range { start, end } = part(rank, len);
                 let at = |index: usize| end.min(start + index) * element;
@@ -221,6 +240,7 @@ impl HostsTransport {
             reduce_part(dtype, op, rank, own, &stage.contributions(own.len()));
             self.membership.page().touch(self.membership.rank());
         }
+        self.put_back(stage);
         Ok(())
     }
 }
