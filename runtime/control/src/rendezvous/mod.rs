@@ -33,7 +33,7 @@ mod peer;
 mod preflight;
 pub(crate) mod rank_list;
 mod read_budget;
-mod rejections;
+pub(crate) mod rejections;
 mod remote_readers;
 mod rights;
 mod server;
