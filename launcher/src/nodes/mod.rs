@@ -26,4 +26,6 @@ pub(crate) use card::NodeCard;
 pub(crate) use coordinator::{Config, Coordinator, MemberId, NodeLoss, OWN};
 pub(crate) use engine_variables::variables_to_remove;
 pub(crate) use message::{FromAgent, HEARTBEAT, MAX_LAST_LINE, MAX_LAST_LINES, Order, StartOrder, ToAgent};
-pub(crate) use settings::{AuthChoice, NodeSettings, Ports, SettingsError, Surroundings, ranks_variable, settings};
+pub(crate) use settings::{
+    AuthChoice, NodeSettings, Ports, SettingsError, Surroundings, ranks_variable, settings,
+};

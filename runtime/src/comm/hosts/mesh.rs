@@ -97,6 +97,52 @@ impl Input {
         false
     }
 
+    /// Copies bytes of the current piece to where they belong. Returns whether there was anything to copy.
+    fn copy_piece(&mut self, peer: u32, transfer: &mut Transfer<'_>) -> bool {
+        let Some(target) = transfer.target(peer) else {
+            self.stalled = true;
+            return false;
+        };
+        let bytes = &self.buffer[self.begin..self.end];
+        let count = bytes.len().min(self.piece_left).min(target.len());
+        target[..count].copy_from_slice(&bytes[..count]);
+        transfer.fill(peer, count);
+        self.begin += count;
+        self.piece_left -= count;
+        count > 0
+    }
+
+    /// Takes the next frame, or begins the next piece. Returns whether there was one.
+    ///
+    /// # Errors
+    /// If it is invalid.
+    fn take_frame(
+        &mut self,
+        peer: u32,
+        stamp: Stamp,
+        transfer: &Transfer<'_>,
+        received: &mut VecDeque<Frame>,
+    ) -> Result<bool, String> {
+        let bytes = &self.buffer[self.begin..self.end];
+        let Some((header, behind)) = bytes.split_first_chunk::<HEADER_BYTES>() else { return Ok(false) };
+        let header = Header::decode(header, stamp)?;
+        let length = header.length as usize;
+        if header.kind == FrameKind::Data {
+            self.stalled = !transfer.expects_from(peer);
+            if self.stalled {
+                return Ok(false);
+            }
+            transfer.check(&header)?;
+            self.piece_left = length;
+            self.begin += HEADER_BYTES;
+            return Ok(true);
+        }
+        let Some(payload) = behind.get(..length) else { return Ok(false) };
+        received.push_back(Frame { from: peer, header, payload: payload.to_vec() });
+        self.begin += HEADER_BYTES + length;
+        Ok(true)
+    }
+
     /// Notes an error of reading. Returns whether it was an interruption.
     fn note_error(&mut self, error: &std::io::Error) -> bool {
         match error.kind() {
@@ -217,44 +263,16 @@ impl Mesh {
 
     /// Uses the bytes in the buffer as far as possible.
     fn parse(&mut self, peer: u32, transfer: &mut Transfer<'_>) -> Result<(), BadFrame> {
-        let bad = |problem| BadFrame { from: peer, problem };
+        let (stamp, received) = (self.wires.stamp, &mut self.received);
         let input = &mut self.inputs[peer as usize];
         input.stalled = false;
         loop {
-            let bytes = &input.buffer[input.begin..input.end];
-            if input.piece_left > 0 {
-                let Some(target) = transfer.target(peer) else {
-                    input.stalled = true;
-                    return Ok(());
-                };
-                let count = bytes.len().min(input.piece_left).min(target.len());
-                if count == 0 {
-                    return Ok(());
-                }
-                target[..count].copy_from_slice(&bytes[..count]);
-                transfer.fill(peer, count);
-                input.begin += count;
-                input.piece_left -= count;
-                continue;
-            }
-            let Some((header, payload)) = bytes.split_first_chunk::<HEADER_BYTES>() else {
-                return Ok(());
+            let goes_on = match input.piece_left {
+                0 => input.take_frame(peer, stamp, transfer, received),
+                _ => Ok(input.copy_piece(peer, transfer)),
             };
-            let header = Header::decode(header, self.wires.stamp).map_err(bad)?;
-            let length = header.length as usize;
-            if header.kind == FrameKind::Data {
-                if !transfer.expects_from(peer) {
-                    input.stalled = true;
-                    return Ok(());
-                }
-                transfer.check(&header).map_err(bad)?;
-                input.piece_left = length;
-                input.begin += HEADER_BYTES;
-            } else {
-                let Some(payload) = payload.get(..length) else { return Ok(()) };
-                let payload = payload.to_vec();
-                self.received.push_back(Frame { from: peer, header, payload });
-                input.begin += HEADER_BYTES + length;
+            if !goes_on.map_err(|problem| BadFrame { from: peer, problem })? {
+                return Ok(());
             }
         }
     }

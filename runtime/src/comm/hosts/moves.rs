@@ -27,7 +27,7 @@ impl Moves {
         let others = || (1..ranks).map(move |distance| (rank + distance) % ranks);
         let moves = match call {
             Call::Barrier => Moves { send: Parts::new(), receive: Parts::new(), longest: 0 },
-            Call::AllGather => Self::of_segments(&[0..len], (rank, ranks)),
+            Call::AllGather => Self::of_segments(std::slice::from_ref(&(0..len)), (rank, ranks)),
             Call::UpdateAllGather(SegmentUpdate { segments, .. }) => {
                 Self::of_segments(segments, (rank, ranks))
             }

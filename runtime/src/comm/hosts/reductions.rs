@@ -71,8 +71,8 @@ impl Stage {
 fn reduce_part(dtype: DType, op: ReduceOp, rank: u32, own: &mut [u8], others: &[&[u8]]) {
     let element = dtype.size();
     let address = own.as_mut_ptr();
-    let fits = |part: &&[u8]| part.len() == own.len() && part.as_ptr().addr().is_multiple_of(element);
-    assert!(others.iter().all(|part| fits(&part)) && address.addr().is_multiple_of(element));
+    let fits = |part: &[u8]| part.len() == own.len() && part.as_ptr().addr().is_multiple_of(element);
+    assert!(others.iter().all(|part| fits(part)) && address.addr().is_multiple_of(element));
     let mut sources: SmallVec<[*const u8; 16]> = others.iter().map(|part| part.as_ptr()).collect();
     sources.insert(rank as usize, address.cast_const());
     // SAFETY: all parts have the same length in elements and are aligned to them, which was checked; any bytes are
