@@ -467,7 +467,7 @@ impl DataParallel {
 
 /// Who averages and updates which buckets of the ranks of `comm`.
 fn ownership(config: &DataParallelConfig, comm: &Communicator) -> Ownership {
-    // Shards are for ranks that reduce in memory of hosts.
+    // Under NCCL every shard of a host buffer would go through the memory of the GPU once more.
     let has_shards = comm.size() > 1 && comm.capabilities().sums_in_rank_order;
     let shard_from = config.shard_from.bytes(Some(SHARD_FROM)).filter(|_| has_shards);
     match config.placement {

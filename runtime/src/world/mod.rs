@@ -278,7 +278,8 @@ impl World {
     }
 
     /// Creates a communicator over all ranks for host buffers in memory that they share (over the network, if they are
-    /// on several hosts), also under the nccl backend: for [`Placement::Host`](crate::Placement::Host). Collective, as [`communicator`](Self::communicator).
+    /// on several hosts), also under the nccl backend: for [`Placement::Host`](crate::Placement::Host). Collective, as
+    /// [`communicator`](Self::communicator).
     ///
     /// # Errors
     /// As [`communicator`](Self::communicator).
