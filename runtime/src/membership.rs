@@ -21,6 +21,8 @@ pub(crate) struct Membership {
     next_group: AtomicU32,
     store: Store,
     page: ProgressPage,
+    /// Where ranks of several hosts connect.
+    pub(crate) listener: crate::comm::hosts::Listener,
     /// Faults to inject into this rank.
     injections: Vec<ScheduledInjection>,
     /// How many collectives this rank's NCCL communicators have begun.
@@ -45,6 +47,7 @@ impl Membership {
             next_group: AtomicU32::new(1),
             store,
             page,
+            listener: crate::comm::hosts::Listener::default(),
             injections,
             #[cfg(feature = "cuda")]
             collectives: crate::comm::nccl::CollectiveCounters::default(),

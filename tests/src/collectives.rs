@@ -95,7 +95,8 @@ impl Case {
 
     fn run_with<T: Sample>(&self, comm: &mut Communicator) -> Result<()> {
         let (len, op, ranks) = (self.len, self.op, comm.size());
-        let mut test = CollectiveTest { comm, kinds: &[self.kind], offset: self.offset };
+        let mut test =
+            CollectiveTest { comm, kinds: &[self.kind], algorithms: &Algorithm::ALL, offset: self.offset };
         match self.collective {
             Collective::AllReduce => test.all_reduce::<T>(len, op),
             Collective::ReduceScatter => test.reduce_scatter::<T>(len, op),
@@ -123,6 +124,7 @@ struct CollectiveTest<'a> {
     comm: &'a mut Communicator,
     /// Each collective runs with all of them, because the reference result is the same and takes longer to compute.
     kinds: &'a [BufferKind],
+    algorithms: &'a [Algorithm],
     offset: usize,
 }
 
@@ -169,7 +171,7 @@ impl CollectiveTest<'_> {
         let (rank, ranks) = (self.comm.rank(), self.comm.size());
         let (mine, expected) = (input::<T>(rank, len), reduced::<T>(ranks, len, op));
         for kind in self.kinds.iter().copied() {
-            for algorithm in Algorithm::ALL {
+            for algorithm in self.algorithms.iter().copied() {
                 if algorithm == Algorithm::Eager && len * T::DTYPE.size() > EAGER_BYTES {
                     continue;
                 }
@@ -461,9 +463,19 @@ fn neighbours(comm: &Communicator) -> (u32, u32) {
 /// # Errors
 /// As the collectives.
 pub fn all(mut world: World) -> Result<()> {
-    let mut comm = world.communicator()?;
-    let mut test =
-        CollectiveTest { comm: &mut comm, kinds: &[BufferKind::Arena, BufferKind::Private], offset: 3 };
+    all_of(&mut world.communicator()?, &[BufferKind::Arena, BufferKind::Private], &Algorithm::ALL)
+}
+
+/// As [`all`], where there is one algorithm and one kind of memory.
+///
+/// # Errors
+/// As the collectives.
+pub fn all_private(mut world: World) -> Result<()> {
+    all_of(&mut world.communicator()?, &[BufferKind::Private], &[Algorithm::Auto])
+}
+
+fn all_of(comm: &mut Communicator, kinds: &[BufferKind], algorithms: &[Algorithm]) -> Result<()> {
+    let mut test = CollectiveTest { comm, kinds, algorithms, offset: 3 };
     test.element::<f32>()?;
     test.element::<f64>()?;
     test.element::<f16>()?;

@@ -246,6 +246,18 @@ impl Buffer {
         unsafe { std::slice::from_raw_parts_mut(self.address().cast(), self.len) }
     }
 
+    /// The elements as bytes.
+    pub(crate) fn as_bytes(&self) -> &[u8] {
+        // SAFETY: as in `as_slice`; any element is a number of initialised bytes.
+        unsafe { std::slice::from_raw_parts(self.address(), self.bytes()) }
+    }
+
+    /// The elements as bytes, mutable.
+    pub(crate) fn as_bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `as_mut_slice`; any bytes are elements.
+        unsafe { std::slice::from_raw_parts_mut(self.address(), self.bytes()) }
+    }
+
     /// Checks that all `members` can reach the buffer: if it is in an arena, this rank of this world must have allocated
     /// it, together with all of them.
     ///

@@ -280,7 +280,7 @@ impl Communicator {
     /// from one rank to another. With S bytes on each of n ranks, an all-reduce moves 2·(n − 1)·S bytes; a
     /// reduce-scatter, an all-gather and a broadcast (n − 1)·S. (Below some KiB an all-reduce moves n·(n − 1)·S, since
     /// every rank reads everything.) Work that a rank does for a late one counts as if the late one had done it. A single
-    /// rank moves nothing. Flags and the control plane do not count.
+    /// rank moves nothing. Flags and the control plane do not count. Between hosts a rank counts what it receives.
     ///
     /// `None` under `nccl`, where NCCL moves the bytes and does not count them.
     pub fn traffic(&self) -> Option<u64> {

@@ -20,7 +20,8 @@
 //!   error.
 //! - **Messages.** Under `nccl`, [`send`] returns when the message has been received: two ranks that both send first
 //!   wait for each other until the timeout. Dropping a communicator is collective there: all ranks synchronise before
-//!   it ends.
+//!   it ends. Between hosts, [`send`] of more than 16 KiB returns when the message has been sent to a rank that is
+//!   receiving it.
 //! - **Buffers.** Memory from [`allocate`] is fastest, since peers access it in place; for that, all ranks pass the
 //!   same part of the same allocation. Or all ranks pass private buffers. Allocated memory can only be used by the
 //!   rank that allocated it, with any communicator of the same world whose ranks all took part in the allocation.
@@ -32,7 +33,7 @@
 //! | `call` | what does a call consist of, and are its arguments valid? |
 //! | `rules` | fault injection, progress page, poisoning: for host buffers and device memory |
 //! | `observer` | how are operations traced? |
-//! | `transport` | what does a backend supply? `solo`, `cpu`, `nccl` and `background` do |
+//! | `transport` | what does a backend supply? `solo`, `cpu`, `hosts`, `nccl` and `background` do |
 //! | `signature` | which properties of a call must be the same on all ranks? |
 //! | `exchange` | which elements go from which rank to which? |
 //! | `split` | which ranks form which group? |
@@ -42,11 +43,6 @@
 //!   ranks of the world. An error in a communicator also makes the groups that were split from it unusable, and the
 //!   reverse, on all ranks: whoever waits for a rank that has failed in another group gets an error that names the
 //!   rank at fault.
-//!
-//! # Planned extensions
-//! - **Several hosts.** One more `Transport`, with a `cpu` transport for the ranks of its host and a connection to
-//!   the next host. Partial sums go from host to host in rank order, so that the bits do not depend on the placement
-//!   of ranks. Its [`Capabilities`] say that it does not share memory; programs need not know more.
 //!
 //! [`send`]: Communicator::send
 //! [`recv`]: Communicator::recv
@@ -59,6 +55,7 @@ mod call;
 mod communicator;
 pub(crate) mod cpu;
 mod exchange;
+pub(crate) mod hosts;
 #[cfg(feature = "cuda")]
 pub(crate) mod nccl;
 mod observer;

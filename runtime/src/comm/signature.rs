@@ -110,7 +110,6 @@ impl Signature {
     }
 
     /// The same, with the buffer at any location.
-    #[cfg(feature = "cuda")]
     pub(crate) fn without_location(self) -> Self {
         Signature { location: (0, 0), ..self }
     }
@@ -124,6 +123,12 @@ impl Signature {
     /// Bytes of the payload.
     pub(crate) fn bytes(&self) -> usize {
         self.len * self.dtype.size()
+    }
+
+    /// Bytes of the payload of an encoded signature; `None` if it is invalid.
+    pub(crate) fn bytes_of(words: [u64; SIGNATURE_WORDS]) -> Option<usize> {
+        let dtype = DType::ALL.get((words[0] >> 16 & 0xff) as usize)?;
+        usize::try_from(words[1]).ok()?.checked_mul(dtype.size())
     }
 
     /// False for messages, in which only two ranks take part.
@@ -218,6 +223,8 @@ mod tests {
         assert_eq!(signature.to_string(), "all_reduce(1000 f32, sum, eager)");
         let signature = of(Call::Broadcast { root: 3 }).with_path(Path::Staged);
         assert_eq!(signature.to_string(), "broadcast(1000 f32, root 3, staged)");
+        assert_eq!(Signature::bytes_of(signature.encode()), Some(4000));
+        assert_eq!(Signature::bytes_of([0xff << 16, 1, 0, 0]), None);
         assert_eq!(describe([0xff, 0, 0, 0]), "unknown operation (0xff)");
         let signature = Signature { location: (2, 4096), path: Path::Direct, ..of(Call::AllGather) };
         assert_eq!(signature.to_string(), "all_gather(1000 f32, direct, arena 2 at byte 4096)");

@@ -467,8 +467,9 @@ impl DataParallel {
 
 /// Who averages and updates which buckets of the ranks of `comm`.
 fn ownership(config: &DataParallelConfig, comm: &Communicator) -> Ownership {
-    let shares_memory = comm.capabilities().shares_memory;
-    let shard_from = config.shard_from.bytes(Some(SHARD_FROM)).filter(|_| shares_memory);
+    // Under NCCL every shard of a host buffer would go through the memory of the GPU once more.
+    let has_shards = comm.size() > 1 && comm.capabilities().sums_in_rank_order;
+    let shard_from = config.shard_from.bytes(Some(SHARD_FROM)).filter(|_| has_shards);
     match config.placement {
         Placement::Shared if comm.size() > 1 => Ownership::RankZero,
         Placement::Host if comm.size() > 1 => Ownership::Ranks { shard_from: Some(0) },

@@ -17,7 +17,7 @@ use crate::protocol::*;
 /// Where collectives run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Backend {
-    /// Shared memory of one host.
+    /// Shared memory of one host, or TCP between several.
     Cpu,
     /// NVIDIA GPUs through NCCL.
     Nccl,

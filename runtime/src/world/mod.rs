@@ -20,6 +20,7 @@ pub use env::Backend;
 use env::{Identity, Rendezvous};
 use other_launchers::LaunchEnvironment;
 
+use crate::comm::hosts::HostAddress;
 use crate::inject::InjectionPoint;
 use crate::membership::{self, Membership};
 use crate::progress::Phase;
@@ -177,6 +178,16 @@ impl World {
         threads::worlds(size)
     }
 
+    /// As [`threads`](Self::threads), with ranks that believe to be on several hosts: host h has the ranks from
+    /// `first_ranks[h]` on. For tests.
+    ///
+    /// # Errors
+    /// As [`threads`](Self::threads); if a host has no ranks.
+    #[doc(hidden)]
+    pub fn threads_on_hosts(first_ranks: &[u32], size: u32) -> Result<Vec<World>> {
+        threads::worlds_on_hosts(first_ranks, size)
+    }
+
     /// Rank of this process, from 0.
     pub fn rank(&self) -> u32 {
         self.identity.rank
@@ -256,7 +267,7 @@ impl World {
     /// Creates a communicator over all ranks. Collective: all ranks call it equally often.
     ///
     /// # Errors
-    /// If a peer does not arrive in time, or shared memory is short.
+    /// If a peer does not arrive in time, or shared memory is short; on several hosts, if a peer cannot be reached.
     pub fn communicator(&mut self) -> Result<crate::Communicator> {
         #[cfg(feature = "cuda")]
         if self.size() > 1 && self.backend() == Backend::Nccl {
@@ -266,8 +277,9 @@ impl World {
         self.host_memory_communicator()
     }
 
-    /// Creates a communicator over all ranks for host buffers in memory that they share, also under the nccl backend:
-    /// for [`Placement::Host`](crate::Placement::Host). Collective, as [`communicator`](Self::communicator).
+    /// Creates a communicator over all ranks for host buffers in memory that they share (over the network, if they are
+    /// on several hosts), also under the nccl backend: for [`Placement::Host`](crate::Placement::Host). Collective, as
+    /// [`communicator`](Self::communicator).
     ///
     /// # Errors
     /// As [`communicator`](Self::communicator).
@@ -275,10 +287,36 @@ impl World {
         self.communicators += 1;
         match &self.membership {
             Some(membership) if self.size() > 1 => {
-                crate::comm::cpu::connect(membership, self.size(), self.communicators, self.timeout())
+                let (size, number, timeout) = (self.size(), self.communicators, self.timeout());
+                match self.host_address(membership)? {
+                    None => crate::comm::cpu::connect(membership, size, number, timeout),
+                    Some(host) => crate::comm::hosts::connect(membership, host, size, number, timeout),
+                }
             }
             membership => Ok(crate::Communicator::alone(membership.clone())),
         }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn membership(&self) -> Option<&Arc<Membership>> {
+        self.membership.as_ref()
+    }
+
+    /// How ranks of other hosts reach this one; `None` if all ranks are on one host.
+    pub(crate) fn host_address(&self, membership: &Membership) -> Result<Option<HostAddress>> {
+        let Some(layout) = membership.store().layout().filter(|layout| !layout.is_one_host()) else {
+            return Ok(None);
+        };
+        let address = membership.store().address().ok_or_else(|| Error::Join {
+            rank: self.rank(),
+            problem: "the launcher has not said which address this host has".into(),
+        })?;
+        Ok(Some(HostAddress {
+            address,
+            local_ranks: layout.local_ranks().len() as u32,
+            run: xxhash_rust::xxh3::xxh3_64(self.run_id().as_bytes()),
+            epoch: self.restart_count(),
+        }))
     }
 
     /// Splits the world into groups: a communicator for the ranks that pass the same `colour`, as

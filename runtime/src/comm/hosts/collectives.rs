@@ -1,0 +1,97 @@
+//! Collectives without a reduction.
+
+use super::HostsTransport;
+use super::frame::SMALL_BYTES;
+use super::moves::{Moves, carve};
+use super::transfer::Transfer;
+use super::wait::Awaited;
+use crate::Result;
+use crate::comm::Buffer;
+use crate::comm::call::{Call, SegmentUpdate};
+use crate::comm::exchange::Exchange;
+use crate::comm::segments::update_blocks;
+use crate::comm::signature::Signature;
+
+impl HostsTransport {
+    /// Executes a call in which every part of the result is a part of one rank's buffer.
+    pub(super) fn move_parts(&mut self, call: &mut Call<'_>, buffer: &mut Buffer) -> Result<()> {
+        let signature = Signature::of(call, buffer).without_location();
+        let (rank, ranks) = (self.members.rank(), self.members.size());
+        let moves = Moves::of(call, (rank, ranks), buffer.len()).expect("neither a reduction nor a message");
+        match call {
+            Call::UpdateAllGather(SegmentUpdate { segments, block, update }) => {
+                *buffer = update_blocks(buffer.take(), segments, (ranks, rank), *block, *update, |_, _| ());
+                self.execute(&signature, &moves, None, buffer)
+            }
+            &mut Call::AllToAllV { from, .. } => {
+                let exchange = Exchange::of(call, rank, ranks, buffer.len());
+                let (own, at) = exchange.expect("a call that consists of messages").own;
+                buffer.copy_from(at, from, own);
+                self.execute(&signature, &moves, Some(from.as_bytes()), buffer)
+            }
+            // Every part is sent and replaced.
+            Call::AllToAll => {
+                let sent = buffer.as_bytes().to_vec();
+                self.execute(&signature, &moves, Some(&sent), buffer)
+            }
+            _ => self.execute(&signature, &moves, None, buffer),
+        }
+    }
+
+    /// Transfers the parts from `source`, or from the buffer itself. Small ones are sent with the arrival.
+    fn execute(
+        &mut self,
+        call: &Signature,
+        moves: &Moves,
+        source: Option<&[u8]>,
+        buffer: &mut Buffer,
+    ) -> Result<()> {
+        let element = buffer.dtype().size();
+        let in_bytes = |range: &std::ops::Range<usize>| range.start * element..range.end * element;
+        let targets: Vec<_> = moves.receive.iter().map(|(_, range)| in_bytes(range)).collect();
+        let mut carved = carve(buffer.as_bytes_mut(), &targets);
+        let sources: Vec<(u32, &[u8])> = moves
+            .send
+            .iter()
+            .map(|(to, range)| {
+                let range = in_bytes(range);
+                (*to, source.map_or_else(|| carved.read(&range), |source| &source[range.clone()]))
+            })
+            .collect();
+        let targets = moves.receive.iter().map(|(from, _)| *from).zip(std::mem::take(&mut carved.written));
+        if moves.longest * element <= SMALL_BYTES {
+            let payloads = self.enter_with_parts(call, &sources)?;
+            let mut rest: Vec<&[u8]> = payloads.iter().map(Vec::as_slice).collect();
+            for (from, target) in targets {
+                let payload = &mut rest[from as usize];
+                let part = payload.split_off(..target.len()).ok_or_else(|| self.short_payload(from))?;
+                target.copy_from_slice(part);
+            }
+            return Ok(());
+        }
+        self.enter(call, |_| &[])?;
+        let mut transfer = self.transfer(call);
+        sources.into_iter().for_each(|(to, part)| transfer.send(to, part));
+        targets.for_each(|(from, part)| transfer.receive(from, part));
+        self.wait(Awaited::Transfer, call, &mut transfer)
+    }
+
+    /// Arrives with all parts for each rank.
+    fn enter_with_parts(&mut self, call: &Signature, parts: &[(u32, &[u8])]) -> Result<Vec<Vec<u8>>> {
+        let of = |rank: u32| parts.iter().filter(move |(to, _)| *to == rank).map(|(_, part)| *part);
+        // Most calls have one part for each rank, which needs no copy.
+        let joined: Vec<Vec<u8>> = (0..self.members.size())
+            .map(|rank| if of(rank).count() > 1 { of(rank).collect::<Vec<_>>().concat() } else { Vec::new() })
+            .collect();
+        self.enter(call, |rank| {
+            let joined = &joined[rank as usize];
+            if joined.is_empty() { of(rank).find(|part| !part.is_empty()).unwrap_or(&[]) } else { joined }
+        })
+    }
+
+    /// A transfer of the current collective.
+    pub(super) fn transfer<'a>(&self, call: &Signature) -> Transfer<'a> {
+        let words = call.encode();
+        Transfer::new(self.members.size(), self.sequence, words, words)
+    }
+}

@@ -1,0 +1,199 @@
+//! Ranks that wait for each other in a cycle: their calls can never meet.
+//!
+//! A rank that has waited for a while sends a *probe* to each rank that it waits for. A rank that receives a probe while
+//! it waits itself passes it on to the ranks that it waits for, once. A probe that comes back has gone around a cycle,
+//! and its sender reports the calls (edge chasing, Chandy, Misra and Haas 1983).
+//!
+//! Waits may end while a probe is on its way. So a probe carries what the rank that passes it on waits for, and the
+//! next one drops it if it has sent that already: then that wait is about to end. All frames between two ranks arrive
+//! in their order, so a probe that has come back proves that all waits of the cycle still last.
+//!
+//! Ranks that wait for a rank of a cycle, but are not part of it, learn from its abort that calls differ.
+
+use super::HostsTransport;
+use super::frame::{FrameKind, Header};
+use super::wait::Awaited;
+use crate::comm::signature::SIGNATURE_WORDS;
+use crate::{Error, Result};
+
+/// A probe that arrives: whose, and where it has been. The header's call is that of the rank `first`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Probe {
+    /// The rank that began it, and the number of its wait.
+    origin: u32,
+    wait: u32,
+    /// The rank that received it first.
+    first: u32,
+    /// What the rank that sent it now waits for.
+    awaited: Expected,
+}
+
+/// What one rank expects from another one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Expected {
+    Arrival(u32),
+    Message(u32),
+    Accept(u32),
+}
+
+impl Probe {
+    fn encode(self) -> [u8; 20] {
+        let (kind, number) = match self.awaited {
+            Expected::Arrival(number) => (0, number),
+            Expected::Message(number) => (1, number),
+            Expected::Accept(number) => (2, number),
+        };
+        let mut bytes = [0; 20];
+        let numbers = [self.origin, self.wait, self.first, kind, number];
+        for (number, at) in numbers.iter().zip(bytes.chunks_exact_mut(4)) {
+            at.copy_from_slice(&number.to_le_bytes());
+        }
+        bytes
+    }
+
+    /// Reverses [`encode`](Self::encode), for a communicator of `size` ranks.
+    fn decode(bytes: &[u8], size: u32) -> Option<Self> {
+        let bytes: &[u8; 20] = bytes.try_into().ok()?;
+        let number = |index: usize| u32::from_le_bytes(std::array::from_fn(|at| bytes[4 * index + at]));
+        let awaited = match number(3) {
+            0 => Expected::Arrival(number(4)),
+            1 => Expected::Message(number(4)),
+            2 => Expected::Accept(number(4)),
+            _ => return None,
+        };
+        let probe = Probe { origin: number(0), wait: number(1), first: number(2), awaited };
+        (probe.origin < size && probe.first < size).then_some(probe)
+    }
+}
+
+/// Whether a counter that wraps has reached `target`.
+fn has_reached(counter: u32, target: u32) -> bool {
+    counter.wrapping_sub(target) as i32 >= 0
+}
+
+impl HostsTransport {
+    /// What this rank expects from each rank that it waits for, if it can be in a cycle. (Ranks that transfer a payload
+    /// have agreed on what they do.)
+    fn expected(&self, awaited: Awaited) -> Option<Expected> {
+        let peer = |rank: u32| &self.peers[rank as usize];
+        match awaited {
+            Awaited::Arrivals => Some(Expected::Arrival(self.sequence)),
+            Awaited::Message { from } => Some(Expected::Message(peer(from).taken.wrapping_add(1))),
+            Awaited::Accept { by } => Some(Expected::Accept(peer(by).sent)),
+            Awaited::Transfer | Awaited::Room { .. } => None,
+        }
+    }
+
+    /// Sends a probe to the ranks that this rank waits for, once in a wait.
+    pub(super) fn search_deadlock(&mut self, absent: &[u32]) {
+        let Some(wait) = self.waiting.filter(|wait| wait.number != self.probed) else { return };
+        self.probed = wait.number;
+        let Some(awaited) = self.expected(wait.awaited) else { return };
+        for peer in absent {
+            let probe = Probe { origin: self.members.rank(), wait: wait.number, first: *peer, awaited };
+            let header = Header::new(FrameKind::Probe, 0, [0; SIGNATURE_WORDS]);
+            self.mesh.wires().queue(*peer, header, &probe.encode());
+        }
+    }
+
+    /// Handles a probe from `from`.
+    ///
+    /// # Errors
+    /// If it is invalid.
+    pub(super) fn receive_probe(&mut self, from: u32, header: &Header, payload: &[u8]) -> Result<(), String> {
+        let probe = Probe::decode(payload, self.members.size()).ok_or("an invalid probe")?;
+        let (own, peer) = (self.members.rank(), &self.peers[from as usize]);
+        let is_sent = match probe.awaited {
+            Expected::Arrival(number) => has_reached(self.sequence, number),
+            Expected::Message(number) => has_reached(peer.sent, number),
+            Expected::Accept(number) => has_reached(peer.taken, number),
+        };
+        let Some(wait) = self.waiting.filter(|_| !is_sent) else { return Ok(()) };
+        let Some(awaited) = self.expected(wait.awaited) else { return Ok(()) };
+        if probe.origin == own {
+            if probe.wait == wait.number {
+                self.cycle = Some((probe.first, header.call));
+            }
+            return Ok(());
+        }
+        if std::mem::replace(&mut self.peers[probe.origin as usize].last_probe, probe.wait) == probe.wait {
+            return Ok(());
+        }
+        let call = if from == probe.origin { wait.call } else { header.call };
+        let passed_on = Probe { awaited, ..probe }.encode();
+        let absent = self.absent(wait.awaited, &self.empty_transfer());
+        let wires = self.mesh.wires();
+        if let Some(peer) = absent.first() {
+            let note = Header::new(FrameKind::Waiting, probe.wait, wait.call);
+            wires.queue(probe.origin, note.with_argument((*peer).into()), &[]);
+        }
+        for peer in absent {
+            wires.queue(peer, Header::new(FrameKind::Probe, 0, call), &passed_on);
+        }
+        Ok(())
+    }
+
+    /// Notes that `from` waits for another rank, as an answer to a probe.
+    ///
+    /// # Errors
+    /// If there is no such rank.
+    pub(super) fn receive_waiting(&mut self, from: u32, header: &Header) -> Result<(), String> {
+        let awaited = u32::try_from(header.argument).ok().filter(|rank| *rank < self.members.size());
+        let awaited = awaited.ok_or_else(|| format!("that it waits for rank {}", header.argument))?;
+        self.peers[from as usize].waits_for = Some((header.sequence, awaited));
+        Ok(())
+    }
+
+    /// Those of `absent` that block the others: not the ranks that are late because they wait for another one. A rank
+    /// that has to wait for a single one gets the rank that blocks that one.
+    pub(super) fn blocking(&self, absent: &[u32]) -> Vec<u32> {
+        if let [peer] = absent {
+            return vec![self.end_of_wait_chain(*peer)];
+        }
+        let blocking: Vec<u32> =
+            absent.iter().copied().filter(|peer| self.end_of_wait_chain(*peer) == *peer).collect();
+        if blocking.is_empty() { absent.to_vec() } else { blocking }
+    }
+
+    /// Follows what peers have said in this wait from `peer` to the rank that it waits for, and so on.
+    fn end_of_wait_chain(&self, peer: u32) -> u32 {
+        let (mut last, current) = (peer, self.waits);
+        for _ in 0..self.members.size() {
+            match self.peers[last as usize].waits_for {
+                Some((wait, next)) if wait == current && next != self.members.rank() => last = next,
+                _ => break,
+            }
+        }
+        last
+    }
+
+    /// The error of a cycle, if one was found in this wait.
+    pub(super) fn check_cycle(&mut self, call: &crate::comm::signature::Signature) -> Result<(), Error> {
+        let Some((peer, theirs)) = self.cycle.take() else { return Ok(()) };
+        // Messages have no sequence number; report that of the next collective.
+        let sequence = if call.is_collective() { self.sequence } else { self.sequence.wrapping_add(1) };
+        Err(self.mismatch_error(peer, sequence, call, theirs))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn probes_survive_the_wire() {
+        for awaited in [Expected::Arrival(1), Expected::Message(u32::MAX), Expected::Accept(7)] {
+            let probe = Probe { origin: 2, wait: 9, first: 1, awaited };
+            assert_eq!(Probe::decode(&probe.encode(), 3), Some(probe));
+            assert_eq!(Probe::decode(&probe.encode(), 2), None);
+            assert_eq!(Probe::decode(&probe.encode()[1..], 3), None);
+        }
+        assert_eq!(Probe::decode(&[3; 20], 9), None);
+    }
+
+    #[test]
+    fn counters_compare_across_wrapping() {
+        assert!(has_reached(5, 5) && has_reached(5, 4) && !has_reached(5, 6));
+        assert!(has_reached(2, u32::MAX) && !has_reached(u32::MAX, 2));
+    }
+}

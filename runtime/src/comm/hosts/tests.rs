@@ -1,0 +1,235 @@
+//! Ranks of one process that believe to be on several hosts: what goes wrong between them.
+
+use std::sync::Barrier;
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use super::HostsTransport;
+use crate::comm::call::Call;
+use crate::comm::signature::Signature;
+use crate::{Buffer, Communicator, Error, ReduceOp, Result, World};
+
+/// Runs `body` on every rank of hosts with this many ranks. Returns the results in rank order.
+fn on_hosts<R: Send>(hosts: &[u32], body: impl Fn(World) -> R + Sync) -> Vec<R> {
+    let first_ranks: Vec<u32> = (0..hosts.len()).map(|host| hosts[..host].iter().sum()).collect();
+    let worlds = World::threads_on_hosts(&first_ranks, hosts.iter().sum()).unwrap();
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = worlds.into_iter().map(|world| scope.spawn(|| body(world))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// The transport of a communicator of the world of `world`, without its rules.
+fn transport(world: &World, number: u32) -> HostsTransport {
+    let membership = world.membership().unwrap();
+    let host = world.host_address(membership).unwrap().unwrap();
+    let place = (membership.everyone(world.size()), number);
+    let key = format!("communicator-{number}");
+    HostsTransport::connect(membership, host, place, (&key, &key), Default::default(), world.timeout())
+        .unwrap()
+}
+
+#[test]
+fn sums_of_several_hosts() {
+    let results = on_hosts(&[2, 2], |mut world| -> Result<()> {
+        let mut comm = world.communicator()?;
+        for len in [0usize, 1, 5000, 3_000_000] {
+            let mine = Buffer::from_slice(&vec![world.rank() as f32; len]);
+            let sum = comm.all_reduce(mine, ReduceOp::Sum)?.wait()?;
+            assert_eq!(sum.as_slice::<f32>(), vec![6.0; len]);
+        }
+        Ok(())
+    });
+    assert!(results.iter().all(Result::is_ok), "{results:?}");
+}
+
+/// The errors of ranks that each make a different call, by rank.
+fn mismatches(hosts: &[u32], call: impl Fn(&mut Communicator) -> Result<()> + Sync) -> Vec<Option<String>> {
+    on_hosts(hosts, |mut world| {
+        let error = call(&mut world.communicator().unwrap()).err()?;
+        assert!(matches!(error, Error::Mismatch { .. }), "{error}");
+        Some(error.to_string())
+    })
+}
+
+#[test]
+fn a_mismatch_is_named_on_all_hosts() {
+    let errors = mismatches(&[1, 2], |comm| {
+        let len = if comm.rank() == 2 { 1 << 20 } else { 100 };
+        comm.all_reduce(Buffer::zeroed::<f32>(len), ReduceOp::Sum).map(drop)
+    });
+    for (rank, error) in errors.into_iter().enumerate() {
+        let error = error.unwrap();
+        let few = format!("rank {} calls all_reduce(100 f32, sum)", if rank == 2 { 0 } else { rank });
+        for call in [few.as_str(), "rank 2 calls all_reduce(1048576 f32, sum)"] {
+            assert!(error.contains(call), "rank {rank} should say `{call}`: {error}");
+        }
+    }
+}
+
+/// No timeout is needed for calls that can never meet.
+#[test]
+fn cycles_of_waits_are_reported() {
+    // Every rank receives from the next one.
+    let errors = mismatches(&[2, 1, 2], |comm| {
+        let next = (comm.rank() + 1) % comm.size();
+        comm.recv(Buffer::zeroed::<u8>(1), next)?.wait().map(drop)
+    });
+    assert!(errors.iter().all(Option::is_some), "{errors:?}");
+    // One rank receives from a rank that is in a barrier with all others.
+    let errors = mismatches(&[1, 1, 1], |comm| match comm.rank() {
+        1 => comm.recv(Buffer::zeroed::<u8>(1), 0)?.wait().map(drop),
+        _ => comm.barrier(),
+    });
+    for error in errors {
+        let error = error.expect("every rank gets an error");
+        assert!(error.contains("rank 1 calls recv(1 u8, from rank 0)"), "{error}");
+        assert!(error.contains("calls barrier") && error.contains("operation 1:"), "{error}");
+    }
+    // Large messages to each other.
+    let errors = mismatches(&[1, 1], |comm| {
+        comm.send(Buffer::zeroed::<f32>(1 << 20), 1 - comm.rank())?.wait().map(drop)
+    });
+    for error in errors {
+        let error = error.expect("both ranks get an error");
+        for call in ["rank 0 calls send(1048576 f32, to rank 1)", "rank 1 calls send(1048576 f32, to rank 0)"]
+        {
+            assert!(error.contains(call), "{error}");
+        }
+    }
+}
+
+#[test]
+fn messages_that_differ_are_reported_by_the_receiver() {
+    let errors = mismatches(&[1, 1], |comm| match comm.rank() {
+        0 => comm.send(Buffer::zeroed::<f32>(8), 1)?.wait().map(drop),
+        _ => comm.recv(Buffer::zeroed::<f32>(4), 0)?.wait().map(drop),
+    });
+    assert_eq!(errors[0], None);
+    let error = errors[1].as_deref().unwrap();
+    assert!(
+        error.contains("rank 1 calls recv(4 f32, from rank 0), rank 0 calls send(8 f32, to rank 1)"),
+        "{error}"
+    );
+}
+
+/// More small messages than may be on their way, and then some in the other direction.
+#[test]
+fn many_messages_wait_for_their_receiver() {
+    let results = on_hosts(&[1, 1], |mut world| -> Result<()> {
+        let mut comm = world.communicator()?;
+        for turn in 0..300i32 {
+            let len = [0, 1, 4000][turn as usize % 3];
+            let message = Buffer::from_slice(&vec![turn; len]);
+            if (comm.rank() == 0) == (turn < 200) {
+                let _ = comm.send(message, 1 - comm.rank())?.wait()?;
+            } else {
+                let found = comm.recv(Buffer::zeroed_of(message.dtype(), len), 1 - comm.rank())?.wait()?;
+                assert_eq!(found.as_slice::<i32>(), message.as_slice::<i32>());
+            }
+        }
+        comm.barrier()
+    });
+    assert!(results.iter().all(Result::is_ok), "{results:?}");
+}
+
+/// Rank 3 panics in the middle of a large all-reduce: all others name it.
+#[test]
+fn a_rank_that_dies_in_a_transfer_is_named() {
+    let errors = on_hosts(&[2, 2], |mut world| {
+        let buffer = Buffer::zeroed::<f32>(4 << 20);
+        if world.rank() < 3 {
+            let mut comm = world.communicator().unwrap();
+            return Some(comm.all_reduce(buffer, ReduceOp::Sum).unwrap_err());
+        }
+        let died = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let mut transport = transport(&world, 1);
+            let call = Signature::of(&Call::AllReduce(ReduceOp::Sum), &buffer);
+            transport.enter(&call, |_| &[]).unwrap();
+            let world = world;
+            std::panic::resume_unwind(Box::new(world.rank()));
+        }));
+        assert!(died.is_err());
+        None
+    });
+    for error in errors.into_iter().flatten() {
+        assert!(matches!(error, Error::PeerLost { peer: 3, .. }), "{error}");
+        let text = error.to_string();
+        assert!(text.contains("all_reduce(4194304 f32, sum)") && text.ends_with("rank 3 panicked"), "{text}");
+    }
+}
+
+/// Nobody says how the rank at the end of a lost connection has ended.
+#[test]
+fn a_lost_connection_names_its_rank() {
+    let done = Barrier::new(2);
+    let errors = on_hosts(&[1, 1], |mut world| {
+        if world.rank() == 0 {
+            let error = world.communicator().unwrap().barrier().unwrap_err();
+            done.wait();
+            return Some(error);
+        }
+        drop(transport(&world, 1));
+        done.wait();
+        None
+    });
+    let error = errors[0].as_ref().unwrap();
+    assert!(matches!(error, Error::PeerLost { peer: 1, .. }), "{error}");
+    assert!(error.to_string().ends_with("rank 1 closed its connection"), "{error}");
+}
+
+/// Rank 3 hangs, and rank 2 waits for it in a message: all name rank 3.
+#[test]
+fn a_timeout_names_the_rank_that_hangs() {
+    let (finish, finished) = channel::<()>();
+    let hung = std::sync::Mutex::new(finished);
+    let errors = on_hosts(&[2, 2], |mut world| {
+        world.set_timeout(Duration::from_millis(400));
+        let mut comm = world.communicator().unwrap();
+        match world.rank() {
+            3 => {
+                let _ = hung.lock().unwrap().recv_timeout(Duration::from_secs(30));
+                None
+            }
+            2 => Some(comm.recv(Buffer::zeroed::<u8>(1), 3).unwrap_err()),
+            1 => {
+                let error = comm.barrier().unwrap_err();
+                let _ = finish.send(());
+                Some(error)
+            }
+            _ => Some(comm.barrier().unwrap_err()),
+        }
+    });
+    for error in errors.into_iter().flatten() {
+        assert_eq!(error.culprit(), Some(3), "{error}");
+    }
+}
+
+/// Two ranks of a row call different collectives; the two others wait for them in columns.
+#[test]
+fn an_error_in_one_group_is_known_in_all() {
+    let errors = on_hosts(&[1, 2, 1], |mut world| {
+        let (row, column) = (world.rank() / 2, world.rank() % 2);
+        let mut row = world.split(Some(row), 0).unwrap().unwrap();
+        let mut column = world.split(Some(column), 0).unwrap().unwrap();
+        let result = match world.rank() {
+            2 => row.barrier(),
+            3 => row.broadcast(Buffer::zeroed::<f32>(3), 1).map(drop),
+            _ => column.barrier(),
+        };
+        let error = result.unwrap_err();
+        for group in [&mut row, &mut column] {
+            assert!(matches!(group.barrier().unwrap_err(), Error::Poisoned { .. }));
+        }
+        // Other communicators of the world still work.
+        world.communicator().unwrap().barrier().unwrap();
+        error
+    });
+    for (error, peer) in errors[2..].iter().zip([3, 2]) {
+        assert!(matches!(error, Error::Mismatch { .. }) && error.culprit() == Some(peer), "{error}");
+    }
+    for error in &errors[..2] {
+        assert!(matches!(error, Error::PeerLost { peer: 2 | 3, .. }), "{error}");
+        assert!(error.to_string().contains("barrier"), "{error}");
+    }
+}

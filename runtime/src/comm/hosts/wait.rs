@@ -1,0 +1,299 @@
+//! How a rank waits for its peers without ever hanging.
+//!
+//! A wait drives all connections until nothing is missing. At least every 20 ms it checks whether that can still
+//! happen: the progress page says which ranks have ended, on any host; a peer that fails says so in every connection;
+//! and the end of a connection is an error, if the page does not name a culprit within a second.
+
+use std::time::{Duration, Instant};
+
+use super::HostsTransport;
+use super::frame::{FrameKind, Header};
+use super::mesh::BadFrame;
+use super::transfer::Transfer;
+use crate::comm::signature::{SIGNATURE_WORDS, Signature};
+use crate::progress::Blame;
+use crate::{Error, Result};
+
+/// Longest time between two checks of the progress page.
+const SLICE: Duration = Duration::from_millis(20);
+/// How long the launcher has to say how the rank at the end of a lost connection has ended.
+const GRACE: Duration = Duration::from_secs(1);
+
+/// What a rank waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Awaited {
+    /// All ranks at the current collective.
+    Arrivals,
+    /// A message from this rank.
+    Message { from: u32 },
+    /// That this rank accepts the last message to it.
+    Accept { by: u32 },
+    /// The rest of a transfer, and room for what is queued.
+    Transfer,
+    /// Room for what is queued for this rank.
+    Room { of: u32 },
+}
+
+/// A wait in progress.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Wait {
+    pub(super) awaited: Awaited,
+    /// Number of the wait among those of this rank.
+    pub(super) number: u32,
+    pub(super) call: [u64; SIGNATURE_WORDS],
+}
+
+/// What a peer has said before it stopped using the communicator.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Aborted {
+    /// The call with which it differs from another rank, if that was its error.
+    pub(super) differing_call: Option<[u64; SIGNATURE_WORDS]>,
+}
+
+impl HostsTransport {
+    /// Drives the connections until what is `awaited` is there.
+    pub(super) fn wait(
+        &mut self,
+        awaited: Awaited,
+        call: &Signature,
+        transfer: &mut Transfer<'_>,
+    ) -> Result<()> {
+        self.waits = self.waits.wrapping_add(1);
+        self.cycle = None;
+        self.waiting = Some(Wait { awaited, number: self.waits, call: call.encode() });
+        let result = self.drive(awaited, call, transfer);
+        self.waiting = None;
+        if std::mem::take(&mut self.has_noted_wait) {
+            self.membership.page().stop_waiting(self.membership.rank());
+        }
+        self.received_bytes += transfer.received() as u64;
+        result
+    }
+
+    /// Handles what has arrived, without waiting.
+    pub(super) fn read_arrived(&mut self, call: &Signature) -> Result<()> {
+        let mut nothing = self.empty_transfer();
+        self.poll(&mut nothing, Duration::ZERO, call)
+    }
+
+    /// Waits for at most `patience` until anything moves, and handles what has arrived.
+    fn poll(&mut self, transfer: &mut Transfer<'_>, patience: Duration, call: &Signature) -> Result<()> {
+        self.mesh.poll(transfer, patience).map_err(|bad| self.bad_frame(bad))?;
+        self.handle_received(call)
+    }
+
+    fn drive(&mut self, awaited: Awaited, call: &Signature, transfer: &mut Transfer<'_>) -> Result<()> {
+        let mut checked = Instant::now();
+        let mut patience = Patience::new(checked);
+        // Peers may have come before this rank.
+        self.check_disagreement(call)?;
+        loop {
+            self.mesh.advance(transfer).map_err(|bad| self.bad_frame(bad))?;
+            self.handle_received(call)?;
+            if self.is_over(awaited, transfer) {
+                return Ok(());
+            }
+            self.poll(transfer, SLICE, call)?;
+            let now = Instant::now();
+            if now.duration_since(checked) < SLICE || self.is_over(awaited, transfer) {
+                continue;
+            }
+            checked = now;
+            let absent = self.absent(awaited, transfer);
+            let waited = patience.waited(now, (transfer.left(), absent.len()));
+            if let Err(error) = self.check_peers(&absent, call, waited) {
+                // Prefer the mismatch: a peer with another call may have ended because of it.
+                self.poll(transfer, Duration::ZERO, call)?;
+                return Err(error);
+            }
+        }
+    }
+
+    fn is_over(&self, awaited: Awaited, transfer: &Transfer<'_>) -> bool {
+        match awaited {
+            Awaited::Message { from } => !self.peers[from as usize].incoming.is_empty(),
+            Awaited::Accept { by } => self.peers[by as usize].is_accepted(),
+            Awaited::Room { of } => self.mesh.wires().is_flushed(of),
+            Awaited::Arrivals | Awaited::Transfer => {
+                self.others().all(|peer| !self.is_absent(peer, awaited, transfer))
+            }
+        }
+    }
+
+    fn is_absent(&self, peer: u32, awaited: Awaited, transfer: &Transfer<'_>) -> bool {
+        let is_done = || transfer.is_done_with(peer) && self.mesh.wires().is_flushed(peer);
+        match awaited {
+            Awaited::Arrivals => self.peers[peer as usize].arrivals.is_empty() || !is_done(),
+            Awaited::Transfer => !is_done(),
+            Awaited::Message { from: needed } | Awaited::Accept { by: needed } => peer == needed,
+            Awaited::Room { of } => peer == of,
+        }
+    }
+
+    /// The peers without which the wait cannot end.
+    pub(super) fn absent(&self, awaited: Awaited, transfer: &Transfer<'_>) -> Vec<u32> {
+        self.others().filter(|peer| self.is_absent(*peer, awaited, transfer)).collect()
+    }
+
+    /// Handles all small frames that have arrived.
+    fn handle_received(&mut self, call: &Signature) -> Result<()> {
+        if self.mesh.received.is_empty() {
+            return Ok(());
+        }
+        while let Some(frame) = self.mesh.received.pop_front() {
+            let from = frame.from;
+            self.handle(frame).map_err(|problem| self.bad_frame(BadFrame { from, problem }))?;
+        }
+        self.check_disagreement(call)
+    }
+
+    /// The error of a peer that sends something invalid.
+    fn bad_frame(&self, BadFrame { from, problem }: BadFrame) -> Error {
+        Error::Protocol { peer: format!("rank {}", self.members.world_rank(from)), problem }
+    }
+
+    /// What this rank does, for errors.
+    pub(super) fn operation(&self, call: &Signature) -> String {
+        match call.is_collective() {
+            true => format!("operation {} of {}, {call}", self.sequence, self.title),
+            false => format!("{call} of {}", self.title),
+        }
+    }
+
+    /// Notes whom this rank waits for, checks whether the wait for `absent` can still succeed, and times out.
+    #[cold]
+    fn check_peers(&mut self, absent: &[u32], call: &Signature, waited: Duration) -> Result<()> {
+        let rank = self.membership.rank();
+        let mut waited_for: Vec<u32> =
+            self.blocking(absent).iter().map(|peer| self.members.world_rank(*peer)).collect();
+        if let Some(peer) = waited_for.first() {
+            self.has_noted_wait = true;
+            self.membership.page().wait(rank, *peer);
+        }
+        self.search_deadlock(absent);
+        let needed: Vec<u32> = absent.iter().map(|peer| self.members.world_rank(*peer)).collect();
+        if let Some(error) = self.membership.lost_peer(&needed, || self.operation(call)) {
+            return Err(error);
+        }
+        self.check_connections(absent, call)?;
+        if waited < self.timeout {
+            return Ok(());
+        }
+        if self.membership.has_groups() {
+            // A rank may be late because it works in another group, or waits there.
+            waited_for.iter_mut().for_each(|rank| *rank = self.membership.end_of_wait_chain(*rank));
+            if waited_for.iter().any(|rank| self.membership.idle_time(*rank) < self.timeout) {
+                return Ok(());
+            }
+        }
+        waited_for.sort_unstable();
+        waited_for.dedup();
+        Err(Error::Timeout { rank, waited_for, operation: self.operation(call), after: waited })
+    }
+
+    /// Checks that the connections to `absent` are usable.
+    fn check_connections(&self, absent: &[u32], call: &Signature) -> Result<()> {
+        let has_aborted = |peer: &&u32| self.peers[**peer as usize].aborted.is_some();
+        if let Some(peer) = absent.iter().find(has_aborted) {
+            let peer = self.members.world_rank(*peer);
+            return Err(self.membership.lost_error(peer, self.operation(call)));
+        }
+        for peer in absent {
+            let Some(ended) = self.mesh.ended(*peer).filter(|ended| ended.at.elapsed() >= GRACE) else {
+                continue;
+            };
+            return Err(Error::PeerLost {
+                rank: self.membership.rank(),
+                peer: self.members.world_rank(*peer),
+                operation: self.operation(call),
+                how: ended.how.clone(),
+                silent: false,
+            });
+        }
+        Ok(())
+    }
+
+    /// Tells all peers of this communicator and its relatives that this rank cannot use them any more, and whom it
+    /// blames.
+    pub(super) fn announce_abort(&self) {
+        let blame = self.membership.page().blame_of(self.membership.rank());
+        let payload = encode_blame(blame.as_ref());
+        let differing_call = self.differing_call.get();
+        for wires in self.family.wires() {
+            let own = std::sync::Arc::ptr_eq(&wires, self.mesh.wires());
+            let call = differing_call.filter(|_| own);
+            let header = Header::new(FrameKind::Abort, 0, call.unwrap_or_default());
+            wires.abort(header.with_argument(call.is_some().into()), &payload);
+        }
+    }
+
+    /// Notes that `from` cannot use the communicator any more. Its blame goes to this host's progress page, where
+    /// [`lost_error`](crate::membership::Membership::lost_error) follows it as that of a rank of this host.
+    pub(super) fn note_abort(&mut self, from: u32, header: &Header, payload: &[u8]) {
+        if let Some(blame) = decode_blame(payload) {
+            self.membership.page().blame(self.members.world_rank(from), &blame);
+        }
+        let differing_call = (header.argument != 0).then_some(header.call);
+        self.peers[from as usize].aborted = Some(Aborted { differing_call });
+    }
+}
+
+/// Measures how long nothing that is missing has come.
+struct Patience {
+    since: Instant,
+    missing: (usize, usize),
+}
+
+impl Patience {
+    fn new(now: Instant) -> Self {
+        Patience { since: now, missing: (usize::MAX, usize::MAX) }
+    }
+
+    fn waited(&mut self, now: Instant, missing: (usize, usize)) -> Duration {
+        if self.missing != missing && self.missing.0 != usize::MAX {
+            self.since = now;
+        }
+        self.missing = missing;
+        now.duration_since(self.since)
+    }
+}
+
+/// Culprit, whether it timed out, and the message; nothing if there is no blame.
+fn encode_blame(blame: Option<&Blame>) -> Vec<u8> {
+    blame.map_or_else(Vec::new, |blame| {
+        [&blame.culprit.to_le_bytes()[..], &[blame.timed_out.into()], blame.message.as_bytes()].concat()
+    })
+}
+
+fn decode_blame(bytes: &[u8]) -> Option<Blame> {
+    let (culprit, rest) = bytes.split_first_chunk::<4>()?;
+    let (timed_out, message) = rest.split_first()?;
+    Some(Blame {
+        culprit: u32::from_le_bytes(*culprit),
+        timed_out: *timed_out != 0,
+        message: String::from_utf8_lossy(message).into_owned(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blame_survives_the_wire() {
+        let blame = Blame { culprit: 7, timed_out: true, message: "rank 1 waited".into() };
+        assert_eq!(decode_blame(&encode_blame(Some(&blame))), Some(blame));
+        assert_eq!(decode_blame(&encode_blame(None)), None);
+        assert_eq!(decode_blame(&[1, 0, 0, 0]), None);
+    }
+
+    #[test]
+    fn patience_begins_again_when_something_comes() {
+        let start = Instant::now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let mut patience = Patience::new(start);
+        let waits = [(1, (10, 2)), (2, (10, 2)), (3, (9, 2)), (4, (9, 2)), (5, (9, 1)), (6, (9, 1))];
+        let waited = waits.map(|(seconds, missing)| patience.waited(at(seconds), missing).as_secs());
+        assert_eq!(waited, [1, 2, 0, 1, 0, 1]);
+    }
+}

@@ -1,0 +1,90 @@
+//! Ranks on several hosts: collectives and training have the bits of one host.
+
+use mgpu::optimizer::OptimizerConfig;
+use mgpu::{Compression, DataParallel, DataParallelConfig, Layout, Placement, Result, ShardFrom, World};
+use mgpu_tests::models::{Outcome, layout, model, optimizers, outcome};
+use mgpu_tests::{collectives, threads};
+
+fn on_hosts(hosts: &[u32], body: impl Fn(World) -> Result<()> + Sync) {
+    for (rank, result) in threads::run_on_hosts(hosts, body).into_iter().enumerate() {
+        result.unwrap_or_else(|error| panic!("rank {rank} of {hosts:?}: {error}"));
+    }
+}
+
+/// Every result is compared with the fold in rank order, bit for bit.
+#[test]
+fn collectives_of_several_hosts() {
+    for hosts in [&[2, 2][..], &[1, 3], &[1, 1, 1, 1], &[3, 2]] {
+        on_hosts(hosts, collectives::all_private);
+    }
+}
+
+#[test]
+fn groups_of_several_hosts() {
+    for hosts in [&[1, 1][..], &[2, 2], &[3, 2], &[1, 3, 2]] {
+        on_hosts(hosts, collectives::groups);
+    }
+}
+
+/// Makes four steps, with gradients that depend on the parameters, the rank and the step.
+fn train(model: &mut DataParallel) -> Result<()> {
+    let rank = model.comm().rank() as f32;
+    let ranges: Vec<_> = model.layout().tensors().iter().map(mgpu::TensorSpec::range).collect();
+    for step in 0..4 {
+        model.step_accumulated(|batch| {
+            for (tensor, range) in ranges.iter().enumerate().rev() {
+                let values = batch.parameters[range.clone()].iter().zip(range.clone());
+                for (gradient, (value, index)) in batch.gradients.gradient(tensor).iter_mut().zip(values) {
+                    *gradient = value * 0.3 + (index % 29) as f32 * 0.01 + rank * 0.07 - step as f32 * 0.02;
+                }
+                batch.gradients.ready(tensor)?;
+            }
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+/// What four ranks have trained, on hosts with this many each.
+fn trained(hosts: &[u32], layout: &Layout, config: DataParallelConfig) -> Vec<Outcome> {
+    let results = threads::run_on_hosts(hosts, |mut world| {
+        let mut model = model(&mut world, layout, config)?;
+        train(&mut model)?;
+        outcome(&mut model)
+    });
+    results.into_iter().map(|result| result.unwrap_or_else(|error| panic!("{config:?}: {error}"))).collect()
+}
+
+#[test]
+fn training_has_the_bits_of_one_host() {
+    let layout = layout(&[&[331, 401], &[401], &[19, 23], &[23]]);
+    let plain = |optimizer: OptimizerConfig| DataParallelConfig::new(optimizer, 1).with_bucket(1 << 18);
+    let [first, second] = [optimizers()[1], optimizers()[3]];
+    for config in [
+        plain(first).with_shard_from(None),
+        plain(second).with_shard_from(Some(0)).with_clip_norm(0.5),
+        plain(first).with_shard_from(None).with_placement(Placement::Shared),
+        plain(second).with_shard_from(ShardFrom::Auto).with_placement(Placement::Host),
+        plain(first).with_overlap(true).with_micro_batches(2),
+        plain(second).with_compression(Compression::Bf16),
+        plain(first).with_world_size_invariant(true),
+    ] {
+        let expected = trained(&[4], &layout, config);
+        for hosts in [&[2, 2][..], &[1, 1, 1, 1]] {
+            assert!(trained(hosts, &layout, config) == expected, "{hosts:?}: {config:?}");
+        }
+    }
+}
+
+/// Each rank holds the optimizer's state of its shards only.
+#[test]
+fn the_optimizer_is_sharded_over_hosts() {
+    let layout = layout(&[&[300, 401], &[7], &[1001]]);
+    let config = DataParallelConfig::new(optimizers()[1], 1).with_shard_from(Some(0));
+    let lens = threads::run_on_hosts(&[1, 2], |mut world| {
+        model(&mut world, &layout, config).unwrap().optimizer_len()
+    });
+    let whole = threads::run(1, |mut world| model(&mut world, &layout, config).unwrap().optimizer_len());
+    assert_eq!(lens.iter().sum::<usize>(), whole[0]);
+    assert!(lens.iter().all(|len| *len < whole[0] / 2), "{lens:?} of {whole:?}");
+}
