@@ -15,7 +15,7 @@ use crate::doctor;
 use crate::error::LaunchError;
 use crate::guardian::{self, Role};
 use crate::launch::Launch;
-use crate::nodes::{NodeSettings, SettingsError, Surroundings, ranks_variable, settings};
+use crate::nodes::{NodeSettings, SettingsError, Surroundings, complete_by_pmi, ranks_variable, settings};
 use crate::output::OutputOptions;
 use crate::plan::{LaunchPlan, Machine, Ranks, Request, RunContext};
 use crate::program::ProgramError;
@@ -64,10 +64,15 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
     };
     let variable = |name: &str| Some(std::env::var_os(name)?.to_string_lossy().into_owned());
     let surroundings = Surroundings { variable: &variable, file: &|path| std::fs::read_to_string(path).ok() };
-    let nodes = settings(&nodes, &surroundings, &mut notices)?;
+    let mut nodes = settings(&nodes, &surroundings, &mut notices)?;
     check_single_job(nodes.as_ref(), jobs.len(), args.one_world)?;
+    let of_conf = nodes.as_ref().and_then(|nodes| nodes.join_timeout);
+    let join_timeout = args.timeout.or(of_conf).unwrap_or(JOIN_TIMEOUT);
     let requests: Vec<Request> =
         jobs.into_iter().map(|job| request(job, &surroundings, find)).collect::<Result<_, _>>()?;
+    if let Some(nodes) = nodes.as_mut().filter(|nodes| nodes.endpoint.is_none()) {
+        complete_by_pmi(nodes, &surroundings, join_timeout)?;
+    }
     let output = OutputOptions {
         raw: args.raw,
         prefix: !args.no_prefix,
@@ -79,13 +84,12 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
         events: args.events,
         ..OutputOptions::default()
     };
-    let of_conf = nodes.as_ref().and_then(|nodes| nodes.join_timeout);
     let mut launch = Launch::of_requests(requests, args.one_world)
         .notices(notices.clone())
         .fail(args.fail)
         .report_bindings(args.report_bindings)
         .output(output)
-        .join_timeout(args.timeout.or(of_conf).unwrap_or(JOIN_TIMEOUT))
+        .join_timeout(join_timeout)
         .progress_timeout(args.progress_timeout)
         .restart(RestartPolicy { max_restarts: args.max_restarts, always: args.restart_always })
         .grace(args.grace)

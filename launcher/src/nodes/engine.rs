@@ -10,6 +10,7 @@
 use std::fmt;
 use std::net::IpAddr;
 
+use super::addresses::nearest;
 use super::host_list::first_host;
 use super::settings::{Ports, SettingsError, Surroundings};
 
@@ -193,39 +194,42 @@ fn torchrun(variables: &Surroundings<'_>) -> Reading {
     Ok(Some(told))
 }
 
-/// Open MPI does not say where rank 0 is, but where mpirun is, which is the same host unless mpirun was started on a
-/// login node.
+/// Open MPI does not say where rank 0 is, but where mpirun is. The host of mpirun has daemon 0, and hosts get numbers in
+/// the order of mpirun's list. So both are the same host if daemons have the numbers of their ranks; otherwise mpirun
+/// was started on a host that is not the first of its list.
 fn open_mpi(variables: &Surroundings<'_>) -> Reading {
     let Some(size) = variables.number("OMPI_COMM_WORLD_SIZE")? else { return Ok(None) };
     let rank = variables.number("OMPI_COMM_WORLD_RANK")?.unwrap_or(Given::new(0, "OMPI_COMM_WORLD_RANK"));
     let local_size = variables.number("OMPI_COMM_WORLD_LOCAL_SIZE")?;
     let local_size = local_size.unwrap_or(Given::new(1, "OMPI_COMM_WORLD_LOCAL_SIZE"));
     let mut told = Told::by(Engine::OpenMpi);
-    let is_first = rank.value == 0;
+    if daemon(variables) == Some(rank.value) {
+        told.endpoint = host_of_mpirun(variables).map(|host| host.map(|host| (host, Ports::OfJob)));
+    }
     Tasks { rank, size, local_size }.describe(&mut told, "add -N 1 to mpirun, and -n to mgpurun");
     told.run_id = variables.given("PMIX_NAMESPACE");
-    if let Some((host, is_here)) = host_of_mpirun(variables) {
-        if is_here || !is_first {
-            told.endpoint = Some(host.map(|host| (host, Ports::OfJob)));
-        }
-    }
     Ok(Some(told))
 }
 
-/// The host of mpirun, and whether it is this host.
-fn host_of_mpirun(variables: &Surroundings<'_>) -> Option<(Given<String>, bool)> {
+/// The number of this host's daemon: 1 in `847708160.1;tcp://...` and in `prterun-a-24219@0.1;tcp4://...`.
+fn daemon(variables: &Surroundings<'_>) -> Option<u32> {
+    let names = ["OMPI_MCA_orte_local_daemon_uri", "PMIX_SERVER_URI41", "PMIX_SERVER_URI4"];
+    let uri = names.into_iter().find_map(|name| variables.text(name))?;
+    uri.split(';').next()?.rsplit_once('.')?.1.parse().ok()
+}
+
+fn host_of_mpirun(variables: &Surroundings<'_>) -> Option<Given<String>> {
     let of_mpirun = "OMPI_MCA_orte_hnp_uri";
     if let Some(uri) = variables.text(of_mpirun) {
         // Open MPI 4: the addresses of mpirun, and those of the daemon of this host.
         let here = variables.text("OMPI_MCA_orte_local_daemon_uri")?;
         let address = nearest(&addresses(&uri), &addresses(&here))?;
-        return Some((Given::new(address.to_string(), of_mpirun), uri == here));
+        return Some(Given::new(address.to_string(), of_mpirun));
     }
     // Open MPI 5: the name of the job is prterun-HOST-PID@JOB.
     let name = variables.text("PMIX_NAMESPACE")?;
     let (host, _) = name.strip_prefix("prterun-")?.rsplit_once('@')?.0.rsplit_once('-')?;
-    let is_here = variables.text("PMIX_HOSTNAME")? == host;
-    Some((Given::new(host.to_owned(), "PMIX_NAMESPACE"), is_here))
+    Some(Given::new(host.to_owned(), "PMIX_NAMESPACE"))
 }
 
 /// The addresses in a URI of Open MPI: `1.0;tcp://192.0.2.2,10.0.0.2:55813;tcp6://[fd00::2]:34629`.
@@ -238,24 +242,6 @@ fn addresses(uri: &str) -> Vec<IpAddr> {
         rest.split(':').next()
     });
     hosts.flat_map(|hosts| hosts.split(',')).filter_map(|host| host.parse().ok()).collect()
-}
-
-/// The address of `theirs` that is most likely to be reached from a host with the addresses `ours`: not one that both
-/// have, such as that of a bridge of containers, and the one with the longest common prefix.
-fn nearest(theirs: &[IpAddr], ours: &[IpAddr]) -> Option<IpAddr> {
-    let candidates = theirs.iter().filter(|address| !ours.contains(address));
-    let best =
-        candidates.rev().max_by_key(|address| ours.iter().map(|own| common_prefix(**address, *own)).max());
-    best.or(theirs.first()).copied()
-}
-
-/// Number of equal leading bits of two addresses of one family.
-fn common_prefix(a: IpAddr, b: IpAddr) -> u32 {
-    match (a, b) {
-        (IpAddr::V4(a), IpAddr::V4(b)) => (a.to_bits() ^ b.to_bits()).leading_zeros(),
-        (IpAddr::V6(a), IpAddr::V6(b)) => (a.to_bits() ^ b.to_bits()).leading_zeros(),
-        _ => 0,
-    }
 }
 
 /// Hydra starts the processes of MPICH and Intel MPI. Where rank 0 is, they have to ask it by PMI.
@@ -289,8 +275,9 @@ fn slurm(variables: &Surroundings<'_>) -> Reading {
     let mut told = Told::by(Engine::Slurm);
     let nodes = variables.number("SLURM_STEP_NUM_NODES")?;
     let node_rank = variables.number("SLURM_NODEID")?;
-    let (Some(step), Some(nodes), Some(node_rank)) = (variables.text("SLURM_STEP_ID"), nodes, node_rank)
-    else {
+    // Besides those of srun there are steps of the system, such as 4294967290, the shell of salloc.
+    let step = variables.number("SLURM_STEP_ID")?.filter(|step| step.value < 0xffff_fff0);
+    let (Some(step), Some(nodes), Some(node_rank)) = (step, nodes, node_rank) else {
         let of_job = variables.first_number(&["SLURM_JOB_NUM_NODES", "SLURM_NNODES"])?;
         let several = of_job.filter(|nodes| nodes.value > 1);
         told.remark = several.map(|nodes| {
@@ -323,7 +310,7 @@ fn slurm(variables: &Surroundings<'_>) -> Reading {
     }
     told.nodes = Some(nodes);
     told.node_rank = Some(node_rank);
-    told.run_id = Some(Given::new(format!("{job}.{step}"), "SLURM_JOB_ID and SLURM_STEP_ID"));
+    told.run_id = Some(Given::new(format!("{job}.{}", step.value), "SLURM_JOB_ID and SLURM_STEP_ID"));
     Ok(Some(told))
 }
 
@@ -421,13 +408,12 @@ fn kubernetes(variables: &Surroundings<'_>) -> Reading {
 }
 
 /// What to do where the engine does not say where node 0 is.
-pub(super) fn endpoint_advice(engine: Option<Engine>, node_rank: Option<u32>) -> String {
+pub(super) fn endpoint_advice(engine: Option<Engine>) -> String {
     let add = "add --rdzv-endpoint HOST[:PORT]";
     match engine {
-        Some(Engine::OpenMpi) if node_rank == Some(0) => {
-            format!("mpirun runs on another host than its rank 0: {add} with the first host of mpirun's list")
+        Some(Engine::OpenMpi) => {
+            format!("mpirun tells it only if it runs on the first host of its list; {add} with that host")
         }
-        Some(Engine::OpenMpi) => format!("{add} with the first host of mpirun's list"),
         Some(Engine::Kubernetes) => {
             format!("{add} with the name of pod 0 and its headless service, JOB-0.SERVICE")
         }

@@ -6,14 +6,19 @@
 //! | `settings` | flags + environment → which node is this, and where is node 0? (pure) |
 //! | `engine` | the environment of the innermost engine → what it says about the nodes (pure) |
 //! | `host_list` | Slurm's `node[003-7,9]` → its first host (pure) |
+//! | `pmi` | where is node 0? asks the starter of MPICH and Intel MPI, whose variables do not tell |
+//! | `addresses` | which of a host's addresses reaches it? |
 //! | `engine_variables` | which variables of an engine are about the agent, and not about its ranks? (pure) |
 
+mod addresses;
 mod engine;
 mod engine_variables;
 mod host_list;
+mod pmi;
 mod settings;
 mod settings_text;
 
 #[expect(unused_imports, reason = "for the start of ranks")]
 pub(crate) use engine_variables::variables_to_remove;
+pub(crate) use pmi::complete as complete_by_pmi;
 pub(crate) use settings::{NodeSettings, SettingsError, Surroundings, ranks_variable, settings};

@@ -144,7 +144,7 @@ fn several(
     let endpoint = endpoint(args, places, told_endpoint, run_id.is_some())?;
     // The processes of MPICH ask for it.
     if endpoint.is_none() && engine != Some(Engine::Mpich) {
-        let advice = engine::endpoint_advice(engine, node_rank.as_ref().map(|rank| rank.value));
+        let advice = engine::endpoint_advice(engine);
         let nodes = describe_nodes(&nodes.value);
         return Err(SettingsError::new(format!("{nodes}, and it is unknown where node 0 is: {advice}")));
     }
