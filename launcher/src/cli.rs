@@ -7,15 +7,20 @@ mod rank_count;
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, Write};
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
+
+use nix::unistd::{SysconfVar, sysconf};
 
 use crate::doctor;
 use crate::error::LaunchError;
 use crate::guardian::{self, Role};
 use crate::launch::Launch;
-use crate::nodes::{NodeSettings, SettingsError, Surroundings, complete_by_pmi, ranks_variable, settings};
+use crate::nodes::{
+    NodeSettings, SettingsError, Surroundings, binding_notice, complete_by_pmi, ranks_variable, settings,
+};
 use crate::output::OutputOptions;
 use crate::plan::{LaunchPlan, Machine, Ranks, Request, RunContext};
 use crate::program::ProgramError;
@@ -62,7 +67,6 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
         Ok(jobs) => jobs,
         Err(error) => return stdout::refuse(&error),
     };
-    let variable = |name: &str| Some(std::env::var_os(name)?.to_string_lossy().into_owned());
     let surroundings = Surroundings { variable: &variable, file: &|path| std::fs::read_to_string(path).ok() };
     let mut nodes = settings(&nodes, &surroundings, &mut notices)?;
     check_single_job(nodes.as_ref(), jobs.len(), args.one_world)?;
@@ -70,8 +74,13 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
     let join_timeout = args.timeout.or(of_conf).unwrap_or(JOIN_TIMEOUT);
     let requests: Vec<Request> =
         jobs.into_iter().map(|job| request(job, &surroundings, find)).collect::<Result<_, _>>()?;
-    if let Some(nodes) = nodes.as_mut().filter(|nodes| nodes.endpoint.is_none()) {
-        complete_by_pmi(nodes, &surroundings, join_timeout)?;
+    if let Some(nodes) = &mut nodes {
+        // Also for a dry run: the other nodes' wait for this one.
+        if nodes.endpoint.is_none() {
+            complete_by_pmi(nodes, &surroundings, join_timeout)?;
+        }
+        notices
+            .extend(nodes.engine.and_then(|engine| binding_notice(engine, usable_cores(), present_cores())));
     }
     let output = OutputOptions {
         raw: args.raw,
@@ -111,6 +120,25 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
     }
 }
 
+fn variable(name: &str) -> Option<String> {
+    Some(std::env::var_os(name)?.to_string_lossy().into_owned())
+}
+
+/// Refuses `what`, which runs on one node, if this is one of several.
+///
+/// # Errors
+/// If this is one of several nodes, or what the environment says about nodes is invalid.
+pub(crate) fn check_one_node(what: &str) -> Result<(), SettingsError> {
+    let surroundings = Surroundings { variable: &variable, file: &|path| std::fs::read_to_string(path).ok() };
+    match settings(&NodeArgs::default(), &surroundings, &mut Vec::new())? {
+        None => Ok(()),
+        Some(nodes) => Err(SettingsError::new(format!(
+            "{what} runs on one node, and this is one of {}: start it on one, or on each by itself with MGPU_NNODES=1",
+            nodes.describe_nodes()
+        ))),
+    }
+}
+
 /// Several jobs start together on one node only.
 fn check_single_job(nodes: Option<&NodeSettings>, jobs: usize, one_world: bool) -> Result<(), SettingsError> {
     let what = match nodes {
@@ -137,6 +165,15 @@ fn count_ranks(ranks: &RankArgs, surroundings: &Surroundings<'_>) -> Result<Rank
         }
         RanksPerNode::Count { ranks, .. } => Ok(Ranks::Count(ranks)),
     }
+}
+
+fn usable_cores() -> usize {
+    std::thread::available_parallelism().map_or(1, NonZeroUsize::get)
+}
+
+fn present_cores() -> usize {
+    let present = sysconf(SysconfVar::_NPROCESSORS_ONLN).ok().flatten();
+    present.map_or(1, |cores| cores as usize)
 }
 
 fn has_gpus() -> bool {

@@ -116,7 +116,7 @@ mod tests {
         #[test]
         fn the_first_host_is_that_of_the_first_range(
             parts in prop::collection::vec(
-                ("[a-z][a-z0-9-]{0,3}", prop::collection::vec((0u32..2000, 0u32..5, 1usize..5), 0..4), "(|-ib|.cluster)"),
+                ("[a-z][a-z0-9-]{0,3}", prop::collection::vec((0u32..2000, 0u32..5, 1usize..5), 0..4), r"(|-ib|\.cluster)"),
                 1..4,
             )
         ) {

@@ -16,8 +16,8 @@ mod engine_variables;
 mod host_list;
 mod pmi;
 mod settings;
-mod settings_text;
 
+pub(crate) use engine::binding_notice;
 #[expect(unused_imports, reason = "for the start of ranks")]
 pub(crate) use engine_variables::variables_to_remove;
 pub(crate) use pmi::complete as complete_by_pmi;

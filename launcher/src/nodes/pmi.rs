@@ -231,7 +231,7 @@ mod tests {
 
     #[test]
     fn an_address_in_an_own_subnet_precedes_the_name() {
-        let own = [OwnAddress { address: "10.0.1.5".parse().unwrap(), prefix: 24 }];
+        let own = [OwnAddress { address: "10.0.1.5".parse().unwrap(), host_bits: 8 }];
         for (described, host) in [
             ("n0,172.17.0.1,10.0.1.9", Some("10.0.1.9")),
             ("n0,172.17.0.1,10.0.2.9", Some("n0")),
