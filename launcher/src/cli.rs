@@ -142,12 +142,12 @@ pub(crate) fn check_one_node(what: &str) -> Result<(), SettingsError> {
 /// Several jobs start together on one node only.
 fn check_single_job(nodes: Option<&NodeSettings>, jobs: usize, one_world: bool) -> Result<(), SettingsError> {
     let what = match nodes {
-        Some(_) if one_world => "--one-world, which has several programs, runs on one node".to_owned(),
+        Some(_) if one_world => "--one-world is for several programs".to_owned(),
         Some(_) if jobs > 1 => format!("this command line has {jobs} jobs"),
         _ => return Ok(()),
     };
     Err(SettingsError::new(format!(
-        "{what}, but only a single job runs on several nodes: start mgpurun once for each job, or with --standalone"
+        "{what}, and on several nodes there is one job with one program: start an mgpurun for each, or add --standalone to stay on this node"
     )))
 }
 

@@ -62,7 +62,8 @@ fn connect(surroundings: &Surroundings<'_>, timeout: Duration) -> io::Result<Uni
     let number = text.trim().parse();
     let number =
         number.map_err(|_| io::Error::other(format!("the variable PMI_FD is `{text}`, not a number")))?;
-    let stream = mgpu_control::process::inherited_stream(number)?;
+    let stream = mgpu_control::process::inherited_stream(number)
+        .map_err(|error| io::Error::other(format!("the variable PMI_FD is {text}: {error}")))?;
     // A timeout of zero would mean none.
     stream.set_read_timeout(Some(timeout.max(Duration::from_secs(1))))?;
     Ok(stream)

@@ -44,7 +44,7 @@ pub(super) fn slurm(variables: &Surroundings<'_>) -> Reading {
             ));
         }
         Some(tasks) if tasks.value > nodes.value => {
-            told.remark = Some(several_here(Engine::Slurm, tasks.value))
+            told.remark = Some(several_here(Engine::Slurm, tasks.value));
         }
         _ => {}
     }

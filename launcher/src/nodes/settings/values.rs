@@ -120,7 +120,8 @@ pub(super) fn join_timeout(
         *time = Some(seconds.ok_or_else(|| wrong(&conf, &format!("{key} should be a number of seconds")))?);
     }
     if !others.is_empty() {
-        notices.push(format!("{} of {} has no effect", others.join(", "), conf.from));
+        let have = if others.len() == 1 { "has" } else { "have" };
+        notices.push(format!("{} of {} {have} no effect", others.join(", "), conf.from));
     }
     Ok(join_timeout.or(timeout))
 }
