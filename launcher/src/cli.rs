@@ -49,11 +49,17 @@ pub fn main() -> ExitCode {
     done.unwrap_or_else(|error| {
         // Ignored: standard error may be closed.
         let _ = writeln!(io::stderr(), "mgpurun: {error}");
-        let refused = error.downcast_ref::<LaunchError>();
-        let is_usage = error.is::<SettingsError>();
-        let other = if is_usage { exit_code::USAGE } else { exit_code::LAUNCHER };
-        ExitCode::from(refused.map_or(other, LaunchError::exit_code))
+        ExitCode::from(code_of(error.as_ref()))
     })
+}
+
+/// The exit code for an error.
+fn code_of(error: &(dyn std::error::Error + 'static)) -> u8 {
+    match error.downcast_ref::<LaunchError>() {
+        Some(refused) => refused.exit_code(),
+        None if error.is::<SettingsError>() => exit_code::USAGE,
+        None => exit_code::LAUNCHER,
+    }
 }
 
 /// Runs the jobs of a command line that consists of these `words`.
@@ -67,7 +73,7 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
         Ok(jobs) => jobs,
         Err(error) => return stdout::refuse(&error),
     };
-    let surroundings = Surroundings { variable: &variable, file: &|path| std::fs::read_to_string(path).ok() };
+    let surroundings = Surroundings { variable: &variable, file: &file };
     let mut nodes = settings(&nodes, &surroundings, &mut notices)?;
     check_single_job(nodes.as_ref(), jobs.len(), args.one_world)?;
     let of_conf = nodes.as_ref().and_then(|nodes| nodes.join_timeout);
@@ -124,12 +130,16 @@ fn variable(name: &str) -> Option<String> {
     Some(std::env::var_os(name)?.to_string_lossy().into_owned())
 }
 
+fn file(path: &str) -> Option<String> {
+    std::fs::read_to_string(path).ok()
+}
+
 /// Refuses `what`, which runs on one node, if this is one of several.
 ///
 /// # Errors
 /// If this is one of several nodes, or what the environment says about nodes is invalid.
 pub(crate) fn check_one_node(what: &str) -> Result<(), SettingsError> {
-    let surroundings = Surroundings { variable: &variable, file: &|path| std::fs::read_to_string(path).ok() };
+    let surroundings = Surroundings { variable: &variable, file: &file };
     match settings(&NodeArgs::default(), &surroundings, &mut Vec::new())? {
         None => Ok(()),
         Some(nodes) => Err(SettingsError::new(format!(
@@ -160,9 +170,7 @@ fn count_ranks(ranks: &RankArgs, surroundings: &Surroundings<'_>) -> Result<Rank
         RanksPerNode::Gpu => Err(SettingsError::new(
             "gpu as the number of ranks needs GPUs, and this machine shows none: choose auto, cpu or a number",
         )),
-        RanksPerNode::Cpu => {
-            Ok(Ranks::Count(std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32)))
-        }
+        RanksPerNode::Cpu => Ok(Ranks::Count(usable_cores() as u32)),
         RanksPerNode::Count { ranks, .. } => Ok(Ranks::Count(ranks)),
     }
 }
@@ -182,6 +190,7 @@ fn has_gpus() -> bool {
     !machine.gpus.is_empty()
 }
 
+/// What is to be planned for a job.
 fn request(
     job: Job,
     surroundings: &Surroundings<'_>,
@@ -259,6 +268,49 @@ mod tests {
         assert_eq!(args.command, ["prog", "--timeout", "x", "-n", "9"]);
         let args = CommandLine::parse_from(["mgpurun", "--", "prog", "-h"]);
         assert_eq!(args.command, ["prog", "-h"]);
+    }
+
+    #[test]
+    fn flags_of_torchrun_may_have_underscores() {
+        let line = "mgpurun --nnodes 2 --node_rank 1 --nproc_per_node 1:4 --rdzv_backend c10d --rdzv_endpoint a:1 --rdzv_id x --rdzv_conf a=b --master_addr m --master_port 2 --local_addr l prog --node_rank 9";
+        let args = CommandLine::parse_from(line.split(' '));
+        let nodes = args.nodes;
+        let given = [
+            nodes.nnodes,
+            nodes.node_rank,
+            nodes.rdzv_backend,
+            nodes.rdzv_endpoint,
+            nodes.rdzv_id,
+            nodes.rdzv_conf,
+            nodes.master_addr,
+            nodes.master_port,
+            nodes.local_addr,
+        ];
+        assert_eq!(given.map(Option::unwrap), ["2", "1", "c10d", "a:1", "x", "a=b", "m", "2", "l"]);
+        assert_eq!(args.ranks.nproc_per_node, Some(RanksPerNode::Count { ranks: 4, min: Some(1) }));
+        assert_eq!(args.command, ["prog", "--node_rank", "9"]);
+    }
+
+    #[test]
+    fn one_job_runs_on_several_nodes() {
+        let variable = |name: &str| {
+            Some(match name {
+                "PET_NNODES" => "2".to_owned(),
+                "PET_MASTER_ADDR" => "a".to_owned(),
+                _ => return None,
+            })
+        };
+        let surroundings = Surroundings { variable: &variable, file: &|_| None };
+        let nodes = settings(&NodeArgs::default(), &surroundings, &mut Vec::new()).unwrap();
+        assert_eq!(check_single_job(nodes.as_ref(), 1, false), Ok(()));
+        assert_eq!(check_single_job(None, 2, true), Ok(()));
+        let refusal =
+            |jobs, one_world| check_single_job(nodes.as_ref(), jobs, one_world).unwrap_err().to_string();
+        assert!(
+            refusal(2, false)
+                .starts_with("this command line has 2 jobs, and on several nodes there is one job")
+        );
+        assert!(refusal(2, true).starts_with("--one-world is for several programs, and on several nodes"));
     }
 
     #[test]

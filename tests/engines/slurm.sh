@@ -40,6 +40,9 @@ up() {
     mkdir -p "$dir/state" "$dir/spool" "$dir/run"
     dir=$(cd "$dir" && pwd)
     chmod 755 "$dir"
+    [ ! -S "$dir/run/munge.socket" ] || fail "$dir has a cluster already: slurm.sh down $dir ends it"
+    # Whatever fails from here on, nothing is left running.
+    trap 'down "$dir"' EXIT
     dd if=/dev/urandom of="$dir/munge.key" bs=128 count=1 2>/dev/null
     chmod 400 "$dir/munge.key"
     # munged wants folders that nobody else can write to; --force for those above DIR, such as /tmp.
@@ -86,11 +89,12 @@ up() {
         node=$((node + 1))
     done
     wait_for is_idle "$nodes" || fail "the nodes do not become idle: $(sinfo 2>&1); see $dir/*.log"
+    trap - EXIT
     echo "export SLURM_CONF=$SLURM_CONF"
 }
 
 down() {
-    dir=$(cd "$1" && pwd)
+    dir=$(cd "$1" && pwd) || fail "there is no folder $1"
     for file in "$dir"/run/slurmd-*.pid "$dir/run/slurmctld.pid" "$dir/run/munged.pid"; do
         [ -f "$file" ] || continue
         pid=$(cat "$file")
@@ -98,6 +102,7 @@ down() {
         # A zombie counts as ended: in a container nobody may reap it.
         wait_for has_ended "$pid" || kill -9 "$pid" 2>/dev/null || true
     done
+    rm -f "$dir"/run/*
 }
 
 has_ended() {

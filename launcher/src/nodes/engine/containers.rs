@@ -1,5 +1,7 @@
 //! Services that start a container on each node: AWS Batch, SageMaker and Kubernetes. Kubeflow's operators set torchrun's
 //! `PET_*`, which need no reader here.
+//!
+//! Not seen running: these readers follow the services' manuals and sources.
 
 use super::super::settings::{Ports, SettingsError, Surroundings};
 use super::{Engine, Given, Reading, Told};

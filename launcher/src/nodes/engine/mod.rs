@@ -139,7 +139,9 @@ impl Surroundings<'_> {
         let Some(text) = self.text(name) else { return Ok(None) };
         match text.trim().parse() {
             Ok(value) => Ok(Some(Given::new(value, name))),
-            Err(_) => Err(SettingsError::new(format!("the variable {name} is `{text}`, not a number"))),
+            Err(_) => Err(SettingsError::new(format!(
+                "the variable {name} is `{text}`, not a number; with --standalone it does not matter"
+            ))),
         }
     }
 

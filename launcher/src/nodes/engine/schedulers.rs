@@ -1,4 +1,6 @@
 //! Batch systems: Slurm's srun and LSF's jsrun start a task on each node; LSF and PBS themselves only list the hosts.
+//!
+//! Slurm was seen running, the others not: their readers follow manuals and sources.
 
 use super::super::host_list::first_host;
 use super::super::settings::{Ports, SettingsError, Surroundings};
@@ -36,32 +38,38 @@ pub(super) fn slurm(variables: &Surroundings<'_>) -> Reading {
         return Ok(Some(told));
     };
     let tasks = variables.first_number(&["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"])?;
-    match tasks {
-        Some(tasks) if tasks.value != nodes.value && nodes.value > 1 => {
-            told.refusal = Some(format!(
-                "srun has started {} tasks on {} nodes ({}, {}), but one mgpurun starts all ranks of a node: add --ntasks-per-node 1 to srun, and -n to mgpurun",
-                tasks.value, nodes.value, tasks.from, nodes.from
-            ));
-        }
-        Some(tasks) if tasks.value > nodes.value => {
-            told.remark = Some(several_here(Engine::Slurm, tasks.value));
-        }
-        _ => {}
+    if let Some(tasks) = tasks.filter(|tasks| tasks.value != nodes.value) {
+        describe_tasks(&mut told, &tasks, &nodes);
     }
-    let list =
-        ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"].into_iter().find_map(|name| variables.given(name));
-    if let Some(list) = list {
-        let reserved = variables.text("SLURM_STEP_RESV_PORTS");
-        let port = reserved.as_deref().and_then(first_port).map_or(Ports::OfJob, Ports::One);
-        let host = first_host(&list.value).ok_or_else(|| {
-            SettingsError::new(format!("the variable {} is `{}`, not a list of hosts", list.from, list.value))
-        })?;
-        told.endpoint = Some(Given::new((host, port), list.from));
-    }
+    told.endpoint = endpoint_of_step(variables)?;
     told.nodes = Some(nodes);
     told.node_rank = Some(node_rank);
     told.run_id = Some(Given::new(format!("{job}.{}", step.value), "SLURM_JOB_ID and SLURM_STEP_ID"));
     Ok(Some(told))
+}
+
+/// What to say about a step whose `tasks` are not one for each of its `nodes`.
+fn describe_tasks(told: &mut Told, tasks: &Given<u32>, nodes: &Given<u32>) {
+    if nodes.value == 1 {
+        told.remark = Some(several_here(Engine::Slurm, tasks.value));
+        return;
+    }
+    told.refusal = Some(format!(
+        "srun has started {} tasks on {} nodes ({}, {}), but one mgpurun starts all ranks of a node: add --ntasks-per-node 1 to srun, and -n to mgpurun",
+        tasks.value, nodes.value, tasks.from, nodes.from
+    ));
+}
+
+/// The first host of the step, with a port that Slurm has reserved, if it reserves ports.
+fn endpoint_of_step(variables: &Surroundings<'_>) -> Result<Option<Given<(String, Ports)>>, SettingsError> {
+    let names = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"];
+    let Some(list) = names.into_iter().find_map(|name| variables.given(name)) else { return Ok(None) };
+    let reserved = variables.text("SLURM_STEP_RESV_PORTS");
+    let port = reserved.as_deref().and_then(first_port).map_or(Ports::OfJob, Ports::One);
+    let host = first_host(&list.value).ok_or_else(|| {
+        SettingsError::new(format!("the variable {} is `{}`, not a list of hosts", list.from, list.value))
+    })?;
+    Ok(Some(Given::new((host, port), list.from)))
 }
 
 /// The first port of `12000-12003` or `12000,12004`.

@@ -34,8 +34,8 @@ pub(crate) struct NodeSettings {
     pub(crate) nodes: RangeInclusive<u32>,
     /// This node. If no node has a rank, the owner of the endpoint's address is node 0.
     pub(crate) node_rank: Option<u32>,
-    /// Host name or address of node 0, and its port. Unknown only under MPICH before [`super::pmi`] has asked, and where
-    /// node 0 itself needs none.
+    /// Host name or address of node 0, and its port. Unknown only under MPICH before [`super::pmi`] has asked. On node 0
+    /// itself it may be `localhost`: there only the port counts.
     pub(crate) endpoint: Option<(String, Ports)>,
     /// Name of the job, the same on all nodes: `--rdzv-id`, or the engine's own.
     pub(crate) run_id: Option<String>,
@@ -161,13 +161,13 @@ fn several(
         engine,
         sources: [
             ("nodes", Some(nodes.from)),
-            ("node rank", node_rank.as_ref().map(|rank| rank.from.clone())),
-            ("endpoint", endpoint.as_ref().map(|endpoint| endpoint.from.clone())),
-            ("run id", run_id.as_ref().map(|id| id.from.clone())),
-            ("local address", local_addr.as_ref().map(|address| address.from.clone())),
-            ("node timeout", node_timeout.map(|timeout| timeout.from)),
-            ("authentication", auth.map(|auth| auth.from)),
-            ("secret file", secret_file.map(|file| file.from)),
+            ("node rank", source(&node_rank)),
+            ("endpoint", source(&endpoint)),
+            ("run id", source(&run_id)),
+            ("local address", source(&local_addr)),
+            ("node timeout", source(&node_timeout)),
+            ("authentication", source(&auth)),
+            ("secret file", source(&secret_file)),
         ]
         .into_iter()
         .filter_map(|(what, from)| Some((what, from?)))
@@ -180,6 +180,11 @@ fn several(
     };
     check_secret(&settings, args, places)?;
     Ok(settings)
+}
+
+/// Where a setting comes from.
+fn source<T>(given: &Option<Given<T>>) -> Option<String> {
+    given.as_ref().map(|given| given.from.clone())
 }
 
 /// Where settings are looked for.
