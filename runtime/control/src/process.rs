@@ -314,6 +314,20 @@ mod tests {
     use super::*;
 
     #[test]
+    fn an_inherited_stream_is_a_socket_that_children_do_not_get() {
+        let (left, mut right) = UnixStream::pair().unwrap();
+        let flags = |stream: &UnixStream| FdFlag::from_bits_retain(fcntl(stream, FcntlArg::F_GETFD).unwrap());
+        fcntl(&left, FcntlArg::F_SETFD(FdFlag::empty())).unwrap();
+        let mut stream = inherited_stream(left.as_raw_fd()).unwrap();
+        assert!([&left, &stream].iter().all(|stream| flags(stream).contains(FdFlag::FD_CLOEXEC)));
+        io::Write::write_all(&mut right, b"x").unwrap();
+        let mut byte = [0];
+        io::Read::read_exact(&mut stream, &mut byte).unwrap();
+        let file = std::fs::File::open("/dev/null").unwrap();
+        assert!(inherited_stream(file.as_raw_fd()).is_err() && inherited_stream(-1).is_err());
+    }
+
+    #[test]
     fn dropping_the_guard_kills_the_process_group() {
         let mut child =
             Command::new("sh").args(["-c", "sleep 1000 & wait"]).process_group(0).spawn().unwrap();
