@@ -6,7 +6,7 @@ use mgpu_control::rendezvous::Server;
 use nix::sys::signal::Signal;
 
 use super::Shared;
-use super::attempt::{Attempt, AttemptEnd, JobId, Started};
+use super::attempt::{Attempt, AttemptEnd, JobId, Judge, Started};
 use crate::error::LaunchError;
 use crate::events::Event;
 use crate::interrupt::ends_the_run;
@@ -15,7 +15,7 @@ use crate::plan::{LaunchPlan, RunContext};
 use crate::port::ReservedPort;
 use crate::restart::Decision;
 use crate::spawn::{Process, spawn};
-use crate::supervisor::Outcome;
+use crate::supervisor::{Outcome, Supervisor};
 use crate::{exit_code, faults};
 
 /// What stays the same over the restarts of a job.
@@ -198,6 +198,7 @@ impl<'a> JobPlan<'a> {
             restart_count: restarts,
             max_restarts: self.supervision.restart.max_restarts,
             launch_ranks: self.launch_ranks,
+            place: None,
         };
         // All or none: if one rank cannot be started, dropping the others kills them.
         let start = |rank| spawn(plan.command_of(rank), rank, &context);
@@ -217,8 +218,11 @@ impl<'a> JobPlan<'a> {
                 restart: restarts,
             },
         );
-        let started =
-            Started { job: self.id, processes, server, injections: &plan.injections, run_id: &self.run_id };
-        Ok(Attempt::new(started, self.supervision, shared.events.is_enabled()))
+        let Supervision { join_timeout, grace, .. } = self.supervision;
+        let supervisor = Supervisor::new(ranks, join_timeout, grace, Instant::now());
+        let (injections, run_id) = (&plan.injections[..], self.run_id.clone());
+        let started = Started { job: self.id, processes, first: 0, server, injections, run_id };
+        let judge = Judge::Supervisor(supervisor);
+        Ok(Attempt::new(started, judge, self.supervision, shared.events.is_enabled()))
     }
 }

@@ -37,7 +37,6 @@ const NAMES: [&str; 10] = [
 
 /// Those of the variables with these `names` that the ranks of an agent must not inherit. Variables that are set for the
 /// ranks are set afterwards.
-#[cfg_attr(not(test), expect(dead_code, reason = "for the start of ranks"))]
 pub(crate) fn variables_to_remove<'a>(names: impl IntoIterator<Item = &'a str>) -> Vec<String> {
     let is_misleading =
         |name: &&str| NAMES.contains(name) || FAMILIES.iter().any(|family| name.starts_with(family));
