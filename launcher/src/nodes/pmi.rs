@@ -82,14 +82,16 @@ fn describe(name: Option<&str>, own: &[OwnAddress]) -> String {
 }
 
 /// The host of node 0 by which this node reaches it: an address in a subnet of its own, else the name, else the nearest
-/// address.
+/// address. If all addresses of node 0 are this node's own, both are on one host, and any will do.
 fn choose(described: &str, own: &[OwnAddress]) -> Option<String> {
     let (name, addresses) = described.split_once(',').unwrap_or((described, ""));
     let theirs: Vec<IpAddr> = addresses.split(',').filter_map(|address| address.parse().ok()).collect();
     let ours: Vec<IpAddr> = own.iter().map(|own| own.address).collect();
     let name = (!name.is_empty()).then(|| name.to_owned());
     let near = in_own_subnet(&theirs, own).map(|address| address.to_string());
-    near.or(name).or_else(|| nearest(&theirs, &ours).map(|address| address.to_string()))
+    let nearest = nearest(&theirs, &ours).map(|address| address.to_string());
+    let is_here = theirs.iter().all(|address| ours.contains(address));
+    if is_here { nearest.or(name) } else { near.or(name).or(nearest) }
 }
 
 /// What the store has.
@@ -238,6 +240,7 @@ mod tests {
             ("n0,172.17.0.1,10.0.2.9", Some("n0")),
             (",172.17.0.1,10.0.2.9", Some("10.0.2.9")),
             ("n0", Some("n0")),
+            ("n0,10.0.1.5", Some("10.0.1.5")),
             ("", None),
         ] {
             assert_eq!(choose(described, &own).as_deref(), host, "{described}");
