@@ -97,7 +97,9 @@ pub(super) fn poll_sources_and<'fd>(
     });
     // After an interrupted poll nothing is ready; the next iteration of the loop waits again.
     let is_interrupted = poll(&mut fds, time_left).is_err();
-    let is_ready = |fd: &PollFd<'_>| !is_interrupted && fd.revents().is_some_and(|events| !events.is_empty());
+    let is_ready = |fd: &PollFd<'_>| {
+        !is_interrupted && fd.revents().is_some_and(|events| !events.is_empty())
+    };
     let ready = fds.iter().zip(sources).filter(|(fd, _)| is_ready(fd)).map(|(_, (source, _))| *source);
     (ready.collect(), fds[sources.len()..].iter().map(is_ready).collect())
 }

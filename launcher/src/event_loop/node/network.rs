@@ -8,9 +8,7 @@ mod hosting;
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-use mgpu_control::nodes::{
-    DEFAULT_PORT, DialError, Dialer, Endpoint, Link, LinkState, Lookup, Loss, RunTag, owns,
-};
+use mgpu_control::nodes::{DEFAULT_PORT, DialError, Dialer, Endpoint, Link, LinkState, Lookup, Loss, RunTag, owns};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::{NodeJob, failure};

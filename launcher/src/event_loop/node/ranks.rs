@@ -170,10 +170,7 @@ impl<'a> Node<'a> {
         let (entries, stopped) = match &self.attempt {
             Some(attempt) => {
                 let ranks = attempt.local_ranks();
-                (
-                    attempt.server.page().changes_since(&mut self.progress.snapshot),
-                    ranks.filter(|rank| attempt.is_stopped(*rank)).collect(),
-                )
+                (attempt.server.page().changes_since(&mut self.progress.snapshot), ranks.filter(|rank| attempt.is_stopped(*rank)).collect())
             }
             None => (Vec::new(), Vec::new()),
         };

@@ -82,9 +82,7 @@ impl Hosting {
         }
         self.leaving.retain_mut(|link| link.service(now) == LinkState::Open);
         // The descriptors of the listener are behind those of the links.
-        if (links + self.leaving.len()..ready.len()).any(is_ready)
-            || self.listener.next_deadline().is_some_and(|at| at <= now)
-        {
+        if (links + self.leaving.len()..ready.len()).any(is_ready) || self.listener.next_deadline().is_some_and(|at| at <= now) {
             for link in self.listener.service(now) {
                 self.coordinator.connected(self.next_id, Some(link.peer_address().ip()), now);
                 self.links.push((self.next_id, link));
