@@ -153,8 +153,7 @@ fn start(
 /// Takes variables from a rank's environment that an engine has set for this agent.
 fn remove_agent_variables(command: &mut Command, rank: &RankPlan, context: &RunContext) {
     let own: Vec<&str> = rank.full_environment(context).into_iter().map(|(name, _)| name).collect();
-    let inherited: Vec<String> =
-        std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()).collect();
+    let inherited: Vec<String> = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()).collect();
     for name in variables_to_remove(inherited.iter().map(String::as_str)) {
         if !own.contains(&name.as_str()) {
             command.env_remove(name);

@@ -32,9 +32,8 @@ impl NodeCard {
     /// The first contradiction between this node and `other`, as text.
     pub(crate) fn contradiction(&self, other: &NodeCard) -> Option<String> {
         let (a, b) = (&self.host, &other.host);
-        let differ = |what: &str, ours: &str, theirs: &str| {
-            Some(format!("{what}: {ours} on host {a}, {theirs} on host {b}"))
-        };
+        let differ =
+            |what: &str, ours: &str, theirs: &str| Some(format!("{what}: {ours} on host {a}, {theirs} on host {b}"));
         if self.version != other.version {
             return differ("nodes have different versions of mgpurun", &self.version, &other.version);
         }
@@ -48,9 +47,7 @@ impl NodeCard {
         if let (Some(ours), Some(theirs)) = (self.node_rank, other.node_rank)
             && ours == theirs
         {
-            return Some(format!(
-                "hosts {a} and {b} both have node rank {ours}: give each its own --node-rank"
-            ));
+            return Some(format!("hosts {a} and {b} both have node rank {ours}: give each its own --node-rank"));
         }
         if self.backend != other.backend {
             return differ("nodes have different backends (--backend)", &self.backend, &other.backend);
@@ -115,14 +112,8 @@ pub(crate) mod tests {
             (NodeCard { nodes: (1, 3), ..b.clone() }, "(--nnodes): 2 on host a, 1:3 on host b"),
             (NodeCard { node_rank: Some(0), ..b.clone() }, "hosts a and b both have node rank 0"),
             (NodeCard { backend: "nccl".into(), ..b.clone() }, "(--backend): cpu on host a, nccl on host b"),
-            (
-                NodeCard { digest: Some("78".into()), ..b.clone() },
-                "/bin/x with digest 77 on host a, /bin/x with",
-            ),
-            (
-                NodeCard { arguments, ..b.clone() },
-                "argument 2 of the program differs between nodes: `lenet5` on host a, `deep` on host b",
-            ),
+            (NodeCard { digest: Some("78".into()), ..b.clone() }, "/bin/x with digest 77 on host a, /bin/x with"),
+            (NodeCard { arguments, ..b.clone() }, "argument 2 of the program differs between nodes: `lenet5` on host a, `deep` on host b"),
             (NodeCard { arguments: vec!["--net".into()], ..b }, "`lenet5` on host a, nothing on host b"),
         ] {
             let text = a.contradiction(&other).unwrap();

@@ -70,9 +70,7 @@ impl NodeLoss {
             NodeLoss::Unreachable => format!("host {host} does not answer"),
             NodeLoss::Silent(time) => {
                 let seconds = time.as_secs_f64();
-                format!(
-                    "mgpurun on {host} has been silent for {seconds:.0} s, though its host answers (--node-timeout)"
-                )
+                format!("mgpurun on {host} has been silent for {seconds:.0} s, though its host answers (--node-timeout)")
             }
             NodeLoss::Failed(why) => format!("mgpurun on {host} failed: {why}"),
         }
@@ -227,8 +225,7 @@ impl Coordinator {
                 }
             }
             message => {
-                let node =
-                    self.members[index].node.ok_or("sent a message of a run in which it takes no part")?;
+                let node = self.members[index].node.ok_or("sent a message of a run in which it takes no part")?;
                 self.handle_of_epoch(index, node, &host, message, now)?;
             }
         }
@@ -310,13 +307,10 @@ impl Coordinator {
             .filter(|(_, silence)| *silence >= self.config.node_timeout)
             .collect();
         for (id, silence) in late {
-            self.outbox.push((
-                id,
-                ToAgent::Refused {
-                    exit_code: exit_code::NODE_LOST,
-                    why: format!("this node was silent for {:.0} s (--node-timeout)", silence.as_secs_f64()),
-                },
-            ));
+            self.outbox.push((id, ToAgent::Refused {
+                exit_code: exit_code::NODE_LOST,
+                why: format!("this node was silent for {:.0} s (--node-timeout)", silence.as_secs_f64()),
+            }));
             self.lost(id, &NodeLoss::Silent(silence), now);
         }
         if self.next_beat <= now {
@@ -438,19 +432,9 @@ impl Coordinator {
 
     /// Gives every node its ranks and starts them.
     fn start(&mut self, now: Instant) {
-        let order = arrange(
-            &self
-                .members
-                .iter()
-                .filter_map(|member| {
-                    Some((
-                        member.id,
-                        member.card.as_ref()?.node_rank.or(member.node),
-                        member.card.as_ref()?.host.as_str(),
-                    ))
-                })
-                .collect::<Vec<_>>(),
-        );
+        let order = arrange(&self.members.iter().filter_map(|member| {
+            Some((member.id, member.card.as_ref()?.node_rank.or(member.node), member.card.as_ref()?.host.as_str()))
+        }).collect::<Vec<_>>());
         let member_of = |id: MemberId| self.members.iter().find(|member| member.id == id);
         let cards: Vec<(&NodeCard, Option<IpAddr>)> = order
             .iter()
@@ -507,8 +491,7 @@ impl Coordinator {
     /// not a second signal.
     fn signalled(&mut self, index: usize, signal: Signal, now: Instant) {
         let is_first = !std::mem::replace(&mut self.members[index].is_interrupted, true);
-        let others =
-            self.members.iter().enumerate().any(|(other, member)| other != index && member.is_interrupted);
+        let others = self.members.iter().enumerate().any(|(other, member)| other != index && member.is_interrupted);
         match &self.stage {
             Stage::Running if is_first && others => {}
             Stage::Running => self.supervise(Event::Signalled(signal), now),
@@ -529,8 +512,7 @@ impl Coordinator {
                 let epoch = self.epoch_mut();
                 let (host, ranks) = (epoch.hosts[node as usize].clone(), epoch.layout.ranks_of(node));
                 let said = loss.describe(&host);
-                let message =
-                    format!("{said}; {} on it are lost, and the other ranks are stopped", name_range(&ranks));
+                let message = format!("{said}; {} on it are lost, and the other ranks are stopped", name_range(&ranks));
                 let how = format!("was lost: {said}");
                 self.supervise(Event::NodeLost { ranks, how, message }, now);
             }
@@ -696,3 +678,4 @@ fn name_range(ranks: &Range<u32>) -> String {
         _ => format!("ranks {}-{}", ranks.start, ranks.end - 1),
     }
 }
+
