@@ -7,15 +7,20 @@ mod rank_count;
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, Write};
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
+
+use nix::unistd::{SysconfVar, sysconf};
 
 use crate::doctor;
 use crate::error::LaunchError;
 use crate::guardian::{self, Role};
 use crate::launch::Launch;
-use crate::nodes::{NodeSettings, SettingsError, Surroundings, ranks_variable, settings};
+use crate::nodes::{
+    NodeSettings, SettingsError, Surroundings, binding_notice, complete_by_pmi, ranks_variable, settings,
+};
 use crate::output::OutputOptions;
 use crate::plan::{LaunchPlan, Machine, Ranks, Request, RunContext};
 use crate::program::ProgramError;
@@ -44,11 +49,17 @@ pub fn main() -> ExitCode {
     done.unwrap_or_else(|error| {
         // Ignored: standard error may be closed.
         let _ = writeln!(io::stderr(), "mgpurun: {error}");
-        let refused = error.downcast_ref::<LaunchError>();
-        let is_usage = error.is::<SettingsError>();
-        let other = if is_usage { exit_code::USAGE } else { exit_code::LAUNCHER };
-        ExitCode::from(refused.map_or(other, LaunchError::exit_code))
+        ExitCode::from(code_of(error.as_ref()))
     })
+}
+
+/// The exit code for an error.
+fn code_of(error: &(dyn std::error::Error + 'static)) -> u8 {
+    match error.downcast_ref::<LaunchError>() {
+        Some(refused) => refused.exit_code(),
+        None if error.is::<SettingsError>() => exit_code::USAGE,
+        None => exit_code::LAUNCHER,
+    }
 }
 
 /// Runs the jobs of a command line that consists of these `words`.
@@ -62,12 +73,21 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
         Ok(jobs) => jobs,
         Err(error) => return stdout::refuse(&error),
     };
-    let variable = |name: &str| Some(std::env::var_os(name)?.to_string_lossy().into_owned());
-    let surroundings = Surroundings { variable: &variable, file: &|path| std::fs::read_to_string(path).ok() };
-    let nodes = settings(&nodes, &surroundings, &mut notices)?;
+    let surroundings = Surroundings { variable: &variable, file: &file };
+    let mut nodes = settings(&nodes, &surroundings, &mut notices)?;
     check_single_job(nodes.as_ref(), jobs.len(), args.one_world)?;
+    let of_conf = nodes.as_ref().and_then(|nodes| nodes.join_timeout);
+    let join_timeout = args.timeout.or(of_conf).unwrap_or(JOIN_TIMEOUT);
     let requests: Vec<Request> =
         jobs.into_iter().map(|job| request(job, &surroundings, find)).collect::<Result<_, _>>()?;
+    if let Some(nodes) = &mut nodes {
+        // Also for a dry run: the other nodes' wait for this one.
+        if nodes.endpoint.is_none() {
+            complete_by_pmi(nodes, &surroundings, join_timeout)?;
+        }
+        notices
+            .extend(nodes.engine.and_then(|engine| binding_notice(engine, usable_cores(), present_cores())));
+    }
     let output = OutputOptions {
         raw: args.raw,
         prefix: !args.no_prefix,
@@ -79,13 +99,12 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
         events: args.events,
         ..OutputOptions::default()
     };
-    let of_conf = nodes.as_ref().and_then(|nodes| nodes.join_timeout);
     let mut launch = Launch::of_requests(requests, args.one_world)
         .notices(notices.clone())
         .fail(args.fail)
         .report_bindings(args.report_bindings)
         .output(output)
-        .join_timeout(args.timeout.or(of_conf).unwrap_or(JOIN_TIMEOUT))
+        .join_timeout(join_timeout)
         .progress_timeout(args.progress_timeout)
         .restart(RestartPolicy { max_restarts: args.max_restarts, always: args.restart_always })
         .grace(args.grace)
@@ -107,15 +126,38 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
     }
 }
 
+fn variable(name: &str) -> Option<String> {
+    Some(std::env::var_os(name)?.to_string_lossy().into_owned())
+}
+
+fn file(path: &str) -> Option<String> {
+    std::fs::read_to_string(path).ok()
+}
+
+/// Refuses `what`, which runs on one node, if this is one of several.
+///
+/// # Errors
+/// If this is one of several nodes, or what the environment says about nodes is invalid.
+pub(crate) fn check_one_node(what: &str) -> Result<(), SettingsError> {
+    let surroundings = Surroundings { variable: &variable, file: &file };
+    match settings(&NodeArgs::default(), &surroundings, &mut Vec::new())? {
+        None => Ok(()),
+        Some(nodes) => Err(SettingsError::new(format!(
+            "{what} runs on one node, and this is one of {}: start it on one, or on each by itself with MGPU_NNODES=1",
+            nodes.describe_nodes()
+        ))),
+    }
+}
+
 /// Several jobs start together on one node only.
 fn check_single_job(nodes: Option<&NodeSettings>, jobs: usize, one_world: bool) -> Result<(), SettingsError> {
     let what = match nodes {
-        Some(_) if one_world => "--one-world, which has several programs, runs on one node".to_owned(),
+        Some(_) if one_world => "--one-world is for several programs".to_owned(),
         Some(_) if jobs > 1 => format!("this command line has {jobs} jobs"),
         _ => return Ok(()),
     };
     Err(SettingsError::new(format!(
-        "{what}, but only a single job runs on several nodes: start mgpurun once for each job, or with --standalone"
+        "{what}, and on several nodes there is one job with one program: start an mgpurun for each, or add --standalone to stay on this node"
     )))
 }
 
@@ -128,11 +170,18 @@ fn count_ranks(ranks: &RankArgs, surroundings: &Surroundings<'_>) -> Result<Rank
         RanksPerNode::Gpu => Err(SettingsError::new(
             "gpu as the number of ranks needs GPUs, and this machine shows none: choose auto, cpu or a number",
         )),
-        RanksPerNode::Cpu => {
-            Ok(Ranks::Count(std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32)))
-        }
+        RanksPerNode::Cpu => Ok(Ranks::Count(usable_cores() as u32)),
         RanksPerNode::Count { ranks, .. } => Ok(Ranks::Count(ranks)),
     }
+}
+
+fn usable_cores() -> usize {
+    std::thread::available_parallelism().map_or(1, NonZeroUsize::get)
+}
+
+fn present_cores() -> usize {
+    let present = sysconf(SysconfVar::_NPROCESSORS_ONLN).ok().flatten();
+    present.map_or(1, |cores| cores as usize)
 }
 
 fn has_gpus() -> bool {
@@ -141,6 +190,7 @@ fn has_gpus() -> bool {
     !machine.gpus.is_empty()
 }
 
+/// What is to be planned for a job.
 fn request(
     job: Job,
     surroundings: &Surroundings<'_>,
@@ -218,6 +268,49 @@ mod tests {
         assert_eq!(args.command, ["prog", "--timeout", "x", "-n", "9"]);
         let args = CommandLine::parse_from(["mgpurun", "--", "prog", "-h"]);
         assert_eq!(args.command, ["prog", "-h"]);
+    }
+
+    #[test]
+    fn flags_of_torchrun_may_have_underscores() {
+        let line = "mgpurun --nnodes 2 --node_rank 1 --nproc_per_node 1:4 --rdzv_backend c10d --rdzv_endpoint a:1 --rdzv_id x --rdzv_conf a=b --master_addr m --master_port 2 --local_addr l prog --node_rank 9";
+        let args = CommandLine::parse_from(line.split(' '));
+        let nodes = args.nodes;
+        let given = [
+            nodes.nnodes,
+            nodes.node_rank,
+            nodes.rdzv_backend,
+            nodes.rdzv_endpoint,
+            nodes.rdzv_id,
+            nodes.rdzv_conf,
+            nodes.master_addr,
+            nodes.master_port,
+            nodes.local_addr,
+        ];
+        assert_eq!(given.map(Option::unwrap), ["2", "1", "c10d", "a:1", "x", "a=b", "m", "2", "l"]);
+        assert_eq!(args.ranks.nproc_per_node, Some(RanksPerNode::Count { ranks: 4, min: Some(1) }));
+        assert_eq!(args.command, ["prog", "--node_rank", "9"]);
+    }
+
+    #[test]
+    fn one_job_runs_on_several_nodes() {
+        let variable = |name: &str| {
+            Some(match name {
+                "PET_NNODES" => "2".to_owned(),
+                "PET_MASTER_ADDR" => "a".to_owned(),
+                _ => return None,
+            })
+        };
+        let surroundings = Surroundings { variable: &variable, file: &|_| None };
+        let nodes = settings(&NodeArgs::default(), &surroundings, &mut Vec::new()).unwrap();
+        assert_eq!(check_single_job(nodes.as_ref(), 1, false), Ok(()));
+        assert_eq!(check_single_job(None, 2, true), Ok(()));
+        let refusal =
+            |jobs, one_world| check_single_job(nodes.as_ref(), jobs, one_world).unwrap_err().to_string();
+        assert!(
+            refusal(2, false)
+                .starts_with("this command line has 2 jobs, and on several nodes there is one job")
+        );
+        assert!(refusal(2, true).starts_with("--one-world is for several programs, and on several nodes"));
     }
 
     #[test]

@@ -36,25 +36,25 @@ pub(crate) struct NodeArgs {
     pub(crate) rdzv_id: Option<String>,
 
     /// Accepted for torchrun's command lines: static or c10d, which mean the same here.
-    #[arg(long, alias = "rdzv_backend", value_name = "NAME")]
+    #[arg(long, alias = "rdzv_backend", hide_short_help = true, value_name = "NAME")]
     pub(crate) rdzv_backend: Option<String>,
 
     /// Accepted for torchrun's command lines: of its keys, timeout and join_timeout set --timeout.
-    #[arg(long, alias = "rdzv_conf", value_name = "KEY=VALUE,...")]
+    #[arg(long, alias = "rdzv_conf", hide_short_help = true, value_name = "KEY=VALUE,...")]
     pub(crate) rdzv_conf: Option<String>,
 
     /// Host of node 0, as for torchrun; --rdzv-endpoint takes precedence.
-    #[arg(long, alias = "master_addr", value_name = "HOST")]
+    #[arg(long, alias = "master_addr", hide_short_help = true, value_name = "HOST")]
     pub(crate) master_addr: Option<String>,
 
     /// Port of node 0 with --master-addr [default: 29500].
-    #[arg(long, alias = "master_port", value_name = "PORT")]
+    #[arg(long, alias = "master_port", hide_short_help = true, value_name = "PORT")]
     pub(crate) master_port: Option<String>,
 
     /// Address of this node that the other nodes reach.
     ///
     /// Without it, the address that the connection to node 0 uses.
-    #[arg(long, alias = "local_addr", value_name = "ADDRESS")]
+    #[arg(long, alias = "local_addr", hide_short_help = true, value_name = "ADDRESS")]
     pub(crate) local_addr: Option<String>,
 
     /// One node, whatever variables say.
@@ -78,7 +78,7 @@ pub(crate) struct NodeArgs {
 
     /// File with the secret that all nodes of the job share.
     ///
-    /// Make one with: head -c 32 /dev/urandom | base64 > FILE; chmod 600 FILE. In Kubernetes mount a Secret. The
+    /// Make one with: umask 077; head -c 32 /dev/urandom | base64 > FILE. In Kubernetes mount a Secret. The
     /// variable MGPU_SECRET has the secret itself; it never reaches the ranks.
     #[arg(long, alias = "secret_file", value_name = "FILE")]
     pub(crate) secret_file: Option<String>,

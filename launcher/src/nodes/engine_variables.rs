@@ -6,7 +6,7 @@
 //! of their business either.
 
 /// Beginnings of names.
-const FAMILIES: [&str; 9] = [
+const FAMILIES: [&str; 11] = [
     "PMI_",
     "PMIX_",
     "OMPI_COMM_WORLD_",
@@ -17,13 +17,15 @@ const FAMILIES: [&str; 9] = [
     "TORCHELASTIC_",
     "PET_",
     "MPI_LOCAL",
+    "MGPU_RDZV_",
+    "MGPU_MASTER_",
 ];
 
 /// Whole names. What concerns all ranks of the job, such as `SLURM_JOB_ID`, stays.
 const NAMES: [&str; 10] = [
     "MGPU_NNODES",
     "MGPU_NODE_RANK",
-    "MGPU_RDZV_ENDPOINT",
+    "MGPU_LOCAL_ADDR",
     "MGPU_NODE_TIMEOUT",
     "MGPU_AUTH",
     "MGPU_SECRET",

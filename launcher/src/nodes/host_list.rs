@@ -90,13 +90,16 @@ mod tests {
         }
     }
 
-    /// All hosts of a list of `parts`: a prefix, ranges of numbers with a width, and a suffix.
-    fn write(parts: &[(String, Vec<(u32, u32, usize)>, String)]) -> String {
+    /// A prefix, ranges of numbers as first, length and width, and a suffix.
+    type Part = (String, Vec<(u32, u32, usize)>, String);
+
+    /// A list as Slurm writes it.
+    fn write(parts: &[Part]) -> String {
         let range = |(from, more, width): &(u32, u32, usize)| match more {
             0 => format!("{from:0width$}"),
             more => format!("{from:0width$}-{:0width$}", from + more),
         };
-        let part = |(prefix, ranges, suffix): &(String, Vec<_>, String)| {
+        let part = |(prefix, ranges, suffix): &Part| {
             let ranges: Vec<String> = ranges.iter().map(range).collect();
             match ranges.is_empty() {
                 true => format!("{prefix}{suffix}"),
@@ -116,7 +119,7 @@ mod tests {
         #[test]
         fn the_first_host_is_that_of_the_first_range(
             parts in prop::collection::vec(
-                ("[a-z][a-z0-9-]{0,3}", prop::collection::vec((0u32..2000, 0u32..5, 1usize..5), 0..4), "(|-ib|.cluster)"),
+                ("[a-z][a-z0-9-]{0,3}", prop::collection::vec((0u32..2000, 0u32..5, 1usize..5), 0..4), r"(|-ib|\.cluster)"),
                 1..4,
             )
         ) {

@@ -6,12 +6,15 @@
 //! | `settings` | flags + environment → which node is this, and where is node 0? (pure) |
 //! | `engine` | the environment of the innermost engine → what it says about the nodes (pure) |
 //! | `host_list` | Slurm's `node[003-7,9]` → its first host (pure) |
+//! | `pmi` | where is node 0? asks the starter of MPICH and Intel MPI, whose variables do not tell |
+//! | `addresses` | which of a host's addresses reaches it? |
 //! | `card` | what a node says about itself, and whether two nodes contradict each other (pure) |
 //! | `arrangement` | which node has which number (pure) |
 //! | `coordinator` | agents + events → one job: epochs, orders, losses (pure) |
 //! | `message` | what agents and the coordinator say to each other |
 //! | `engine_variables` | which variables of an engine are about the agent, and not about its ranks? (pure) |
 
+mod addresses;
 mod arrangement;
 mod card;
 mod coordinator;
@@ -19,13 +22,15 @@ mod engine;
 mod engine_variables;
 mod host_list;
 mod message;
+mod pmi;
 mod settings;
-mod settings_text;
 
 pub(crate) use card::NodeCard;
 pub(crate) use coordinator::{Config, Coordinator, MemberId, NodeLoss, OWN};
+pub(crate) use engine::binding_notice;
 pub(crate) use engine_variables::variables_to_remove;
 pub(crate) use message::{FromAgent, HEARTBEAT, MAX_LAST_LINE, MAX_LAST_LINES, Order, StartOrder, ToAgent};
+pub(crate) use pmi::complete as complete_by_pmi;
 pub(crate) use settings::{
     AuthChoice, NodeSettings, Ports, SettingsError, Surroundings, ranks_variable, settings,
 };

@@ -56,6 +56,7 @@ pub(crate) fn main(arguments: &[OsString]) -> Result<ExitCode, Box<dyn std::erro
         Ok(args) => args,
         Err(code) => return Ok(code),
     };
+    crate::cli::check_one_node("a sweep")?;
     let plan = match Plan::new(&args) {
         Ok(plan) => plan,
         Err((code, error)) => {

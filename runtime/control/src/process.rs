@@ -3,7 +3,7 @@
 use std::io;
 use std::mem::MaybeUninit;
 use std::num::NonZeroUsize;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -11,13 +11,32 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::errno::Errno;
-use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::fcntl::{FcntlArg, FdFlag, OFlag, fcntl};
 use nix::libc;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, munmap};
 use nix::sys::signal::{SigSet, Signal};
+use nix::sys::socket::{SockType, getsockopt, sockopt};
 use nix::unistd::{Pid, getpid, getppid};
+
+/// A stream on the Unix socket with this number that the starter of this process has left open for it. Programs that this
+/// process starts do not inherit the socket.
+///
+/// # Errors
+/// If there is no such descriptor, or it is not a stream socket.
+pub fn inherited_stream(descriptor: RawFd) -> io::Result<UnixStream> {
+    if descriptor < 0 {
+        return Err(Errno::EBADF.into());
+    }
+    // SAFETY: the number is used for three system calls, which fail if nothing is open under it; nobody closes it.
+    let inherited = unsafe { BorrowedFd::borrow_raw(descriptor) };
+    if getsockopt(&inherited, sockopt::SockType)? != SockType::Stream {
+        return Err(Errno::EPROTOTYPE.into());
+    }
+    fcntl(inherited, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC))?;
+    Ok(UnixStream::from(inherited.try_clone_to_owned()?))
+}
 
 /// Makes the kernel kill the child of `command` when this process ends, and starts it with no signal blocked.
 ///
@@ -293,6 +312,20 @@ mod tests {
     use nix::sched::sched_getaffinity;
 
     use super::*;
+
+    #[test]
+    fn an_inherited_stream_is_a_socket_that_children_do_not_get() {
+        let (left, mut right) = UnixStream::pair().unwrap();
+        let flags = |stream: &UnixStream| FdFlag::from_bits_retain(fcntl(stream, FcntlArg::F_GETFD).unwrap());
+        fcntl(&left, FcntlArg::F_SETFD(FdFlag::empty())).unwrap();
+        let mut stream = inherited_stream(left.as_raw_fd()).unwrap();
+        assert!([&left, &stream].iter().all(|stream| flags(stream).contains(FdFlag::FD_CLOEXEC)));
+        io::Write::write_all(&mut right, b"x").unwrap();
+        let mut byte = [0];
+        io::Read::read_exact(&mut stream, &mut byte).unwrap();
+        let file = std::fs::File::open("/dev/null").unwrap();
+        assert!(inherited_stream(file.as_raw_fd()).is_err() && inherited_stream(-1).is_err());
+    }
 
     #[test]
     fn dropping_the_guard_kills_the_process_group() {

@@ -1,17 +1,17 @@
 //! The settings of a node in words, for `--dry-run`. The secret is not among them.
 
-use super::settings::{AuthChoice, NodeSettings, Ports, describe_nodes};
+use super::{AuthChoice, NodeSettings, Ports, describe_nodes};
 
 impl NodeSettings {
+    /// "2 nodes (from SLURM_STEP_NUM_NODES)".
+    pub(crate) fn describe_nodes(&self) -> String {
+        format!("{}{}", describe_nodes(&self.nodes), self.source("nodes"))
+    }
+
     /// A line for each setting, with the flag or the variable that it comes from.
     pub(crate) fn describe(&self) -> Vec<String> {
-        let rank = self
-            .node_rank
-            .map_or("a node whose rank node 0 decides".to_owned(), |rank| format!("node {rank}"));
-        let mut lines = vec![
-            format!("{}{}", describe_nodes(&self.nodes), self.source("nodes")),
-            format!("this is {rank}{}", self.source("node rank")),
-        ];
+        let rank = self.node_rank.map_or("a node without a rank".to_owned(), |rank| format!("node {rank}"));
+        let mut lines = vec![self.describe_nodes(), format!("this is {rank}{}", self.source("node rank"))];
         if let Some(engine) = self.engine {
             lines.push(format!("started by {engine}"));
         }

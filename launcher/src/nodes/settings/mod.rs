@@ -4,7 +4,9 @@
 //! which Kubeflow sets), then the environment of the innermost engine. An empty variable counts as absent. What is read
 //! here is one node's view; whether the nodes agree, the coordinator finds out.
 
-use std::net::Ipv6Addr;
+mod text;
+mod values;
+
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -13,18 +15,17 @@ use mgpu_control::protocol::MGPU_RENDEZVOUS;
 
 use super::engine::{self, Engine, Given, Told};
 use crate::cli::NodeArgs;
-use crate::launch::MAX_DURATION;
+use values::{
+    check_backend, join_timeout, parse_auth, parse_endpoint, parse_host, parse_node_timeout, parse_nodes,
+    parse_port, wrong,
+};
 
 /// Port of an endpoint without one, as for torchrun.
 const ENDPOINT_PORT: u16 = 29400;
 /// Port of `--master-addr` without one, as for torchrun.
 const MASTER_PORT: u16 = 29500;
-/// Most nodes of a job.
-const MAX_NODES: u32 = 65_536;
 /// Silence after which a node is lost.
 const NODE_TIMEOUT: Duration = Duration::from_secs(30);
-/// Agents report every second.
-const MIN_NODE_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// What the agent of one node knows about the job's nodes before it has reached any.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -33,8 +34,8 @@ pub(crate) struct NodeSettings {
     pub(crate) nodes: RangeInclusive<u32>,
     /// This node. If no node has a rank, the owner of the endpoint's address is node 0.
     pub(crate) node_rank: Option<u32>,
-    /// Host name or address of node 0, and its port. Unknown only under MPICH before [`super::pmi`] has asked, and where
-    /// node 0 itself needs none.
+    /// Host name or address of node 0, and its port. Unknown only under MPICH before [`super::pmi`] has asked. On node 0
+    /// itself it may be `localhost`: there only the port counts.
     pub(crate) endpoint: Option<(String, Ports)>,
     /// Name of the job, the same on all nodes: `--rdzv-id`, or the engine's own.
     pub(crate) run_id: Option<String>,
@@ -144,7 +145,7 @@ fn several(
     let endpoint = endpoint(args, places, told_endpoint, run_id.is_some())?;
     // The processes of MPICH ask for it.
     if endpoint.is_none() && engine != Some(Engine::Mpich) {
-        let advice = engine::endpoint_advice(engine, node_rank.as_ref().map(|rank| rank.value));
+        let advice = engine::endpoint_advice(engine);
         let nodes = describe_nodes(&nodes.value);
         return Err(SettingsError::new(format!("{nodes}, and it is unknown where node 0 is: {advice}")));
     }
@@ -160,13 +161,13 @@ fn several(
         engine,
         sources: [
             ("nodes", Some(nodes.from)),
-            ("node rank", node_rank.as_ref().map(|rank| rank.from.clone())),
-            ("endpoint", endpoint.as_ref().map(|endpoint| endpoint.from.clone())),
-            ("run id", run_id.as_ref().map(|id| id.from.clone())),
-            ("local address", local_addr.as_ref().map(|address| address.from.clone())),
-            ("node timeout", node_timeout.map(|timeout| timeout.from)),
-            ("authentication", auth.map(|auth| auth.from)),
-            ("secret file", secret_file.map(|file| file.from)),
+            ("node rank", source(&node_rank)),
+            ("endpoint", source(&endpoint)),
+            ("run id", source(&run_id)),
+            ("local address", source(&local_addr)),
+            ("node timeout", source(&node_timeout)),
+            ("authentication", source(&auth)),
+            ("secret file", source(&secret_file)),
         ]
         .into_iter()
         .filter_map(|(what, from)| Some((what, from?)))
@@ -179,6 +180,11 @@ fn several(
     };
     check_secret(&settings, args, places)?;
     Ok(settings)
+}
+
+/// Where a setting comes from.
+fn source<T>(given: &Option<Given<T>>) -> Option<String> {
+    given.as_ref().map(|given| given.from.clone())
 }
 
 /// Where settings are looked for.
@@ -211,11 +217,6 @@ fn flag_name(name: &str) -> String {
     format!("--{}", name.to_ascii_lowercase().replace('_', "-"))
 }
 
-/// An error about a value: where it is from, the value, and what it should be.
-fn wrong(given: &Given<String>, should_be: &str) -> SettingsError {
-    SettingsError::new(format!("{} is `{}`: {should_be}", given.from, given.value))
-}
-
 /// True if the job has one node, whatever other variables say.
 fn is_standalone(
     args: &NodeArgs,
@@ -234,25 +235,6 @@ fn is_standalone(
     let variable = (places.surroundings.variable)("PET_STANDALONE").filter(|_| !places.is_nested);
     let is_set = variable.is_some_and(|value| value != "0");
     Ok(is_set && nnodes.is_none_or(|nodes| nodes.from.starts_with("PET_")))
-}
-
-fn parse_nodes(given: &Given<String>) -> Result<RangeInclusive<u32>, SettingsError> {
-    let number = |text: &str| text.trim().parse::<u32>().ok();
-    let range = match given.value.split_once(':') {
-        Some((min, max)) => number(min).zip(number(max)),
-        None => number(&given.value).map(|count| (count, count)),
-    };
-    match range {
-        Some((0, _)) => Err(wrong(given, "at least one node is needed")),
-        Some((min, max)) if min > max => {
-            Err(wrong(given, "it should be MIN:MAX, and MIN is greater than MAX"))
-        }
-        Some((_, max)) if max > MAX_NODES => {
-            Err(wrong(given, &format!("at most {MAX_NODES} nodes are possible")))
-        }
-        Some((min, max)) => Ok(min..=max),
-        None => Err(wrong(given, "it should be a number of nodes, such as 2, or MIN:MAX, such as 2:4")),
-    }
 }
 
 /// "2 nodes" or "2 to 4 nodes".
@@ -372,116 +354,6 @@ fn endpoint(
     Ok(Some(Given::new((host, Ports::One(port.unwrap_or(MASTER_PORT))), address.from)))
 }
 
-/// Host and port of `a`, `a:29400`, `10.0.0.2:29400`, `fd00::2`, `[fd00::2]` and `[fd00::2]:29400`.
-fn parse_endpoint(given: &Given<String>) -> Result<(String, Option<u16>), SettingsError> {
-    let text = given.value.trim();
-    let malformed = || wrong(given, "it should be HOST or HOST:PORT, with an IPv6 address in brackets");
-    let (host, port) = match text.strip_prefix('[') {
-        Some(rest) => {
-            let (host, behind) = rest.split_once(']').ok_or_else(malformed)?;
-            if !host.contains(':') {
-                return Err(malformed());
-            }
-            match behind {
-                "" => (host, None),
-                _ => (host, Some(behind.strip_prefix(':').ok_or_else(malformed)?)),
-            }
-        }
-        // Several colons without brackets: an IPv6 address without a port.
-        None if text.matches(':').count() > 1 => (text, None),
-        None => text.split_once(':').map_or((text, None), |(host, port)| (host, Some(port))),
-    };
-    if !is_host(host) {
-        return Err(malformed());
-    }
-    let number = |port: &str| port.parse().ok().filter(|port| *port != 0);
-    match port.map(number) {
-        Some(None) => Err(wrong(given, "its port should be a number from 1 to 65535")),
-        port => Ok((host.to_owned(), port.flatten())),
-    }
-}
-
-/// A host without a port.
-fn parse_host(given: &Given<String>) -> Result<String, SettingsError> {
-    match parse_endpoint(given)? {
-        (host, None) => Ok(host),
-        (_, Some(_)) => Err(wrong(given, "it should be a host without a port")),
-    }
-}
-
-/// True for a name, an IPv4 address, or an IPv6 address, which may have a scope such as `%eth0`.
-fn is_host(text: &str) -> bool {
-    if text.contains(':') {
-        let address = text.split('%').next().unwrap_or_default();
-        return address.parse::<Ipv6Addr>().is_ok();
-    }
-    !text.is_empty() && text.chars().all(|c| c.is_alphanumeric() || "-._".contains(c))
-}
-
-fn parse_port(given: &Given<String>) -> Result<u16, SettingsError> {
-    let port = given.value.trim().parse().ok().filter(|port| *port != 0);
-    port.ok_or_else(|| wrong(given, "it should be a port from 1 to 65535"))
-}
-
-/// torchrun's other backends need a server of their own; the two accepted ones are what mgpurun's rendezvous replaces.
-fn check_backend(backend: Option<Given<String>>) -> Result<(), SettingsError> {
-    match backend {
-        Some(given) if !["static", "c10d"].contains(&given.value.as_str()) => {
-            Err(wrong(&given, "mgpurun has a rendezvous of its own and accepts static and c10d only"))
-        }
-        _ => Ok(()),
-    }
-}
-
-/// The time to join in torchrun's configuration of the rendezvous, `KEY=VALUE,KEY=VALUE`.
-fn join_timeout(
-    conf: Option<Given<String>>,
-    notices: &mut Vec<String>,
-) -> Result<Option<Duration>, SettingsError> {
-    let Some(conf) = conf else { return Ok(None) };
-    let (mut timeout, mut join_timeout, mut others) = (None, None, Vec::new());
-    for part in conf.value.split(',').map(str::trim).filter(|part| !part.is_empty()) {
-        let (key, value) =
-            part.split_once('=').ok_or_else(|| wrong(&conf, "it should be KEY=VALUE,KEY=VALUE"))?;
-        let time = match key.trim() {
-            "timeout" => &mut timeout,
-            "join_timeout" => &mut join_timeout,
-            other => {
-                others.push(other.to_owned());
-                continue;
-            }
-        };
-        let seconds = parse_seconds(value.trim());
-        *time = Some(seconds.ok_or_else(|| wrong(&conf, &format!("{key} should be a number of seconds")))?);
-    }
-    if !others.is_empty() {
-        notices.push(format!("{} of {} has no effect", others.join(", "), conf.from));
-    }
-    Ok(join_timeout.or(timeout))
-}
-
-fn parse_seconds(text: &str) -> Option<Duration> {
-    let seconds = text.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-    seconds.filter(|seconds| *seconds <= MAX_DURATION)
-}
-
-fn parse_node_timeout(given: &Given<String>) -> Result<Duration, SettingsError> {
-    let seconds = parse_seconds(given.value.trim()).filter(|seconds| *seconds >= MIN_NODE_TIMEOUT);
-    seconds.ok_or_else(|| {
-        wrong(given, "it should be a number of seconds, at least 3, since nodes report every second")
-    })
-}
-
-fn parse_auth(given: &Given<String>) -> Result<AuthChoice, SettingsError> {
-    match given.value.trim() {
-        "auto" => Ok(AuthChoice::Auto),
-        "secret" => Ok(AuthChoice::Secret),
-        "munge" => Ok(AuthChoice::Munge),
-        "none" => Ok(AuthChoice::None),
-        _ => Err(wrong(given, "it should be auto, secret, munge or none")),
-    }
-}
-
 fn check_secret(settings: &NodeSettings, args: &NodeArgs, places: &Places<'_>) -> Result<(), SettingsError> {
     let has_secret = settings.secret_file.is_some() || places.variable("MGPU_", "SECRET").is_some();
     match settings.auth {
@@ -505,3 +377,6 @@ pub(crate) fn ranks_variable(surroundings: &Surroundings<'_>) -> Option<(&'stati
     let is_nested = surroundings.text(MGPU_RENDEZVOUS).is_some();
     names.into_iter().filter(|_| !is_nested).find_map(|name| Some((name, surroundings.text(name)?)))
 }
+
+#[cfg(test)]
+mod tests;
