@@ -95,6 +95,7 @@ fn request(
         program: find(&words.next().unwrap_or_default())?,
         arguments: words.collect(),
         ranks: ranks.ranks,
+        min_ranks: ranks.min_ranks,
         backend: ranks.backend,
         gpus: ranks.gpus,
         isolate_gpus: ranks.isolate_gpus,

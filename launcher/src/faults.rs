@@ -11,7 +11,7 @@ pub(crate) fn missed(injections: &[Injection], page: &ProgressPage) -> Vec<Strin
     let start = page.run().restarts;
     let of_this_start = injections.iter().enumerate().filter(|(_, fault)| fault.restart == start);
     of_this_start
-        .filter(|(number, _)| !page.was_triggered(injections[*number].rank, *number))
+        .filter(|(number, fault)| fault.rank >= page.world_size() || !page.was_triggered(fault.rank, *number))
         .filter_map(|(_, fault)| Some(format!("the fault {fault} did not happen: {}", why(fault, page)?)))
         .collect()
 }
@@ -26,6 +26,9 @@ pub(crate) fn of_later_starts(injections: &[Injection], restarts: u32) -> Vec<St
 /// Why a fault that its rank has not noted did not happen; `None` if it may have happened.
 fn why(fault: &Injection, page: &ProgressPage) -> Option<String> {
     let rank = fault.rank;
+    if rank >= page.world_size() {
+        return Some(format!("this start had {} ranks", page.world_size()));
+    }
     let progress = page.progress(rank);
     let has_joined = progress.pid != 0;
     match fault.point {

@@ -8,6 +8,7 @@ mod attempt;
 mod job;
 mod leftovers;
 mod processes;
+mod survey;
 mod wait;
 
 use std::time::{Duration, Instant};
