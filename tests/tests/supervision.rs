@@ -386,7 +386,7 @@ fn a_rank_that_fails_in_two_starts_in_a_row_is_left_out() {
         0,
         &[
             "restart 2 of 2 in 1 s",
-            "going on with 2 of 3 ranks: the others failed again and again",
+            "going on with 2 of 3 ranks: rank 1 is left out after failures",
             "[0] life 2 of 2\n",
             "[1] life 2 of 2\n",
             "fault=abort,restart=2 did not happen: this start had 2 ranks",

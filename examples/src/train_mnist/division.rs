@@ -138,9 +138,9 @@ impl Division {
             return None;
         }
         let having = |wanted: &usize| images.iter().filter(|images| *images == wanted).count();
-        let others = if most - fewest > 1 { ", the rest in between" } else { "" };
         let s = |count: usize| if count == 1 { "" } else { "s" };
         let (large, small) = (having(most), having(fewest));
+        let others = if large + small < self.ranks { ", the rest in between" } else { "" };
         Some(format!(
             "the {} images of a step are divided unevenly: {most} on {large} rank{}, {fewest} on {small} rank{}{others}",
             self.global_batch,

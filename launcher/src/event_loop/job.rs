@@ -295,13 +295,13 @@ impl<'a> JobPlan<'a> {
     }
 }
 
-/// Why only the ranks `kept` of a plan go on.
+/// Why only the ranks `kept` of the first start go on.
 fn why_fewer(first: &LaunchPlan, kept: &[u32], can_run: impl Fn(u32) -> bool) -> String {
-    let missing = (0..).zip(&first.ranks).filter(|(rank, _)| !kept.contains(rank));
-    let of_gpu = |(rank, plan): (u32, &RankPlan)| {
-        let name = plan.gpu.as_ref()?.lasting_name();
-        Some(format!("GPU {name} {}", if can_run(rank) { "is left out after failures" } else { "is gone" }))
-    };
-    let gpus: Vec<String> = missing.filter_map(of_gpu).collect();
-    if gpus.is_empty() { "the others failed again and again".to_owned() } else { gpus.join(", ") }
+    let missing = first.ranks.iter().filter(|plan| !kept.contains(&plan.rank));
+    let why = missing.map(|RankPlan { rank, gpu, .. }| match gpu {
+        Some(gpu) if !can_run(*rank) => format!("GPU {} is gone", gpu.lasting_name()),
+        Some(gpu) => format!("GPU {} is left out after failures", gpu.lasting_name()),
+        None => format!("rank {rank} is left out after failures"),
+    });
+    why.collect::<Vec<_>>().join(", ")
 }

@@ -27,7 +27,7 @@ impl Tiny {
 }
 
 /// Sharded state of RMSprop and Adam, batch normalisation, dropout, clipping; micro-batches of one and of two images;
-/// interrupted within epochs.
+/// interrupted within an epoch.
 #[test]
 fn a_run_that_shrinks_and_grows_back_has_the_bits_of_an_uninterrupted_one() {
     for flags in [
@@ -35,16 +35,16 @@ fn a_run_that_shrinks_and_grows_back_has_the_bits_of_an_uninterrupted_one() {
         &["--net", "keras", "--clip-norm", "0.5", "--skip-test"],
     ] {
         let tiny = Tiny::new();
-        let all = [&GLOBAL[..], &["--world-size-invariant", "8"], flags].concat();
+        let all = [&GLOBAL[..], &["--world-size-invariant", "8", "--steps", "5"], flags].concat();
         let whole = tiny.elastic(1, &[], &all);
-        assert_eq!(whole.json()["steps"], 10);
-        for (ranks, step) in [(4, 4), (2, 8)] {
+        assert_eq!(whole.json()["steps"], 5);
+        for (ranks, step) in [(4, 3), (2, 4)] {
             let fault = format!("rank=1,step={step},fault=sigkill");
             let killed = tiny.elastic_saved(ranks, &["--inject", &fault], &all);
             killed.expect(128 + 9, &["the 12 images of a step are divided unevenly"]);
         }
         let last = tiny.elastic_saved(4, &[], &all);
-        assert!((6..9).contains(&resumed_after(&last)), "{last:#?}");
+        assert!([2, 4].contains(&resumed_after(&last)), "{last:#?}");
         assert!(!last.stdout.contains("will not be bit-equal"), "{last:#?}");
         assert_eq!(last.weights(), whole.weights(), "{flags:?}");
         assert_eq!(last.json()["test_loss"], whole.json()["test_loss"]);
