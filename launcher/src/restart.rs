@@ -51,15 +51,8 @@ pub(crate) enum Decision {
 }
 
 impl RestartPolicy {
-    /// Decides after `restarts` restarts, for the outcome of the last start and what it `reached`. A start with fewer ranks
-    /// may come further, if the job `may_shrink`.
-    pub(crate) fn decide(
-        self,
-        outcome: &Outcome,
-        reached: Reached,
-        restarts: u32,
-        may_shrink: bool,
-    ) -> Decision {
+    /// Decides after `restarts` restarts, for the outcome of the last start and what it `reached`.
+    pub(crate) fn decide(self, outcome: &Outcome, reached: Reached, restarts: u32) -> Decision {
         if outcome.culprit.is_none() || outcome.interrupted || outcome.incompatible || self.max_restarts == 0
         {
             return Decision::Stop(None);
@@ -67,7 +60,7 @@ impl RestartPolicy {
         if restarts >= self.max_restarts {
             return Decision::Stop(Some("no restart is left"));
         }
-        if reached == Reached::Join && !self.always && !may_shrink {
+        if reached == Reached::Join && !self.always {
             return Decision::Stop(Some(
                 "not restarted, since no training step was completed (--restart-always restarts anyway)",
             ));
@@ -89,25 +82,24 @@ mod tests {
     fn only_runs_that_may_succeed_are_restarted() {
         let policy = RestartPolicy { max_restarts: 2, always: false };
         for reached in [Reached::Start, Reached::Step] {
-            let decide = |restarts| policy.decide(&failed(137), reached, restarts, false);
+            let decide = |restarts| policy.decide(&failed(137), reached, restarts);
             assert_eq!(decide(0), Decision::Restart(Duration::from_millis(500)));
             assert_eq!(decide(1), Decision::Restart(Duration::from_secs(1)));
             assert_eq!(decide(2), Decision::Stop(Some("no restart is left")));
         }
-        assert!(matches!(policy.decide(&failed(137), Reached::Join, 0, false), Decision::Stop(Some(_))));
-        assert!(matches!(policy.decide(&failed(137), Reached::Join, 0, true), Decision::Restart(_)));
+        assert!(matches!(policy.decide(&failed(137), Reached::Join, 0), Decision::Stop(Some(_))));
         let always = RestartPolicy { max_restarts: 99, always: true };
         // Whatever code a program fails with.
         for code in [64, 70] {
-            assert_eq!(always.decide(&failed(code), Reached::Join, 40, false), Decision::Restart(PAUSES.1));
+            assert_eq!(always.decide(&failed(code), Reached::Join, 40), Decision::Restart(PAUSES.1));
         }
         for outcome in [
             Outcome { culprit: None, ..failed(0) },
             Outcome { interrupted: true, ..failed(143) },
             Outcome { incompatible: true, ..failed(69) },
         ] {
-            assert_eq!(always.decide(&outcome, Reached::Step, 0, true), Decision::Stop(None));
+            assert_eq!(always.decide(&outcome, Reached::Step, 0), Decision::Stop(None));
         }
-        assert_eq!(RestartPolicy::default().decide(&failed(1), Reached::Step, 0, true), Decision::Stop(None));
+        assert_eq!(RestartPolicy::default().decide(&failed(1), Reached::Step, 0), Decision::Stop(None));
     }
 }

@@ -106,10 +106,11 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Whether it is restarted after a start that ended so.
+    /// Whether it is restarted after a start that ended so. Fewer ranks may come further than a start without a step.
     fn decide(&self, outcome: &Outcome, reached: Reached) -> Decision {
-        let may_shrink = self.elasticity.as_ref().is_some_and(Elasticity::may_shrink);
-        self.plan.supervision.restart.decide(outcome, reached, self.restarts, may_shrink)
+        let mut policy = self.plan.supervision.restart;
+        policy.always |= self.elasticity.as_ref().is_some_and(Elasticity::may_shrink);
+        policy.decide(outcome, reached, self.restarts)
     }
 
     /// When the loop has to call [`restart_if_due`](Self::restart_if_due) or the attempt at the latest.
