@@ -2,24 +2,33 @@
 
 mod args;
 mod jobs;
+mod node_args;
+mod rank_count;
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use crate::doctor;
 use crate::error::LaunchError;
 use crate::guardian::{self, Role};
 use crate::launch::Launch;
+use crate::nodes::{NodeSettings, SettingsError, Surroundings, ranks_variable, settings};
 use crate::output::OutputOptions;
-use crate::plan::{LaunchPlan, Request, RunContext};
+use crate::plan::{LaunchPlan, Machine, Ranks, Request, RunContext};
 use crate::program::ProgramError;
 use crate::restart::RestartPolicy;
 use crate::status::runs;
 use crate::{exit_code, program, stdout, sweep};
-use args::CommandLine;
+use args::{CommandLine, RankArgs};
 use jobs::{Job, Jobs, split};
+pub(crate) use node_args::NodeArgs;
+use rank_count::{RanksPerNode, requested};
+
+/// Time for all ranks to join, unless it is set.
+const JOIN_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The program `mgpurun`.
 pub fn main() -> ExitCode {
@@ -36,22 +45,29 @@ pub fn main() -> ExitCode {
         // Ignored: standard error may be closed.
         let _ = writeln!(io::stderr(), "mgpurun: {error}");
         let refused = error.downcast_ref::<LaunchError>();
-        ExitCode::from(refused.map_or(exit_code::LAUNCHER, LaunchError::exit_code))
+        let is_usage = error.is::<SettingsError>();
+        let other = if is_usage { exit_code::USAGE } else { exit_code::LAUNCHER };
+        ExitCode::from(refused.map_or(other, LaunchError::exit_code))
     })
 }
 
 /// Runs the jobs of a command line that consists of these `words`.
 fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::error::Error>> {
-    let CommandLine { command, ranks, launch: args } = line;
+    let CommandLine { command, ranks, launch: args, nodes } = line;
     let search: Vec<PathBuf> =
         std::env::var_os("PATH").map(|path| std::env::split_paths(&path).collect()).unwrap_or_default();
     let own = std::env::current_exe().ok();
     let find = |name: &OsStr| program::find(name, &search, own.as_deref().and_then(|path| path.parent()));
-    let Jobs { jobs, notices } = match split(ranks, command, words, |name| find(name).is_ok()) {
+    let Jobs { jobs, mut notices } = match split(ranks, command, words, |name| find(name).is_ok()) {
         Ok(jobs) => jobs,
         Err(error) => return stdout::refuse(&error),
     };
-    let requests: Vec<Request> = jobs.into_iter().map(|job| request(job, find)).collect::<Result<_, _>>()?;
+    let variable = |name: &str| Some(std::env::var_os(name)?.to_string_lossy().into_owned());
+    let surroundings = Surroundings { variable: &variable, file: &|path| std::fs::read_to_string(path).ok() };
+    let nodes = settings(&nodes, &surroundings, &mut notices)?;
+    check_single_job(nodes.as_ref(), jobs.len(), args.one_world)?;
+    let requests: Vec<Request> =
+        jobs.into_iter().map(|job| request(job, &surroundings, find)).collect::<Result<_, _>>()?;
     let output = OutputOptions {
         raw: args.raw,
         prefix: !args.no_prefix,
@@ -63,18 +79,24 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
         events: args.events,
         ..OutputOptions::default()
     };
+    let of_conf = nodes.as_ref().and_then(|nodes| nodes.join_timeout);
     let mut launch = Launch::of_requests(requests, args.one_world)
         .notices(notices.clone())
         .fail(args.fail)
         .report_bindings(args.report_bindings)
         .output(output)
-        .join_timeout(args.timeout)
+        .join_timeout(args.timeout.or(of_conf).unwrap_or(JOIN_TIMEOUT))
         .progress_timeout(args.progress_timeout)
         .restart(RestartPolicy { max_restarts: args.max_restarts, always: args.restart_always })
         .grace(args.grace)
         .adopt_orphans();
     if args.dry_run {
-        return stdout::print(&describe(&notices, &launch.plan()?), ExitCode::SUCCESS);
+        let of_nodes = nodes.iter().flat_map(NodeSettings::describe);
+        let lines: Vec<String> = notices.into_iter().chain(of_nodes).collect();
+        return stdout::print(&describe(&lines, &launch.plan()?), ExitCode::SUCCESS);
+    }
+    if let Some(nodes) = nodes {
+        launch = launch.nodes(nodes);
     }
     match guardian::fork_guardian()? {
         Role::Done(code) => Ok(code),
@@ -85,17 +107,59 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
     }
 }
 
+/// Several jobs start together on one node only.
+fn check_single_job(nodes: Option<&NodeSettings>, jobs: usize, one_world: bool) -> Result<(), SettingsError> {
+    let what = match nodes {
+        Some(_) if one_world => "--one-world, which has several programs, runs on one node".to_owned(),
+        Some(_) if jobs > 1 => format!("this command line has {jobs} jobs"),
+        _ => return Ok(()),
+    };
+    Err(SettingsError::new(format!(
+        "{what}, but only a single job runs on several nodes: start mgpurun once for each job, or with --standalone"
+    )))
+}
+
+/// The number of ranks of a job, and the fewest with which it goes on if the number is a range.
+fn count_ranks(
+    ranks: &RankArgs,
+    surroundings: &Surroundings<'_>,
+) -> Result<(Ranks, Option<u32>), SettingsError> {
+    let variable = ranks_variable(surroundings);
+    let count = match requested(ranks.ranks, ranks.nproc_per_node, variable).map_err(SettingsError::new)? {
+        RanksPerNode::Auto => Ranks::Auto,
+        RanksPerNode::Gpu if has_gpus() => Ranks::Auto,
+        RanksPerNode::Gpu => {
+            return Err(SettingsError::new(
+                "gpu as the number of ranks needs GPUs, and this machine shows none: choose auto, cpu or a number",
+            ));
+        }
+        RanksPerNode::Cpu => {
+            Ranks::Count(std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32))
+        }
+        RanksPerNode::Count { ranks, min } => return Ok((Ranks::Count(ranks), min)),
+    };
+    Ok((count, None))
+}
+
+fn has_gpus() -> bool {
+    let mut machine = Machine::detect();
+    machine.list_gpus_by_nvml();
+    !machine.gpus.is_empty()
+}
+
 fn request(
     job: Job,
+    surroundings: &Surroundings<'_>,
     find: impl Fn(&OsStr) -> Result<PathBuf, ProgramError>,
-) -> Result<Request, ProgramError> {
+) -> Result<Request, Box<dyn std::error::Error>> {
     let Job { ranks, command } = job;
     let mut words = command.into_iter();
+    let (count, fewest) = count_ranks(&ranks, surroundings)?;
     Ok(Request {
         program: find(&words.next().unwrap_or_default())?,
         arguments: words.collect(),
-        ranks: ranks.ranks,
-        min_ranks: ranks.min_ranks,
+        ranks: count,
+        min_ranks: ranks.min_ranks.or(fewest),
         backend: ranks.backend,
         gpus: ranks.gpus,
         isolate_gpus: ranks.isolate_gpus,
@@ -143,7 +207,7 @@ mod tests {
     use clap::{CommandFactory, Parser};
 
     use super::*;
-    use crate::plan::{BackendChoice, Ranks};
+    use crate::plan::BackendChoice;
 
     #[test]
     fn short_help() {
@@ -158,7 +222,7 @@ mod tests {
     #[test]
     fn options_after_the_program_belong_to_it() {
         let args = CommandLine::parse_from(["mgpurun", "-n", "2", "prog", "--timeout", "x", "-n", "9"]);
-        assert_eq!(args.ranks.ranks, Ranks::Count(2));
+        assert_eq!(args.ranks.ranks, Some(Ranks::Count(2)));
         assert_eq!(args.command, ["prog", "--timeout", "x", "-n", "9"]);
         let args = CommandLine::parse_from(["mgpurun", "--", "prog", "-h"]);
         assert_eq!(args.command, ["prog", "-h"]);

@@ -39,6 +39,15 @@ pub enum LaunchError {
     /// It is unknown which GPUs are free.
     #[error("--gpus free: {0}; --gpus 0,1 names GPUs without asking")]
     Nvml(#[from] nvml::NvmlError),
+    /// The address that was chosen for this node is not one.
+    #[error("--local-addr is `{0}`: it should be an address of this host, such as 10.0.0.2")]
+    LocalAddress(String),
+    /// Other nodes could not be looked for.
+    #[error("{0}")]
+    Network(String),
+    /// There are no credentials for the other nodes.
+    #[error("{0}")]
+    Credentials(String),
     /// Signals could not be set up.
     #[error("cannot wait for signals: {0}")]
     Signals(#[from] nix::Error),
@@ -49,6 +58,8 @@ impl LaunchError {
     pub(crate) fn exit_code(&self) -> u8 {
         match self {
             LaunchError::Plan(error) if error.is_usage() => exit_code::USAGE,
+            LaunchError::LocalAddress(_) => exit_code::USAGE,
+            LaunchError::Credentials(_) => exit_code::AUTHENTICATION,
             _ => exit_code::LAUNCHER,
         }
     }

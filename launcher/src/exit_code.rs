@@ -27,6 +27,15 @@ pub const PREFLIGHT_GPU: u8 = 69;
 /// Preflight: ranks use different versions of the NVIDIA driver or of NCCL.
 pub const PREFLIGHT_VERSIONS: u8 = 70;
 
+/// A node was lost: its host does not answer, its `mgpurun` has ended, or the coordinator is gone.
+pub const NODE_LOST: u8 = 71;
+/// A node could not prove that it belongs to the job, or the coordinator could not.
+pub const AUTHENTICATION: u8 = 72;
+/// Nodes contradict each other: other programs, arguments, versions or numbers of nodes, or two nodes with one rank.
+pub const NODES_DIFFER: u8 = 73;
+/// The ranks stopped because they were asked to, at a step from which they can be resumed.
+pub const STOPPED: u8 = 74;
+
 /// The reader of standard output has exited, as `head` does: the code of a program that SIGPIPE kills.
 pub const BROKEN_PIPE: u8 = signalled(13);
 

@@ -3,13 +3,16 @@
 //! A test whose fault never happens passes for the wrong reason: the step is past the end of the run, or the program
 //! does not use the runtime, which triggers the faults.
 
+use std::ops::Range;
+
 use mgpu_control::inject::{Fault, Injection, InjectionPoint};
 use mgpu_control::progress::{ProgressPage, RankState};
 
-/// One line for each fault of this start of the ranks that has not happened, according to the progress `page`.
-pub(crate) fn missed(injections: &[Injection], page: &ProgressPage) -> Vec<String> {
+/// One line for each fault of this start of these `ranks` that has not happened, according to the progress `page`.
+pub(crate) fn missed(injections: &[Injection], ranks: Range<u32>, page: &ProgressPage) -> Vec<String> {
     let start = page.run().restarts;
-    let of_this_start = injections.iter().enumerate().filter(|(_, fault)| fault.restart == start);
+    let is_of_this_start = |fault: &Injection| fault.restart == start && ranks.contains(&fault.rank);
+    let of_this_start = injections.iter().enumerate().filter(|(_, fault)| is_of_this_start(fault));
     of_this_start
         .filter(|(number, fault)| fault.rank >= page.world_size() || !page.was_triggered(fault.rank, *number))
         .filter_map(|(_, fault)| Some(format!("the fault {fault} did not happen: {}", why(fault, page)?)))

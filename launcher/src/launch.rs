@@ -5,13 +5,18 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use mgpu_control::digest;
 use mgpu_control::inject::Injection;
+use mgpu_control::nodes::{Credentials, Secret};
+use mgpu_control::protocol::MGPU_BACKEND;
 use nix::sys::signal::SigSet;
+use nix::unistd::gethostname;
 
 use crate::error::LaunchError;
-use crate::event_loop::{EventLoop, JobId, JobPlan, LaunchEnd, flush};
+use crate::event_loop::{EventLoop, JobId, JobPlan, LaunchEnd, NodeJob, flush, run_node};
 use crate::events::{Event, EventLog};
 use crate::interrupt::{Interrupter, Signals};
+use crate::nodes::{AuthChoice, NodeCard, NodeSettings};
 use crate::output::{Output, OutputOptions};
 use crate::placement::Bind;
 use crate::plan::{BackendChoice, GpuChoice, LaunchPlan, Machine, PlanError, Ranks, Request, plan_jobs};
@@ -20,6 +25,9 @@ use crate::reservation::{Register, Reservations};
 use crate::restart::{FailPolicy, RestartPolicy};
 use crate::supervisor::Outcome;
 use crate::{exit_code, nccl, orphans};
+
+/// The secret that the nodes of a job share.
+const MGPU_SECRET: &str = "MGPU_SECRET";
 
 /// About 30 years: an `Instant` much further away may not be representable.
 pub(crate) const MAX_DURATION: Duration = Duration::from_secs(1_000_000_000);
@@ -37,6 +45,7 @@ pub struct Launch {
     /// One for each job, or for each part of a single world.
     requests: Vec<Request>,
     one_world: bool,
+    nodes: Option<NodeSettings>,
     notices: Vec<String>,
     fail: FailPolicy,
     output: OutputOptions,
@@ -70,6 +79,7 @@ impl Launch {
         Launch {
             requests,
             one_world,
+            nodes: None,
             notices: Vec::new(),
             fail: FailPolicy::default(),
             report_bindings: false,
@@ -196,6 +206,12 @@ impl Launch {
         self
     }
 
+    /// Makes this the part of one node in a job on several.
+    pub(crate) fn nodes(mut self, settings: NodeSettings) -> Self {
+        self.nodes = Some(settings);
+        self
+    }
+
     /// Messages to print before the start.
     pub(crate) fn notices(mut self, notices: Vec<String>) -> Self {
         self.notices = notices;
@@ -224,6 +240,10 @@ impl Launch {
         if is_elastic && self.supervision.restart.max_restarts == 0 {
             return Err(PlanError::NoRestarts.into());
         }
+        if is_elastic && self.nodes.is_some() {
+            let why = "a job on several nodes has the same ranks on each of them in every start";
+            return Err(PlanError::NotElastic { option: "several nodes", why }.into());
+        }
         let mut machine = Machine::detect();
         if self.requests.iter().any(|request| request.share_gpus) {
             machine.nccl = nccl::version();
@@ -244,6 +264,14 @@ impl Launch {
         Ok((plan_jobs(&self.requests, self.one_world, &machine)?, register))
     }
 
+    /// The faults to inject into ranks of all nodes: they are not those of the plan, which counts ranks on this host.
+    fn take_injections_of_nodes(&mut self) -> Vec<Injection> {
+        match self.nodes {
+            Some(_) => std::mem::take(&mut self.requests[0].injections),
+            None => Vec::new(),
+        }
+    }
+
     /// Starts the ranks and returns when all have ended. Call it from a thread that stays alive: the kernel kills the
     /// ranks when it ends.
     ///
@@ -253,11 +281,14 @@ impl Launch {
     ///
     /// # Errors
     /// If the ranks cannot be started; none is left running then.
-    pub fn run(self) -> Result<Outcome, LaunchError> {
+    pub fn run(mut self) -> Result<Outcome, LaunchError> {
+        let credentials = self.nodes.as_ref().map(credentials).transpose()?;
+        let injections = self.take_injections_of_nodes();
         let (mut plans, register) = self.choose()?;
         // Held until the ranks have ended.
         let _reservations = register.map(|register| reserve(&mut plans, &register)).transpose()?;
-        let Launch { requests, output, signals, supervision, report_bindings, fail, notices, .. } = self;
+        let Launch { requests, output, signals, supervision, report_bindings, fail, notices, nodes, .. } =
+            self;
         let signals = signals?;
         if supervision.adopts_orphans {
             orphans::adopt()?;
@@ -274,8 +305,15 @@ impl Launch {
             let locations = plan.ranks.iter().map(|rank| &rank.location).filter(|_| report_bindings);
             plan.notices.iter().chain(locations).for_each(|line| id.say_to(&mut output, line));
         }
-        let started = EventLoop::start(&jobs, fail, &signals, &mut output, &mut events);
-        let result = started.and_then(EventLoop::run);
+        let result = match (&nodes, credentials) {
+            (Some(settings), Some(credentials)) => {
+                let (plan, injections) = (&plans[0], &injections[..]);
+                let card = node_card(plan, settings);
+                let job = NodeJob { plan, settings, supervision, injections, card, credentials };
+                run_node(&job, &signals, &mut output, &mut events)
+            }
+            _ => EventLoop::start(&jobs, fail, &signals, &mut output, &mut events).and_then(EventLoop::run),
+        };
         if result.is_err() && supervision.adopts_orphans {
             // Other jobs may have left processes.
             orphans::end_all(|_| false, |notice| output.say(notice))
@@ -307,6 +345,53 @@ impl Launch {
             _ => outcome,
         })
     }
+}
+
+/// How this node proves that it belongs to the job.
+fn credentials(settings: &NodeSettings) -> Result<Credentials, LaunchError> {
+    let failed = |error: mgpu_control::Error| LaunchError::Credentials(error.to_string());
+    let from_variable = || std::env::var_os(MGPU_SECRET).filter(|secret| !secret.is_empty());
+    match (settings.auth, &settings.secret_file) {
+        (AuthChoice::None, _) => Ok(Credentials::None),
+        (AuthChoice::Munge, _) => {
+            Err(LaunchError::Credentials("authentication by munge is not available in this version".into()))
+        }
+        (AuthChoice::Auto | AuthChoice::Secret, Some(file)) => {
+            Secret::read(file).map(Credentials::Secret).map_err(failed)
+        }
+        (AuthChoice::Auto | AuthChoice::Secret, None) => match from_variable() {
+            Some(secret) => {
+                Secret::new(secret.as_encoded_bytes(), MGPU_SECRET).map(Credentials::Secret).map_err(failed)
+            }
+            None => Err(LaunchError::Credentials(format!(
+                "nodes authenticate each other by a secret, and there is none: give all nodes the same \
+                 --secret-file FILE or {MGPU_SECRET} (`openssl rand -hex 32` makes one), or choose --auth none on a \
+                 network where nobody else can connect"
+            ))),
+        },
+    }
+}
+
+/// What this node says about itself.
+fn node_card(plan: &LaunchPlan, settings: &NodeSettings) -> NodeCard {
+    let command = &plan.commands[0];
+    let backend = plan.ranks[0].environment.iter().find(|(name, _)| *name == MGPU_BACKEND);
+    NodeCard {
+        host: host_name(),
+        node_rank: settings.node_rank,
+        nodes: (*settings.nodes.start(), *settings.nodes.end()),
+        ranks: plan.ranks.len() as u32,
+        backend: backend.map(|(_, backend)| backend.clone()).unwrap_or_default(),
+        version: env!("CARGO_PKG_VERSION").into(),
+        program: command.program.display().to_string(),
+        digest: digest::of_file(&command.program).ok().map(|digest| format!("{digest:016x}")),
+        arguments: command.arguments.iter().map(|word| word.to_string_lossy().into_owned()).collect(),
+    }
+}
+
+/// The name of this host, for people.
+fn host_name() -> String {
+    gethostname().map_or_else(|_| "unknown".into(), |name| name.to_string_lossy().into_owned())
 }
 
 /// Gives each job its number, identifier and port. The identifier of one of several jobs is that of the launch with the

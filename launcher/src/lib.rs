@@ -9,6 +9,7 @@
 //! | [`program`] | name → path |
 //! | [`placement`] | ranks + topology → the cores of each rank (pure except for reading the topology) |
 //! | [`plan`] | request + machine → what each rank runs and sees (pure) |
+//! | `nodes` | which of the job's nodes is this, and where are the others? |
 //! | `reservation` | no two launches choose the same GPU |
 //! | `port` | reserves a TCP port for PyTorch |
 //! | `spawn` | plan → processes, each in its own process group, killed with this process |
@@ -49,6 +50,7 @@ mod launch;
 mod machine;
 mod mpi;
 mod nccl;
+mod nodes;
 mod orphans;
 pub mod output;
 pub mod placement;

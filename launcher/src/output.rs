@@ -122,6 +122,24 @@ impl Output {
         })
     }
 
+    /// The output of `ranks` ranks of one job from now on, of which the first is `first` of its world. The ranks on a host
+    /// of several are known only when all nodes have joined, and may change with a restart.
+    ///
+    /// # Errors
+    /// If a log file cannot be created.
+    pub(crate) fn set_ranks(&mut self, first: u32, ranks: u32) -> Result<(), LogError> {
+        let names: Vec<RankName> = (first..first + ranks).map(|rank| RankName { job: None, rank }).collect();
+        if self.ranks.iter().map(|output| output.name).eq(names.iter().copied()) {
+            return Ok(());
+        }
+        if let Some(folder) = self.options.log_dir.as_deref() {
+            self.logs = Some(Logs::create(folder, &names, self.options.stall_timeout())?);
+        }
+        self.width = names.iter().map(|name| name.short().len()).max().unwrap_or(0);
+        self.ranks = names.into_iter().map(|name| RankOutput { name, ..RankOutput::default() }).collect();
+        Ok(())
+    }
+
     /// True if progress lines are shown.
     pub fn shows_progress(&self) -> bool {
         self.destinations[Stream::Stdout as usize].terminal && !self.options.raw
@@ -312,6 +330,28 @@ impl Output {
         let end = self.destinations[Stream::Stderr as usize].measure().line_end();
         let line = [&stamp[..], b"mgpurun: ", text.as_bytes(), end].concat();
         self.sink_mut(Stream::Stderr).push_important(&line);
+    }
+
+    /// The last lines of a rank as they were shown, at most `most`, each cut to `bytes` bytes.
+    pub(crate) fn last_lines(&self, rank: u32, most: usize, bytes: usize) -> Vec<String> {
+        let last = &self.ranks[rank as usize].last;
+        let text = |line: &Vec<u8>| String::from_utf8_lossy(&line[..line.len().min(bytes)]).into_owned();
+        last.iter().skip(last.len().saturating_sub(most)).map(text).collect()
+    }
+
+    /// Shows the last lines of a rank whose output another node has, unless output is raw.
+    pub(crate) fn repeat_lines(&mut self, name: &str, lines: &[String]) {
+        if self.options.raw {
+            return;
+        }
+        self.say(&format!("the last lines of {name}:"));
+        let end = self.destinations[Stream::Stderr as usize].measure().line_end();
+        for line in lines {
+            // The bytes come from another host: only what a line may contain.
+            let line: String =
+                line.chars().map(|c| if c.is_control() && c != '\t' { '\u{fffd}' } else { c }).collect();
+            self.sink_mut(Stream::Stderr).push_important(&[line.as_bytes(), end].concat());
+        }
     }
 
     /// Repeats the last lines of a rank on standard error, unless output is raw.

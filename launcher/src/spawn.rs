@@ -19,6 +19,7 @@ use nix::sys::wait::waitpid;
 use nix::unistd::Pid;
 
 use crate::error::LaunchError;
+use crate::nodes::variables_to_remove;
 use crate::placement::CoreSet;
 use crate::plan::{ProgramCommand, RankPlan, RunContext};
 
@@ -111,6 +112,9 @@ fn start(
         .stderr(Stdio::piped())
         .process_group(0);
     mgpu_control::process::kill_with_parent(&mut command);
+    if context.place.is_some() {
+        remove_agent_variables(&mut command, rank, context);
+    }
     if let Some(cores) = cores {
         mgpu_control::process::bind_to_cores(&mut command, cores.to_cpu_set());
     }
@@ -142,6 +146,18 @@ fn start(
         Err(error) => {
             end(pid);
             Err(failed(error))
+        }
+    }
+}
+
+/// Takes variables from a rank's environment that an engine has set for this agent.
+fn remove_agent_variables(command: &mut Command, rank: &RankPlan, context: &RunContext) {
+    let own: Vec<&str> = rank.full_environment(context).into_iter().map(|(name, _)| name).collect();
+    let inherited: Vec<String> =
+        std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()).collect();
+    for name in variables_to_remove(inherited.iter().map(String::as_str)) {
+        if !own.contains(&name.as_str()) {
+            command.env_remove(name);
         }
     }
 }

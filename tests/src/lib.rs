@@ -9,6 +9,7 @@ pub mod collectives;
 pub mod device;
 pub mod fake_gpu;
 pub mod faults;
+pub mod hosts;
 pub mod mnist;
 pub mod models;
 pub mod process;

@@ -335,7 +335,8 @@ fn wrong_jobs_are_usage_errors() {
         (&["--backend", "cpu", "--gpus", "0", "true"], "--gpus chooses GPUs, and --backend cpu uses none"),
         (&["--gpus", "x", "true"], "it should be all, free, or numbers"),
         (&["--fail", "none", "true"], "possible values: one, all"),
-        (&["--min-ranks", "1", "true"], "--min-ranks says how a restart goes on, and there is none"),
+        (&["--min-ranks", "1", "true"], "says how a restart goes on, and there is none: add --max-restarts"),
+        (&["--nproc-per-node", "1:2", "true"], "add --max-restarts"),
         (&["-n", "2", "true", ":", "--min-ranks", "3", "true"], "add --max-restarts"),
     ] {
         run(&mut mgpurun(words)).expect(2, &[text]);

@@ -7,6 +7,8 @@ use std::time::Duration;
 use clap::{Args, Parser};
 use mgpu_control::inject::Injection;
 
+use super::node_args::NodeArgs;
+use super::rank_count::RanksPerNode;
 use crate::launch::MAX_DURATION;
 use crate::output::Color;
 use crate::placement::Bind;
@@ -53,6 +55,10 @@ Exit codes:
   68             a rank expects another world size
   69             two ranks use one GPU
   70             ranks use different versions of the NVIDIA driver or of NCCL
+  71             a node of the job was lost
+  72             a node of the job could not authenticate itself
+  73             nodes differ in their program, its arguments, versions or the number of nodes
+  74             the job stopped on request
   141            the reader of the output exited (SIGPIPE)
   129, 130, 143  interrupted by SIGHUP, SIGINT, SIGTERM
   other          the first failing rank's own code, or 128 + its signal";
@@ -61,11 +67,18 @@ Exit codes:
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Options of the ranks, for each job its own")]
 pub(super) struct RankArgs {
-    /// Number of ranks, or auto: one for each GPU.
+    /// Number of ranks, or auto: one for each GPU [default: auto].
     ///
     /// `auto` counts the GPUs that CUDA_VISIBLE_DEVICES leaves visible, and is 1 on a machine without GPUs.
-    #[arg(short = 'n', long = "ranks", value_name = "N|auto", default_value = "auto", value_parser = parse_ranks, allow_negative_numbers = true)]
-    pub(super) ranks: Ranks,
+    #[arg(short = 'n', long = "ranks", value_name = "N|auto", value_parser = parse_ranks, allow_negative_numbers = true)]
+    pub(super) ranks: Option<Ranks>,
+
+    /// The same under torchrun's name: a number, MIN:MAX, auto, gpu or cpu.
+    ///
+    /// `gpu` is one for each GPU, and an error without GPUs; `cpu` is one for each core. Also set by the variable
+    /// PET_NPROC_PER_NODE.
+    #[arg(long, alias = "nproc_per_node", value_name = "N", allow_negative_numbers = true)]
+    pub(super) nproc_per_node: Option<RanksPerNode>,
 
     /// Go on with fewer ranks after failures, but at least N.
     ///
@@ -139,12 +152,12 @@ pub(super) struct JobArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Options of the launch")]
 pub(super) struct LaunchArgs {
-    /// Seconds for all ranks to join after the first.
+    /// Seconds for all ranks to join after the first [default: 60].
     ///
     /// The time counts from the first rank that joins, so a slow disk at the start does not matter. A program that
     /// never joins (`mgpurun -n 8 hostname`) is not waited for. Exit code 64 if a rank does not join in time.
-    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = parse_seconds)]
-    pub(super) timeout: Duration,
+    #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
+    pub(super) timeout: Option<Duration>,
 
     /// Seconds that a rank may make no progress; unlimited if absent.
     ///
@@ -276,6 +289,9 @@ pub(super) struct CommandLine {
 
     #[command(flatten)]
     pub(super) launch: LaunchArgs,
+
+    #[command(flatten)]
+    pub(super) nodes: NodeArgs,
 }
 
 fn parse_ranks(text: &str) -> Result<Ranks, String> {

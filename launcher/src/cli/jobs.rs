@@ -173,7 +173,10 @@ mod tests {
         let is_program = |name: &OsStr| ["a", "b", "c"].iter().any(|program| name == *program);
         let Jobs { jobs, notices } = split(ranks, command, &words, is_program)?;
         let text = |words: Vec<OsString>| words.into_iter().map(|word| word.into_string().unwrap()).collect();
-        Ok((jobs.into_iter().map(|job| (job.ranks.ranks, text(job.command))).collect(), notices))
+        Ok((
+            jobs.into_iter().map(|job| (job.ranks.ranks.unwrap_or(Ranks::Auto), text(job.command))).collect(),
+            notices,
+        ))
     }
 
     fn commands(line: &str) -> Vec<String> {

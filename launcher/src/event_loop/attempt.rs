@@ -4,11 +4,12 @@
 
 use std::cell::RefCell;
 use std::collections::HashSet;
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use mgpu_control::inject::Injection;
-use mgpu_control::progress::{self, RankState};
+use mgpu_control::progress::{self, ProgressEntry, RankState};
 use mgpu_control::protocol::MGPU_RUN_ID;
 use mgpu_control::rendezvous::{Server, ServerEvent};
 use nix::sys::signal::Signal;
@@ -70,12 +71,35 @@ impl JobId {
     }
 }
 
-/// The ranks of one start of a job, and what is known about them.
+/// Who decides what the events of an attempt mean.
+#[expect(clippy::large_enum_variant, reason = "there is one for each attempt")]
+pub(super) enum Judge {
+    /// This process.
+    Supervisor(Supervisor),
+    /// The coordinator of the job's nodes. These events have not been reported to it.
+    Coordinator(Vec<Event>),
+}
+
+impl Judge {
+    /// The supervisor of this process.
+    fn supervisor(&self) -> Option<&Supervisor> {
+        match self {
+            Judge::Supervisor(supervisor) => Some(supervisor),
+            Judge::Coordinator(_) => None,
+        }
+    }
+}
+
+/// The ranks of one start of a job on this host, and what is known about them.
+///
+/// A *rank* is counted in the world, a `number` among the ranks of this host.
 pub(super) struct Attempt<'a> {
     pub(super) job: JobId,
     pub(super) ranks: Vec<Process>,
+    /// The first rank of this host.
+    pub(super) first: u32,
     pub(super) server: Server,
-    pub(super) supervisor: Supervisor,
+    pub(super) judge: Judge,
     pub(super) supervision: Supervision,
     /// Earliest time at which a rank may have exceeded the progress timeout.
     next_progress_check: Option<Instant>,
@@ -84,7 +108,9 @@ pub(super) struct Attempt<'a> {
     mpi: MpiWatch,
     /// Faults to inject; those that have not happened are reported at the end.
     injections: &'a [Injection],
-    run_id: &'a str,
+    run_id: String,
+    /// Ranks of other hosts whose processes are stopped.
+    stopped_elsewhere: Vec<u32>,
     knows_end_of_guardian: bool,
     /// The outcome as it was printed, although ranks may still run.
     pub(super) settled: Option<Outcome>,
@@ -96,9 +122,11 @@ pub(super) struct Attempt<'a> {
 pub(super) struct Started<'a> {
     pub(super) job: JobId,
     pub(super) processes: Vec<Process>,
+    /// The first rank among them.
+    pub(super) first: u32,
     pub(super) server: Server,
     pub(super) injections: &'a [Injection],
-    pub(super) run_id: &'a str,
+    pub(super) run_id: String,
 }
 
 /// The end of an attempt.
@@ -111,14 +139,20 @@ pub(super) struct AttemptEnd {
 
 impl<'a> Attempt<'a> {
     /// For processes that have just been started.
-    pub(super) fn new(started: Started<'a>, supervision: Supervision, records_events: bool) -> Self {
-        let Started { job, processes: ranks, server, injections, run_id } = started;
-        let Supervision { join_timeout, progress_timeout, grace, .. } = supervision;
+    pub(super) fn new(
+        started: Started<'a>,
+        judge: Judge,
+        supervision: Supervision,
+        records_events: bool,
+    ) -> Self {
+        let Started { job, processes: ranks, first, server, injections, run_id } = started;
         let now = Instant::now();
+        let progress_timeout = supervision.progress_timeout;
         Attempt {
             job,
             mpi: MpiWatch::new(ranks.len()),
-            supervisor: Supervisor::new(ranks.len() as u32, join_timeout, grace, now),
+            first,
+            judge,
             next_progress_check: progress_timeout.and_then(|timeout| now.checked_add(timeout)),
             next_step_poll: records_events.then_some(now),
             ranks,
@@ -126,6 +160,7 @@ impl<'a> Attempt<'a> {
             supervision,
             injections,
             run_id,
+            stopped_elsewhere: Vec::new(),
             knows_end_of_guardian: false,
             settled: None,
             leftovers: None,
@@ -156,7 +191,7 @@ impl<'a> Attempt<'a> {
             return Some(leftovers.deadline());
         }
         let deadlines = [
-            self.supervisor.next_deadline(),
+            self.judge.supervisor().and_then(Supervisor::next_deadline),
             self.server.next_deadline(),
             self.next_progress_check,
             self.next_step_poll,
@@ -198,13 +233,32 @@ impl<'a> Attempt<'a> {
         self.process(vec![Event::Stopped(why)], shared)
     }
 
-    /// Passes events to the supervisor, and carries out what it decides.
-    fn process(&mut self, events: Vec<Event>, shared: &mut Shared<'_>) -> Option<AttemptEnd> {
+    /// Passes events to the supervisor, and carries out what it decides. Keeps them for the coordinator, if there is one.
+    pub(super) fn process(&mut self, events: Vec<Event>, shared: &mut Shared<'_>) -> Option<AttemptEnd> {
         for event in events {
-            for action in self.supervisor.handle(event, Instant::now()) {
-                if let Some(outcome) = self.carry_out(action, shared) {
-                    return self.begin_leftovers(outcome, shared);
+            let actions = match &mut self.judge {
+                Judge::Supervisor(supervisor) => supervisor.handle(event, Instant::now()),
+                Judge::Coordinator(unreported) => {
+                    unreported.push(event);
+                    continue;
                 }
+            };
+            if let Some(end) = self.carry_out_all(actions, shared) {
+                return Some(end);
+            }
+        }
+        None
+    }
+
+    /// Carries out what was decided. Returns the end of the attempt.
+    pub(super) fn carry_out_all(
+        &mut self,
+        actions: Vec<Action>,
+        shared: &mut Shared<'_>,
+    ) -> Option<AttemptEnd> {
+        for action in actions {
+            if let Some(outcome) = self.carry_out(action, shared) {
+                return self.begin_leftovers(outcome, shared);
             }
         }
         None
@@ -214,7 +268,7 @@ impl<'a> Attempt<'a> {
     pub(super) fn reached(&self) -> Reached {
         let page = self.server.page();
         let made_a_step = (0..page.world_size()).any(|rank| page.progress(rank).steps_begun > 1);
-        match self.supervisor.has_joined() {
+        match self.judge.supervisor().is_some_and(Supervisor::has_joined) {
             _ if made_a_step => Reached::Step,
             true => Reached::Join,
             false => Reached::Start,
@@ -236,7 +290,7 @@ impl<'a> Attempt<'a> {
         } else {
             wait_for_end(self.ranks.iter().map(|rank| rank.pid));
         }
-        let missed_faults = faults::missed(self.injections, self.server.page());
+        let missed_faults = faults::missed(self.injections, self.local_ranks(), self.server.page());
         AttemptEnd { outcome, reached: self.reached(), missed_faults }
     }
 
@@ -249,7 +303,7 @@ impl<'a> Attempt<'a> {
         let is_own = |child: Pid| {
             let mut known = known.borrow_mut();
             known.contains(&child)
-                || orphans::has_variable(child, MGPU_RUN_ID, self.run_id) && known.insert(child)
+                || orphans::has_variable(child, MGPU_RUN_ID, &self.run_id) && known.insert(child)
         };
         let is_kept = |child| others_run && !is_own(child);
         if let Some(problem) = orphans::end_all(is_kept, |notice| self.job.say(shared, notice)) {
@@ -319,9 +373,9 @@ impl<'a> Attempt<'a> {
             self.next_progress_check = Instant::now().checked_add(timeout);
             return None;
         }
-        let has_ended = |rank: &WatchedRank| self.ranks[rank.rank as usize].ended.is_some();
-        ranks.retain(|rank| rank.progress.state == RankState::Joined && !has_ended(rank));
-        let stopped = |rank: u32| is_stopped(self.pid_of(rank));
+        let has_ended = |rank: u32| self.process_of(rank).is_some_and(|process| process.ended.is_some());
+        ranks.retain(|rank| rank.progress.state == RankState::Joined && !has_ended(rank.rank));
+        let stopped = |rank: u32| self.is_stopped(rank);
         match watch::find_silent_rank(&ranks, timeout, now, stopped) {
             Verdict::Healthy(next) => {
                 let wait = next.map_or(timeout, |next| next.saturating_sub(now));
@@ -337,7 +391,7 @@ impl<'a> Attempt<'a> {
 
     /// Records the steps that have changed since the last call.
     fn record_steps(&mut self, shared: &mut Shared<'_>) {
-        for (rank, process) in (0..).zip(&mut self.ranks) {
+        for (rank, process) in (self.first..).zip(&mut self.ranks) {
             let step = self.server.page().progress(rank).step;
             if std::mem::replace(&mut process.step, step) != step {
                 shared.events.record_of(self.job.number, events::Event::Step { rank, step });
@@ -347,16 +401,72 @@ impl<'a> Attempt<'a> {
 
     /// The row of a rank in the table.
     fn row(&self, rank: u32) -> Row {
-        let ended = self.ranks[rank as usize].ended.clone();
-        Row::of(self.server.page(), rank, Some(self.pid_of(rank)), ended)
+        let page = self.server.page();
+        match self.process_of(rank) {
+            Some(process) => Row::of(page, rank, Some(self.pid_of(process, rank)), process.ended.clone()),
+            None => Row::elsewhere(page, rank),
+        }
+    }
+
+    /// The process started as `rank`, if it is on this host.
+    fn process_of(&self, rank: u32) -> Option<&Process> {
+        self.ranks.get(rank.checked_sub(self.first)? as usize)
     }
 
     /// The process of a rank: the one that has joined, which may be a child of the started process.
-    fn pid_of(&self, rank: u32) -> u32 {
+    fn pid_of(&self, started: &Process, rank: u32) -> u32 {
         match self.server.page().progress(rank).pid {
-            0 => self.ranks[rank as usize].pid.as_raw() as u32,
+            0 => started.pid.as_raw() as u32,
             joined => joined,
         }
+    }
+
+    /// True if the process of a rank is stopped, by SIGSTOP for instance.
+    pub(super) fn is_stopped(&self, rank: u32) -> bool {
+        match self.process_of(rank) {
+            Some(process) => is_stopped(self.pid_of(process, rank)),
+            None => self.stopped_elsewhere.contains(&rank),
+        }
+    }
+
+    /// The ranks of this host.
+    pub(super) fn local_ranks(&self) -> Range<u32> {
+        self.first..self.first + self.ranks.len() as u32
+    }
+
+    /// The ranks of this host whose processes have ended.
+    pub(super) fn ended_ranks(&self) -> Vec<u32> {
+        let ranks = (self.first..).zip(&self.ranks);
+        ranks.filter(|(_, process)| process.ended.is_some()).map(|(rank, _)| rank).collect()
+    }
+
+    /// Notes the progress of the ranks of another node, and which of their processes are stopped.
+    pub(super) fn note_progress_elsewhere(
+        &mut self,
+        node: u32,
+        entries: &[(u32, ProgressEntry)],
+        stopped: Vec<u32>,
+    ) {
+        for (rank, entry) in entries {
+            // The coordinator has checked the ranks.
+            let _ = self.server.page().apply(*rank, entry);
+        }
+        let ranks = self.server.layout().ranks_of(node);
+        self.stopped_elsewhere.retain(|rank| !ranks.contains(rank));
+        self.stopped_elsewhere.extend(stopped);
+    }
+
+    /// The events that the coordinator has not been told.
+    pub(super) fn take_unreported(&mut self) -> Vec<Event> {
+        match &mut self.judge {
+            Judge::Supervisor(_) => Vec::new(),
+            Judge::Coordinator(unreported) => std::mem::take(unreported),
+        }
+    }
+
+    /// Sends a signal to all ranks of this host.
+    pub(super) fn signal_all(&mut self, signal: Signal) {
+        self.local_ranks().for_each(|rank| self.send(rank, signal));
     }
 
     /// Prints the table of what every rank is doing.
@@ -364,7 +474,7 @@ impl<'a> Attempt<'a> {
         if self.job.number.is_some() {
             self.job.say(shared, &self.server.page().run().program);
         }
-        let rows: Vec<Row> = (0..self.ranks.len() as u32).map(|rank| self.row(rank)).collect();
+        let rows: Vec<Row> = (0..self.server.page().world_size()).map(|rank| self.row(rank)).collect();
         for line in table(&rows, progress::now()).lines() {
             shared.output.say(line);
         }
@@ -399,30 +509,34 @@ impl<'a> Attempt<'a> {
         };
         let is_its = |rank: &Process| group == u32::try_from(rank.pid.as_raw()).ok();
         let rank = self.ranks.iter().position(is_its);
-        let whose = rank.map_or(String::new(), |rank| format!(" of rank {rank}"));
+        let whose = rank.map_or(String::new(), |number| format!(" of rank {}", self.first + number as u32));
         self.job.say(shared, &format!("rejected {what}{whose}: {why}"));
     }
 
     fn carry_out(&mut self, action: Action, shared: &mut Shared<'_>) -> Option<Outcome> {
         match action {
             Action::Announce(rank, end) => self.server.rank_ended(rank, end),
-            Action::Send(number, signal) => {
-                let rank = &mut self.ranks[number as usize];
-                if !rank.reaped {
-                    send(rank.pid, signal);
-                    rank.sent = rank.sent.max(match signal {
-                        Signal::SIGKILL => Sent::Kill,
-                        signal if ends_the_run(signal) => Sent::Request,
-                        _ => Sent::Nothing,
-                    });
-                }
-            }
+            Action::Send(rank, signal) => self.send(rank, signal),
             Action::Say(text) => self.job.say(shared, &text),
             Action::Report => self.report(shared),
             Action::Settle(outcome) => self.settle(outcome, shared),
             Action::Finish(outcome) => return Some(outcome),
         }
         None
+    }
+
+    /// Sends a signal to a rank of this host.
+    fn send(&mut self, rank: u32, signal: Signal) {
+        let number = rank.checked_sub(self.first).map(|number| number as usize);
+        let process = number.and_then(|number| self.ranks.get_mut(number)).filter(|process| !process.reaped);
+        if let Some(process) = process {
+            send(process.pid, signal);
+            process.sent = process.sent.max(match signal {
+                Signal::SIGKILL => Sent::Kill,
+                signal if ends_the_run(signal) => Sent::Request,
+                _ => Sent::Nothing,
+            });
+        }
     }
 
     /// Prints how the run ends, and records the culprit as an event.

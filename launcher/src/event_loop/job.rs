@@ -7,7 +7,7 @@ use mgpu_control::rendezvous::Server;
 use nix::sys::signal::Signal;
 
 use super::Shared;
-use super::attempt::{Attempt, AttemptEnd, JobId, Started};
+use super::attempt::{Attempt, AttemptEnd, JobId, Judge, Started};
 use super::survey::{Present, Survey};
 use crate::elasticity::Elasticity;
 use crate::error::LaunchError;
@@ -18,7 +18,7 @@ use crate::plan::{LaunchPlan, RankPlan, Request, RunContext, replan};
 use crate::port::ReservedPort;
 use crate::restart::{Decision, Reached};
 use crate::spawn::{Process, spawn};
-use crate::supervisor::Outcome;
+use crate::supervisor::{Outcome, Supervisor};
 use crate::{exit_code, faults};
 
 /// What stays the same over the restarts of a job.
@@ -271,6 +271,7 @@ impl<'a> JobPlan<'a> {
             restart_count: restarts,
             max_restarts: self.supervision.restart.max_restarts,
             launch_ranks: self.launch_ranks,
+            place: None,
         };
         // All or none: if one rank cannot be started, dropping the others kills them.
         let start = |rank| spawn(plan.command_of(rank), rank, &context);
@@ -290,9 +291,12 @@ impl<'a> JobPlan<'a> {
                 restart: restarts,
             },
         );
-        let injections = &self.plan.injections;
-        let started = Started { job: self.id, processes, server, injections, run_id: &self.run_id };
-        Ok(Attempt::new(started, self.supervision, shared.events.is_enabled()))
+        let Supervision { join_timeout, grace, .. } = self.supervision;
+        let supervisor = Supervisor::new(ranks, join_timeout, grace, Instant::now());
+        let (injections, run_id) = (&self.plan.injections[..], self.run_id.clone());
+        let started = Started { job: self.id, processes, first: 0, server, injections, run_id };
+        let judge = Judge::Supervisor(supervisor);
+        Ok(Attempt::new(started, judge, self.supervision, shared.events.is_enabled()))
     }
 }
 

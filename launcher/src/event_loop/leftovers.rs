@@ -170,7 +170,8 @@ impl Attempt<'_> {
         let left: Vec<(u32, Option<usize>)> =
             members(groups).map(|(pid, stat)| (pid, rank_of(stat.group))).collect();
         let name = |(pid, rank): &(u32, Option<usize>)| {
-            format!("{} (pid {pid}, of rank {})", name_of(*pid), rank.unwrap_or_default())
+            let rank = self.first as usize + rank.unwrap_or_default();
+            format!("{} (pid {pid}, of rank {rank})", name_of(*pid))
         };
         let mut names: Vec<String> = left.iter().take(MAX_NAMES).map(name).collect();
         if left.len() > MAX_NAMES {

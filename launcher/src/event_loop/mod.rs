@@ -7,6 +7,7 @@
 mod attempt;
 mod job;
 mod leftovers;
+mod node;
 mod processes;
 mod survey;
 mod wait;
@@ -27,6 +28,8 @@ use crate::supervisor::Outcome;
 pub(crate) use attempt::JobId;
 use job::Job;
 pub(crate) use job::JobPlan;
+pub(crate) use node::NodeJob;
+pub(crate) use node::run as run_node;
 use processes::PIPE_CAPACITY;
 pub(crate) use wait::flush;
 use wait::{JobSource, Source, output_sources, poll_sources, signal_sources};
@@ -49,6 +52,49 @@ pub(super) struct Shared<'a> {
     unreaped_elsewhere: usize,
     /// Read buffer.
     bytes: Box<[u8]>,
+}
+
+impl<'a> Shared<'a> {
+    fn new(output: &'a mut Output, events: &'a mut EventLog) -> Self {
+        Shared {
+            output,
+            events,
+            guardian_ended: false,
+            told_of_interruption: false,
+            awake_since: Duration::ZERO,
+            unreaped_elsewhere: 0,
+            bytes: vec![0; PIPE_CAPACITY].into(),
+        }
+    }
+
+    /// Handles sources that belong to no job. Returns the signals that have arrived.
+    fn handle_own(&mut self, ready: &[Source], own: &Signals) -> Vec<Signal> {
+        let mut signals = Vec::new();
+        for source in ready {
+            match source {
+                Source::Writable(stream) => self.output.resume(*stream),
+                Source::Signals => signals.extend(own.take()),
+                Source::Guardian => self.guardian_ended = true,
+                Source::Job(..) | Source::Log => {}
+            }
+        }
+        self.output.tick(Instant::now());
+        if let Some(notice) = self.events.failure() {
+            self.output.say(&notice);
+        }
+        signals
+    }
+}
+
+/// Reaps processes that were left to this one, if a child has ended, but not these `ranks`: they are reaped when their
+/// pidfds become readable. Takes SIGCHLD from `signals`.
+fn reap_orphans(signals: &mut Vec<Signal>, adopts_orphans: bool, ranks: impl Iterator<Item = Pid>) {
+    let has_children = signals.contains(&Signal::SIGCHLD);
+    signals.retain(|signal| *signal != Signal::SIGCHLD);
+    if has_children && adopts_orphans {
+        let ranks: Vec<Pid> = ranks.collect();
+        orphans::reap(|child| ranks.contains(&child));
+    }
 }
 
 /// The state of the event loop.
@@ -83,15 +129,7 @@ impl<'a> EventLoop<'a> {
         output: &'a mut Output,
         events: &'a mut EventLog,
     ) -> Result<Self, LaunchError> {
-        let mut shared = Shared {
-            output,
-            events,
-            guardian_ended: false,
-            told_of_interruption: false,
-            awake_since: Duration::ZERO,
-            unreaped_elsewhere: 0,
-            bytes: vec![0; PIPE_CAPACITY].into(),
-        };
+        let mut shared = Shared::new(output, events);
         let jobs = plans.iter().map(|plan| Job::start(plan, &mut shared)).collect::<Result<_, _>>()?;
         let adopts_orphans = plans.iter().any(|plan| plan.supervision.adopts_orphans);
         Ok(EventLoop { jobs, signals, shared, fail, adopts_orphans, failed: None })
@@ -129,31 +167,9 @@ impl<'a> EventLoop<'a> {
 
     /// Handles sources that belong to no job. Returns the signals that have arrived.
     fn handle_own(&mut self, ready: &[Source]) -> Vec<Signal> {
-        let mut signals = Vec::new();
-        for source in ready {
-            match source {
-                Source::Writable(stream) => self.shared.output.resume(*stream),
-                Source::Signals => signals.extend(self.take_signals()),
-                Source::Guardian => self.shared.guardian_ended = true,
-                Source::Job(..) | Source::Log => {}
-            }
-        }
-        self.shared.output.tick(Instant::now());
-        if let Some(notice) = self.shared.events.failure() {
-            self.shared.output.say(&notice);
-        }
-        signals
-    }
-
-    fn take_signals(&self) -> Vec<Signal> {
-        let (children, signals): (Vec<Signal>, Vec<Signal>) =
-            self.signals.take().into_iter().partition(|signal| *signal == Signal::SIGCHLD);
-        if !children.is_empty() && self.adopts_orphans {
-            // Ranks are reaped when their pidfds become readable.
-            let ranks: Vec<Pid> =
-                self.jobs.iter().filter_map(Job::attempt).flat_map(|attempt| attempt.unreaped()).collect();
-            orphans::reap(|child| ranks.contains(&child));
-        }
+        let mut signals = self.shared.handle_own(ready, self.signals);
+        let ranks = self.jobs.iter().filter_map(Job::attempt).flat_map(|attempt| attempt.unreaped());
+        reap_orphans(&mut signals, self.adopts_orphans, ranks);
         signals
     }
 

@@ -10,7 +10,7 @@ use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid, waitpid};
 use nix::unistd::read;
 
 use super::Shared;
-use super::attempt::Attempt;
+use super::attempt::{Attempt, Judge};
 use super::wait::JobSource;
 use crate::events;
 use crate::exit_code;
@@ -113,16 +113,21 @@ impl Attempt<'_> {
         let rank = &mut self.ranks[number as usize];
         let asked = rank.sent > Sent::Nothing;
         rank.ended = Some(if asked { exit.describe_signalled() } else { exit.describe() });
-        shared.events.record_of(self.job.number, events::Event::exit(number, exit, asked, rank.peak_memory));
+        let peak_memory = rank.peak_memory;
+        let rank = self.first + number;
+        shared.events.record_of(self.job.number, events::Event::exit(rank, exit, asked, peak_memory));
         self.drain(number, shared);
         self.end_quietly(number, exit, shared);
-        Event::Exited { rank: number, exit, blame: self.server.blame(number) }
+        Event::Exited { rank, exit, blame: self.server.blame(rank) }
     }
 
     /// Mutes the output if the rank ended because the launcher's own reader has exited, as `head` does. The errors of the
     /// other ranks about that are of no use.
     fn end_quietly(&mut self, number: u32, exit: Exit, shared: &mut Shared<'_>) {
-        let is_first = self.supervisor.is_undecided();
+        let is_first = match &self.judge {
+            Judge::Supervisor(supervisor) => supervisor.is_undecided(),
+            Judge::Coordinator(_) => self.settled.is_none(),
+        };
         let is_unread = !shared.output.is_wanted(self.job.first_rank + number, Stream::Stdout);
         if is_first && is_unread && exit.code() == exit_code::BROKEN_PIPE {
             shared.output.mute();

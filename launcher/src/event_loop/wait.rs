@@ -75,21 +75,29 @@ pub(super) fn output_sources(output: &Output) -> impl Iterator<Item = (Source, B
 
 /// Waits until a source is ready or `deadline` has passed. Returns the ready sources.
 pub(super) fn poll_sources(sources: &[(Source, BorrowedFd<'_>)], deadline: Option<Instant>) -> Vec<Source> {
+    poll_sources_and(sources, Vec::new(), deadline).0
+}
+
+/// As [`poll_sources`], for `more` descriptors too. Returns also which of these are ready.
+pub(super) fn poll_sources_and<'fd>(
+    sources: &[(Source, BorrowedFd<'fd>)],
+    more: Vec<PollFd<'fd>>,
+    deadline: Option<Instant>,
+) -> (Vec<Source>, Vec<bool>) {
     let wanted = |source: &Source| match source {
         Source::Writable(_) => PollFlags::POLLOUT,
         _ => PollFlags::POLLIN,
     };
     let mut fds: Vec<PollFd<'_>> =
-        sources.iter().map(|(source, fd)| PollFd::new(*fd, wanted(source))).collect();
+        sources.iter().map(|(source, fd)| PollFd::new(*fd, wanted(source))).chain(more).collect();
     let time_left = deadline.map_or(PollTimeout::NONE, |deadline| {
         let left = deadline.saturating_duration_since(Instant::now());
         // Rounded up: waking a fraction of a millisecond early would only cost another iteration.
         PollTimeout::try_from(left.as_millis() + 1).unwrap_or(PollTimeout::MAX)
     });
     // After an interrupted poll nothing is ready; the next iteration of the loop waits again.
-    if poll(&mut fds, time_left).is_err() {
-        return Vec::new();
-    }
-    let is_ready = |fd: &PollFd<'_>| fd.revents().is_some_and(|events| !events.is_empty());
-    fds.iter().zip(sources).filter(|(fd, _)| is_ready(fd)).map(|(_, (source, _))| *source).collect()
+    let is_interrupted = poll(&mut fds, time_left).is_err();
+    let is_ready = |fd: &PollFd<'_>| !is_interrupted && fd.revents().is_some_and(|events| !events.is_empty());
+    let ready = fds.iter().zip(sources).filter(|(fd, _)| is_ready(fd)).map(|(_, (source, _))| *source);
+    (ready.collect(), fds[sources.len()..].iter().map(is_ready).collect())
 }

@@ -92,7 +92,9 @@ pub enum PlanError {
         ranks: u32,
     },
     /// A job would go on with fewer ranks, but is not restarted.
-    #[error("--min-ranks says how a restart goes on, and there is none: add --max-restarts")]
+    #[error(
+        "--min-ranks (or a range of ranks) says how a restart goes on, and there is none: add --max-restarts"
+    )]
     NoRestarts,
     /// A job that goes on with fewer ranks has an option for which all are needed.
     #[error("--min-ranks and {option} are incompatible: {why}")]

@@ -14,9 +14,11 @@ use std::path::PathBuf;
 
 use mgpu_control::inject::Injection;
 use mgpu_control::protocol::{
-    MASTER_ADDR, MASTER_PORT, MGPU_PROGRESS, MGPU_RENDEZVOUS, MGPU_RESTART_COUNT, MGPU_RUN_ID, WORLD_SIZE,
+    MASTER_ADDR, MASTER_PORT, MGPU_INJECT, MGPU_PROGRESS, MGPU_RENDEZVOUS, MGPU_RESTART_COUNT, MGPU_RUN_ID,
+    RANK, WORLD_SIZE,
 };
 
+use crate::nccl;
 use crate::placement::{Bind, CoreSet, Gpu, Group, Topology, place_groups};
 pub(crate) use elastic::replan;
 pub use error::PlanError;
@@ -171,6 +173,25 @@ pub struct RunContext {
     pub progress: bool,
     /// Number of ranks of all jobs of the launch.
     pub launch_ranks: u32,
+    /// Where the ranks of this host are among those of all hosts; `None` if there is only one.
+    pub place: Option<NodePlace>,
+}
+
+/// The place of a node in a job of several.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NodePlace {
+    /// Its number.
+    pub node: u32,
+    /// The number of nodes.
+    pub nodes: u32,
+    /// Its first rank.
+    pub first_rank: u32,
+    /// The number of ranks on all nodes.
+    pub world_size: u32,
+    /// Address of node 0.
+    pub master_addr: String,
+    /// Faults to inject into ranks of the world, in the syntax of `MGPU_INJECT`.
+    pub injections: String,
 }
 
 impl RunContext {
@@ -184,6 +205,7 @@ impl RunContext {
             max_restarts: 0,
             progress: false,
             launch_ranks: 0,
+            place: None,
         }
     }
 }
@@ -224,22 +246,29 @@ impl LaunchPlan {
 impl RankPlan {
     /// All environment variables that are set for the rank.
     ///
-    /// They include those that torchrun sets for the ranks of one machine, which form one group with one role. Scripts
+    /// They include those that torchrun sets; the ranks of a host form a group, and all have the same role. Scripts
     /// read them, and so does PyTorch: `torch.distributed.is_torchelastic_launched()` checks for the run's identifier.
     /// `TORCHELASTIC_USE_AGENT_STORE` is not set: it would make the ranks expect a store in the launcher, as torchrun
     /// has. Without it rank 0 creates the store, at `MASTER_PORT`.
     pub fn full_environment(&self, context: &RunContext) -> Vec<(&'static str, String)> {
         let mut environment = self.environment.clone();
-        let world_size = self.value(WORLD_SIZE);
+        if let Some(place) = &context.place {
+            place.apply(self.rank, &mut environment);
+        }
+        let value =
+            |name: &str| environment.iter().find(|(key, _)| *key == name).map(|(_, value)| value.clone());
+        let [rank, world_size] = [RANK, WORLD_SIZE].map(|name| value(name).unwrap_or_default());
+        let (node, nodes) = context.place.as_ref().map_or((0, 1), |place| (place.node, place.nodes));
+        let master_addr = context.place.as_ref().map_or("127.0.0.1", |place| &place.master_addr).to_owned();
         environment.extend([
             (MGPU_RENDEZVOUS, context.rendezvous.clone()),
             (MGPU_RUN_ID, context.run_id.clone()),
             (MGPU_RESTART_COUNT, context.restart_count.to_string()),
-            (MASTER_ADDR, "127.0.0.1".into()),
+            (MASTER_ADDR, master_addr),
             (MASTER_PORT, context.master_port.clone()),
-            ("GROUP_RANK", "0".into()),
-            ("GROUP_WORLD_SIZE", "1".into()),
-            ("ROLE_RANK", self.rank.to_string()),
+            ("GROUP_RANK", node.to_string()),
+            ("GROUP_WORLD_SIZE", nodes.to_string()),
+            ("ROLE_RANK", rank),
             ("ROLE_WORLD_SIZE", world_size),
             ("ROLE_NAME", "default".into()),
             ("TORCHELASTIC_RESTART_COUNT", context.restart_count.to_string()),
@@ -253,9 +282,30 @@ impl RankPlan {
     }
 
     /// The value of a variable that is known before the start, empty if it is not set.
+    #[cfg(test)]
     fn value(&self, name: &str) -> String {
         let variable = self.environment.iter().find(|(key, _)| *key == name);
         variable.map(|(_, value)| value.clone()).unwrap_or_default()
+    }
+}
+
+impl NodePlace {
+    /// Changes the environment of the `number`-th rank of a host to that of a rank of all hosts.
+    fn apply(&self, number: u32, environment: &mut Vec<(&'static str, String)>) {
+        for (name, value) in environment.iter_mut() {
+            match *name {
+                RANK => *value = (self.first_rank + number).to_string(),
+                WORLD_SIZE => *value = self.world_size.to_string(),
+                _ => {}
+            }
+        }
+        if self.nodes > 1 {
+            let on_one_host = nccl::on_one_host();
+            environment.retain(|variable| !on_one_host.contains(variable));
+        }
+        if !self.injections.is_empty() {
+            environment.push((MGPU_INJECT, self.injections.clone()));
+        }
     }
 }
 

@@ -34,6 +34,13 @@ impl Row {
         Row { rank, progress, pid, ended, threads }
     }
 
+    /// Reads the progress of a rank on another host, whose kernel is not asked.
+    pub(crate) fn elsewhere(page: &ProgressPage, rank: u32) -> Self {
+        let progress = page.progress(rank);
+        let ended = page.process_end_description(rank);
+        Row { rank, progress, pid: progress.pid, ended, threads: Threads::default() }
+    }
+
     /// Its last known action, as a phrase.
     pub(crate) fn doing(&self) -> String {
         let Progress { state, phase, step, operation, .. } = &self.progress;

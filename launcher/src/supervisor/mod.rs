@@ -5,10 +5,12 @@
 //! they can print what they were doing. Then they get SIGTERM, and after the grace time SIGKILL. If the first rank to
 //! end blames another rank, and that rank fails within `ERROR_TIME`, the blamed rank counts as the first.
 
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use mgpu_control::rendezvous::{Blame, ProcessEnd};
 use nix::sys::signal::Signal;
+use serde::{Deserialize, Serialize};
 
 use crate::exit_code;
 use crate::interrupt::ends_the_run;
@@ -17,7 +19,8 @@ use crate::interrupt::ends_the_run;
 const ERROR_TIME: Duration = Duration::from_millis(200);
 
 /// How a rank's process ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Exit {
     /// It exited with this code.
     Code(i32),
@@ -94,6 +97,15 @@ pub enum Event {
     Signalled(Signal),
     /// The ranks have to end because of something outside their world, as the text says.
     Stopped(String),
+    /// A host is lost, and with it its ranks.
+    NodeLost {
+        /// The ranks on it.
+        ranks: Range<u32>,
+        /// How they ended for their peers, as a predicate.
+        how: String,
+        /// What happened, as the message of the outcome.
+        message: String,
+    },
     /// A deadline may have passed.
     Tick,
 }
@@ -117,7 +129,7 @@ pub enum Action {
 }
 
 /// How the run ended.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Outcome {
     /// Exit code of the launcher; see [`crate::exit_code`].
     pub exit_code: u8,
@@ -207,9 +219,28 @@ enum Stage {
     Killed,
 }
 
+/// The hosts of the ranks, if there are several: messages name them.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct RankHosts {
+    /// The first rank of each host and the name of the host, in ascending order.
+    pub hosts: Vec<(u32, String)>,
+}
+
+impl RankHosts {
+    /// "rank 5", or "rank 5 (host b)" if there are several hosts.
+    pub fn name(&self, rank: u32) -> String {
+        let host = self.hosts.iter().rev().find(|(first, _)| *first <= rank);
+        match host.filter(|_| self.hosts.len() > 1) {
+            Some((_, host)) => format!("rank {rank} (host {host})"),
+            None => format!("rank {rank}"),
+        }
+    }
+}
+
 /// The state of a run.
 #[derive(Debug)]
 pub struct Supervisor {
+    hosts: RankHosts,
     ranks: Vec<Rank>,
     stage: Stage,
     /// Determined by the first cause; final when it is settled.
@@ -230,6 +261,7 @@ impl Supervisor {
     /// The state for `ranks` ranks that have just been started.
     pub fn new(ranks: u32, join_timeout: Duration, grace: Duration, now: Instant) -> Self {
         Supervisor {
+            hosts: RankHosts::default(),
             ranks: vec![Rank { status: RankStatus::Running, joined: false }; ranks as usize],
             stage: Stage::Running,
             outcome: None,
@@ -241,6 +273,11 @@ impl Supervisor {
             grace,
             started: now,
         }
+    }
+
+    /// Names the `hosts` of ranks in messages.
+    pub fn on_hosts(self, hosts: RankHosts) -> Self {
+        Supervisor { hosts, ..self }
     }
 
     /// True once some rank has joined the rendezvous.
@@ -275,6 +312,7 @@ impl Supervisor {
             Event::GuardianEnded => self.guardian_ended(),
             Event::Signalled(signal) => self.signalled(signal, now),
             Event::Stopped(why) => self.stopped(why, now),
+            Event::NodeLost { ranks, how, message } => self.node_lost(ranks, &how, message, now),
             Event::Tick => self.tick(now),
         }
     }
@@ -289,8 +327,9 @@ impl Supervisor {
     fn silent(&mut self, rank: u32, idle: Duration, doing: &str, now: Instant) -> Vec<Action> {
         let how = format!("made no progress for {:.1} s", idle.as_secs_f64());
         let message = format!(
-            "rank {rank} {how}: it was last seen {doing}; a rank that is slow rather than stuck needs a longer \
-             --progress-timeout"
+            "{} {how}: it was last seen {doing}; a rank that is slow rather than stuck needs a longer \
+             --progress-timeout",
+            self.hosts.name(rank)
         );
         self.stop(Outcome::failure(exit_code::NO_PROGRESS, rank, message), how, now)
     }
@@ -343,12 +382,7 @@ impl Supervisor {
         } else if let Stage::Failing(_) = self.stage {
             self.reconsider(Failure { rank, exit, blame }, now);
         }
-        if self.running().next().is_none() {
-            actions.extend(self.settle());
-            let outcome = self.outcome.clone().unwrap_or_else(Outcome::success);
-            // A signal may have interrupted a run that was already failing.
-            actions.push(Action::Finish(Outcome { interrupted: self.interrupted, ..outcome }));
-        }
+        actions.extend(self.finish_if_all_ended());
         actions
     }
 
@@ -398,20 +432,21 @@ impl Supervisor {
             Some(blame) if blame.timed_out => Outcome::failure(
                 exit_code::NO_PROGRESS,
                 blame.culprit,
-                format!("rank {} made no progress: {}{others}", blame.culprit, blame.message),
+                format!("{} made no progress: {}{others}", self.hosts.name(blame.culprit), blame.message),
             ),
             Some(blame) if status(blame.culprit) == Some(RankStatus::Finished) => Outcome::failure(
                 exit.code(),
                 blame.culprit,
                 format!(
-                    "rank {} exited with code 0 while others needed it: {}{others}",
-                    blame.culprit, blame.message
+                    "{} exited with code 0 while others needed it: {}{others}",
+                    self.hosts.name(blame.culprit),
+                    blame.message
                 ),
             ),
             _ => Outcome::failure(
                 exit.code(),
                 rank,
-                format!("rank {rank} {} after {after:.1} s{others}", exit.describe()),
+                format!("{} {} after {after:.1} s{others}", self.hosts.name(rank), exit.describe()),
             ),
         }
     }
@@ -446,6 +481,37 @@ impl Supervisor {
         [self.settle(), self.to_all(Signal::SIGTERM), self.to_all(Signal::SIGCONT)].concat()
     }
 
+    /// Handles the loss of a host. Its ranks count as failed: they cannot be asked to end.
+    fn node_lost(&mut self, ranks: Range<u32>, how: &str, message: String, now: Instant) -> Vec<Action> {
+        let lost: Vec<u32> = self.running().filter(|rank| ranks.contains(rank)).collect();
+        if lost.is_empty() {
+            return Vec::new();
+        }
+        let mut actions = Vec::new();
+        for rank in lost {
+            self.ranks[rank as usize].status = RankStatus::Failed;
+            actions.push(Action::Announce(rank, ProcessEnd::Failed(how.to_owned())));
+        }
+        if self.outcome.is_none() {
+            self.outcome = Some(Outcome::failure(exit_code::NODE_LOST, ranks.start, message));
+            self.stage = Stage::Failing(now + ERROR_TIME);
+        }
+        actions.extend(self.finish_if_all_ended());
+        actions
+    }
+
+    /// Returns the actions at the end of the last rank; none before it.
+    fn finish_if_all_ended(&mut self) -> Vec<Action> {
+        if self.running().next().is_some() {
+            return Vec::new();
+        }
+        let mut actions = self.settle();
+        let outcome = self.outcome.clone().unwrap_or_else(Outcome::success);
+        // A signal may have interrupted a run that was already failing.
+        actions.push(Action::Finish(Outcome { interrupted: self.interrupted, ..outcome }));
+        actions
+    }
+
     fn tick(&mut self, now: Instant) -> Vec<Action> {
         if self.next_deadline().is_none_or(|deadline| now < deadline) {
             return Vec::new();
@@ -460,7 +526,7 @@ impl Supervisor {
             Stage::Failing(_) => {}
             Stage::Terminating(_) | Stage::Killed => {
                 self.stage = Stage::Killed;
-                let names = name_ranks(self.running());
+                let names = self.name_ranks(self.running());
                 let seconds = self.grace.as_secs_f64();
                 let mut actions =
                     vec![Action::Say(format!("{names} did not end within {seconds} s: killed"))];
@@ -499,7 +565,7 @@ impl Supervisor {
         let missing: Vec<u32> = self.running().filter(|rank| !self.ranks[*rank as usize].joined).collect();
         let message = format!(
             "{} did not join within {} s, while others had; a slow start needs a longer --timeout",
-            name_ranks(missing.iter().copied()),
+            self.name_ranks(missing.iter().copied()),
             self.join_timeout.as_secs_f64()
         );
         let culprit = *missing.first()?;
@@ -517,12 +583,15 @@ impl Supervisor {
     fn to_all(&self, signal: Signal) -> Vec<Action> {
         self.running().map(|rank| Action::Send(rank, signal)).collect()
     }
-}
 
-/// "rank 1" or "ranks 0, 2".
-fn name_ranks(ranks: impl Iterator<Item = u32>) -> String {
-    let names: Vec<String> = ranks.map(|rank| rank.to_string()).collect();
-    format!("rank{} {}", if names.len() == 1 { "" } else { "s" }, names.join(", "))
+    /// "rank 1 (host b)" or "ranks 0, 2".
+    fn name_ranks(&self, ranks: impl Iterator<Item = u32>) -> String {
+        let ranks: Vec<u32> = ranks.collect();
+        match ranks[..] {
+            [rank] => self.hosts.name(rank),
+            _ => format!("ranks {}", ranks.iter().map(u32::to_string).collect::<Vec<_>>().join(", ")),
+        }
+    }
 }
 
 #[cfg(test)]

@@ -6,8 +6,10 @@
 //! |---|---|
 //! | [`protocol`] | which environment variables tell a process that it is a rank? |
 //! | [`rendezvous`] | how do ranks find each other and exchange small values? |
+//! | [`nodes`] | how do the hosts of one job connect, authenticate each other, and share a rendezvous? |
 //! | [`progress`] | what is every rank doing, and which rank does it blame for its failure? |
 //! | [`process`] | how are child processes started, monitored and killed with their parent? |
+//! | [`digest`] | do two processes or hosts run the same program? |
 //! | [`control_group`] | which cgroup limits apply to this process? |
 //! | [`shm`] | how do processes share memory that the kernel always cleans up? |
 //! | [`inject`] | how are faults injected for tests? |
@@ -16,9 +18,11 @@
 //! from the same release.
 
 pub mod control_group;
+pub mod digest;
 #[doc(hidden)]
 pub mod error;
 pub mod inject;
+pub mod nodes;
 pub mod process;
 pub mod progress;
 pub mod protocol;

@@ -40,8 +40,10 @@ pub const MASTER_ADDR: &str = "MASTER_ADDR";
 /// Free port for a PyTorch script's own rendezvous; set for such scripts, not used by the runtime.
 pub const MASTER_PORT: &str = "MASTER_PORT";
 
-/// Maximum number of ranks in a run: more than any machine has cores or GPUs for.
+/// Maximum number of ranks on one host: more than any machine has cores or GPUs for.
 pub const MAX_RANKS: u32 = 4096;
+/// Maximum number of ranks of a job on several hosts.
+pub const MAX_WORLD_RANKS: u32 = 65_536;
 
 /// A fresh identifier of a run: 128 random bits as 32 hexadecimal digits.
 ///

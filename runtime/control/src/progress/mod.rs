@@ -6,6 +6,7 @@
 //! been killed or stopped. Other processes of the same user can inspect a run, too ([`ProgressPage::inspect`]): the
 //! page has no name, but the launcher's descriptors are listed in `/proc`.
 
+mod entry;
 mod text;
 mod view;
 
@@ -13,7 +14,9 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
+pub use entry::{ProgressEntry, Snapshot};
 use text::SharedText;
+pub(crate) use text::truncate as truncate_text;
 pub use view::Ending;
 pub use view::{Blame, LastOperation, Operation, Phase, Progress, RankState, now};
 
@@ -266,8 +269,13 @@ impl ProgressPage {
         let record = self.record(rank);
         record.pid.store(pid, Ordering::Relaxed);
         record.touch();
-        // A rank whose end the launcher has already recorded stays ended.
-        let _ = record.state.compare_exchange(0, JOINED, Ordering::AcqRel, Ordering::Relaxed);
+        self.note_joined(rank);
+    }
+
+    /// A rank whose end the launcher has already recorded stays ended.
+    fn note_joined(&self, rank: u32) {
+        let state = &self.record(rank).state;
+        let _ = state.compare_exchange(0, JOINED, Ordering::AcqRel, Ordering::Relaxed);
     }
 
     /// Records how `rank` ended. The first failure is kept.

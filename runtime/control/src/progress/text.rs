@@ -17,10 +17,7 @@ impl SharedText {
         if self.len.load(Ordering::Acquire) != 0 {
             return;
         }
-        let mut end = text.len().min(Self::CAPACITY);
-        while !text.is_char_boundary(end) {
-            end -= 1;
-        }
+        let end = kept(text);
         for (cell, byte) in self.bytes.iter().zip(&text.as_bytes()[..end]) {
             cell.store(*byte, Ordering::Relaxed);
         }
@@ -33,4 +30,18 @@ impl SharedText {
         let bytes: Vec<u8> = self.bytes[..len].iter().map(|byte| byte.load(Ordering::Relaxed)).collect();
         String::from_utf8_lossy(&bytes).into_owned()
     }
+}
+
+/// Truncates `text` to what a [`SharedText`] keeps of it.
+pub(crate) fn truncate(text: &mut String) {
+    text.truncate(kept(text));
+}
+
+/// How many bytes of `text` are kept: whole characters.
+fn kept(text: &str) -> usize {
+    let mut end = text.len().min(SharedText::CAPACITY);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    end
 }

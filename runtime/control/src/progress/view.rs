@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use nix::time::{ClockId, clock_gettime};
+use serde::{Deserialize, Serialize};
 
 /// The state of a rank in the run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -172,7 +173,7 @@ pub struct Progress {
 }
 
 /// The rank that a failing rank blames.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Blame {
     /// The blamed rank.
     pub culprit: u32,

@@ -1,7 +1,7 @@
 //! The client that a rank uses: it sends one request at a time and waits for the reply until a deadline.
 
 use std::io::{self, ErrorKind};
-use std::net::Shutdown;
+use std::net::{IpAddr, Shutdown};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,6 +16,7 @@ use nix::sys::time::TimeVal;
 
 use super::message::{MAX_FDS, MAX_NAME, MAX_VALUE, Manifest, Reply, Request, VERSION, check_name, encode};
 use super::socket::{Connection, Received};
+use crate::nodes::Layout;
 use crate::process::{ForkDetector, has_ended, pidfd_open};
 use crate::progress::ProgressPage;
 use crate::{Error, Result};
@@ -72,6 +73,9 @@ pub struct Store {
     served_by: ServedBy,
     rank: u32,
     world_size: u32,
+    /// Which ranks are on which node, and the address of this one: known after the join.
+    layout: Option<Layout>,
+    address: Option<IpAddr>,
     connection: Mutex<Connection>,
     /// This side has closed the connection, so the end of the connection does not mean that the server has ended.
     closed: AtomicBool,
@@ -97,16 +101,20 @@ pub struct PendingJoin {
 impl PendingJoin {
     /// Waits until all ranks have said hello and are compatible.
     pub fn wait(self) -> Result<(Store, ProgressPage)> {
-        let PendingJoin { store, hello } = self;
+        let PendingJoin { mut store, hello } = self;
         let mut connection = store.connection.lock().unwrap_or_else(PoisonError::into_inner);
-        match store.finish(&mut connection, hello)? {
-            Reply::Welcome => {}
+        let (layout, address) = match store.finish(&mut connection, hello)? {
+            Reply::Welcome { layout, address } => (layout, address),
             Reply::Refused { why } => return Err(Error::Join { rank: store.rank, problem: why }),
             other => return Err(store.unexpected(&connection, &other)),
+        };
+        if let Some(problem) = layout.as_ref().and_then(|layout| store.contradiction(layout)) {
+            return Err(store.bad_message(&connection, problem));
         }
         let fds = connection.take_fds(1).map_err(|problem| store.bad_message(&connection, problem))?;
         let page = ProgressPage::open(fds[0].as_fd(), store.world_size)?;
         drop(connection);
+        (store.layout, store.address) = (layout, address);
         Ok((store, page))
     }
 }
@@ -148,7 +156,18 @@ impl Store {
         let connection = Connection::new(stream).map_err(|(_, error)| refused(error.to_string()))?;
         let connection = Mutex::new(connection);
         let (fork_detector, closed) = (ForkDetector::for_this_process(), AtomicBool::new(false));
-        let store = Store { fork_detector, served_by, rank, world_size, connection, closed, server_pidfd };
+        let (layout, address) = (None, None);
+        let store = Store {
+            fork_detector,
+            served_by,
+            rank,
+            world_size,
+            layout,
+            address,
+            connection,
+            closed,
+            server_pidfd,
+        };
         let (pid, run_id) = (std::process::id(), run_id.to_owned());
         let request = Request::Hello { version: VERSION, run_id, rank, world_size, pid, manifest };
         let mut connection = store.connection.lock().unwrap_or_else(PoisonError::into_inner);
@@ -251,6 +270,31 @@ impl Store {
     pub fn leave(&self) {
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
         let _ = self.call(&mut connection, &Request::Leave, &[], "leave", Duration::ZERO);
+    }
+
+    /// Which ranks are on which node, if the world is on several hosts.
+    pub fn layout(&self) -> Option<&Layout> {
+        self.layout.as_ref()
+    }
+
+    /// The address of this node as the other nodes reach it, if the world is on several hosts.
+    pub fn address(&self) -> Option<IpAddr> {
+        self.address
+    }
+
+    /// How a layout of the server contradicts what this rank knows.
+    fn contradiction(&self, layout: &Layout) -> Option<String> {
+        let local = layout.local_ranks();
+        (layout.world_size() != self.world_size || !local.contains(&self.rank)).then(|| {
+            format!(
+                "a layout with ranks {} to {} of {} on this node, for rank {} of {}",
+                local.start,
+                local.end - 1,
+                layout.world_size(),
+                self.rank,
+                self.world_size
+            )
+        })
     }
 
     /// True if rank 0 runs the server, which is so under launchers other than `mgpurun`.
@@ -461,6 +505,8 @@ mod tests {
                 served_by,
                 rank: 0,
                 world_size: 2,
+                layout: None,
+                address: None,
                 connection,
                 closed,
                 server_pidfd: None,

@@ -70,6 +70,11 @@ impl<F> Entries<F> {
         self.by_key.contains_key(key)
     }
 
+    /// True if `key` is set, with descriptors.
+    pub(super) fn has_fds(&self, key: &str) -> bool {
+        self.by_key.get(key).is_some_and(|entry| !entry.fds.is_empty())
+    }
+
     /// Keeps a value of rank `owner` until `readers` ranks have read it.
     ///
     /// # Errors

@@ -155,16 +155,17 @@ pub(super) fn spawn(server: Server, attempt: Option<PipeReader>) -> Result<()> {
         .map_err(|error| Error::system("start the rendezvous thread", start_failure(&error)))
 }
 
+/// How long to poll at `now` if something is due at `deadline`.
+pub(super) fn poll_timeout(deadline: Option<Instant>, now: Instant) -> PollTimeout {
+    let Some(deadline) = deadline else { return PollTimeout::NONE };
+    // Rounded up: waking before the deadline would only cost another iteration.
+    let left = deadline.saturating_duration_since(now).as_millis() + 1;
+    PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)
+}
+
 fn drive(mut server: Server, mut attempt: Option<PipeReader>) {
     while server.is_needed() {
-        let timeout = match server.next_deadline() {
-            None => PollTimeout::NONE,
-            Some(deadline) => {
-                let left = deadline.saturating_duration_since(Instant::now());
-                // Rounded up: waking before the deadline would only cost another iteration.
-                PollTimeout::try_from(left.as_millis() + 1).unwrap_or(PollTimeout::MAX)
-            }
-        };
+        let timeout = poll_timeout(server.next_deadline(), Instant::now());
         let fds: Vec<BorrowedFd<'_>> = attempt.iter().map(AsFd::as_fd).chain(server.fds()).collect();
         let mut fds: Vec<PollFd<'_>> = fds.into_iter().map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
         // An interrupted poll is handled like a timeout: `service` checks everything anyway.

@@ -5,11 +5,16 @@
 //! causes no allocation. Descriptors are sent with the first byte of their frame (SCM_RIGHTS); the message contains
 //! their number.
 
+use std::net::IpAddr;
+
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use super::rank_list;
+use crate::nodes::Layout;
+
 /// Version of the messages; both sides must have the same.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 /// Maximum size of a frame in bytes, without its length.
 pub const MAX_FRAME: usize = 64 << 10;
 /// Maximum size of a value in bytes.
@@ -64,6 +69,7 @@ pub enum Request {
         /// Name, unique in the run.
         name: String,
         /// The participants, this rank among them; `None` for all ranks.
+        #[serde(default, with = "rank_list::option")]
         ranks: Option<Vec<u32>>,
         /// Longest wait in milliseconds.
         timeout_ms: u64,
@@ -91,7 +97,14 @@ pub struct Manifest {
 #[serde(tag = "reply", rename_all = "snake_case")]
 pub enum Reply {
     /// Answer to [`Request::Hello`] once all ranks have said hello; carries the descriptor of the progress page.
-    Welcome,
+    Welcome {
+        /// Which ranks are on which node; `None` if all are on one host.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        layout: Option<Layout>,
+        /// Address of this node as the other nodes reach it.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        address: Option<IpAddr>,
+    },
     /// Answer to [`Request::Set`], [`Request::Barrier`] and [`Request::Leave`].
     Done,
     /// Answer to [`Request::Get`].
@@ -104,6 +117,7 @@ pub enum Reply {
     /// The deadline passed.
     TimedOut {
         /// Ranks that did not arrive.
+        #[serde(with = "rank_list")]
         missing: Vec<u32>,
     },
     /// A rank that the request needs has ended.
@@ -123,6 +137,11 @@ pub enum Reply {
         /// Why.
         why: String,
     },
+}
+
+impl Reply {
+    /// The welcome of a world on one host.
+    pub const WELCOME: Reply = Reply::Welcome { layout: None, address: None };
 }
 
 /// The frame of `message`.
@@ -223,8 +242,18 @@ mod tests {
 
     #[test]
     fn the_largest_barrier_fits_a_frame() {
-        let ranks = Some((0..crate::protocol::MAX_RANKS).collect());
+        let ranks = Some((0..crate::protocol::MAX_WORLD_RANKS).collect());
         encode(&Request::Barrier { name: "n".repeat(MAX_NAME), ranks, timeout_ms: u64::MAX });
+    }
+
+    #[test]
+    fn the_largest_layout_fits_a_frame() {
+        use crate::nodes::layout::MAX_NODES;
+        let world_size = crate::protocol::MAX_WORLD_RANKS;
+        let last = world_size - MAX_NODES as u32;
+        let first_ranks = [0].into_iter().chain(last + 1..world_size).collect();
+        let layout = Layout::new(first_ranks, world_size, MAX_NODES as u32 - 1).unwrap();
+        encode(&Reply::Welcome { layout: Some(layout), address: Some(std::net::Ipv6Addr::LOCALHOST.into()) });
     }
 
     #[test]

@@ -9,12 +9,14 @@ use std::hash::Hasher;
 use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
 
+use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
 use super::message::Manifest;
 
 /// How two ranks, or a rank and the launcher, are incompatible.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum PreflightFault {
     /// A rank uses another version of the protocol than the launcher.
     Protocol,
@@ -56,7 +58,7 @@ impl Program {
         Some(Program { link, path, file: (metadata.dev(), metadata.ino()), size: metadata.size() })
     }
 
-    fn hash(&self) -> io::Result<u64> {
+    pub(super) fn hash(&self) -> io::Result<u64> {
         let (mut file, mut hash) = (File::open(&self.link)?, Xxh3::new());
         let mut bytes = vec![0; 1 << 20];
         loop {

@@ -1,8 +1,8 @@
 //! Aggregates rejected connections, so that a flood of connections causes one line of output instead of thousands.
 //! Pure: no I/O.
 //!
-//! Rejections are counted per process group, which a rank shares with the processes that it starts. They are collected
-//! for a while and reported together. The collection time doubles after each report, so a long flood does not fill the
+//! Rejections are counted per group: of processes here (a rank shares its group with the processes that it starts), of
+//! addresses between hosts. They are collected for a while and reported together. The collection time doubles after each report, so a long flood does not fill the
 //! screen either.
 
 use std::time::{Duration, Instant};
@@ -10,30 +10,36 @@ use std::time::{Duration, Instant};
 /// First and longest time for which rejections are collected.
 const COLLECTION_TIME: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(60));
 
-/// Maximum number of process groups that are counted separately; the others are counted together.
+/// Maximum number of groups that are counted separately; the others are counted together.
 const MAX_GROUPS: usize = 8;
 
-/// The rejected connections of one process group.
+/// The rejected connections of one group.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Rejection {
+pub(crate) struct Rejection<G = u32> {
     /// `None` if it is not known, or for several groups.
-    pub(super) group: Option<u32>,
-    pub(super) count: u64,
+    pub(crate) group: Option<G>,
+    pub(crate) count: u64,
     /// The first one, and why it was rejected.
-    pub(super) why: String,
+    pub(crate) why: String,
 }
 
 /// Rejections that have not been reported yet.
-#[derive(Debug, Default)]
-pub(super) struct Rejections {
-    collected: Vec<Rejection>,
+#[derive(Debug)]
+pub(crate) struct Rejections<G = u32> {
+    collected: Vec<Rejection<G>>,
     report_at: Option<Instant>,
     /// Number of reports.
     reported: u32,
 }
 
-impl Rejections {
-    pub(super) fn add(&mut self, group: Option<u32>, why: String, now: Instant) {
+impl<G> Default for Rejections<G> {
+    fn default() -> Self {
+        Rejections { collected: Vec::new(), report_at: None, reported: 0 }
+    }
+}
+
+impl<G: Copy + PartialEq> Rejections<G> {
+    pub(crate) fn add(&mut self, group: Option<G>, why: String, now: Instant) {
         let (first, longest) = COLLECTION_TIME;
         self.report_at.get_or_insert_with(|| now + longest.min(first * (1 << self.reported.min(16))));
         // Beyond the maximum, groups are counted like unknown ones.
@@ -47,12 +53,12 @@ impl Rejections {
     }
 
     /// When the next report is due.
-    pub(super) fn next_deadline(&self) -> Option<Instant> {
+    pub(crate) fn next_deadline(&self) -> Option<Instant> {
         self.report_at
     }
 
     /// All rejections, if they have been collected for long enough.
-    pub(super) fn take_due(&mut self, now: Instant) -> Vec<Rejection> {
+    pub(crate) fn take_due(&mut self, now: Instant) -> Vec<Rejection<G>> {
         if self.report_at.is_none_or(|at| now < at) {
             return Vec::new();
         }
@@ -60,7 +66,7 @@ impl Rejections {
     }
 
     /// All rejections.
-    pub(super) fn take(&mut self) -> Vec<Rejection> {
+    pub(crate) fn take(&mut self) -> Vec<Rejection<G>> {
         self.reported += u32::from(self.report_at.take().is_some());
         std::mem::take(&mut self.collected)
     }
@@ -75,7 +81,7 @@ mod tests {
     proptest! {
         #[test]
         fn every_rejection_is_counted_once(groups in prop::collection::vec(prop::option::of(0u32..20), 0..200)) {
-            let (mut rejections, now) = (Rejections::default(), Instant::now());
+            let (mut rejections, now) = (Rejections::<u32>::default(), Instant::now());
             for (number, group) in groups.iter().enumerate() {
                 rejections.add(*group, number.to_string(), now);
             }

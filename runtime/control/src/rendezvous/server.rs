@@ -1,27 +1,33 @@
 //! The rendezvous server: a state machine over non-blocking sockets, driven by the launcher's event loop.
 //!
 //! Here are its sockets and their peers. [`admission`] answers the first message of each rank, [`requests`] those that
-//! follow.
+//! follow. [`nodes`] is what concerns other hosts, if there are any.
 
 mod admission;
+mod nodes;
 mod requests;
 
 use std::cmp::Reverse;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
+use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Instant;
 
+use serde::{Deserialize, Serialize};
+
 use super::entries::Entries;
 use super::listener::{ConnectionAttempt, Listener, refuse};
-use super::message::{Reply, Request, encode};
+use super::message::{MAX_VALUE, Reply, Request, encode};
 use super::peer::{HELLO_TIMEOUT, Peer};
 use super::preflight::{JoiningRank, PreflightFault};
 use super::read_budget::{MessageHandler, serve_within_budget};
 use super::rejections::{Rejection, Rejections};
+use super::remote_readers::RemoteReaders;
 use super::socket::Received;
 use super::waits::Waits;
+use crate::nodes::{Layout, RelayMessage};
 use crate::progress::{Blame, Ending, ProgressPage, RankState};
 use crate::protocol::MAX_RANKS;
 use crate::{Error, Result};
@@ -68,7 +74,8 @@ impl From<Rejection> for ServerEvent {
 }
 
 /// How a rank's process ended, as its launcher saw it.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum ProcessEnd {
     /// Exit code 0.
     Finished,
@@ -94,7 +101,10 @@ pub struct Server {
     listener: Option<Listener>,
     address: String,
     run_id: String,
-    world_size: u32,
+    /// The ranks of this node are served here.
+    layout: Layout,
+    /// Address of this node as other nodes reach it.
+    node_address: Option<IpAddr>,
     page: Arc<ProgressPage>,
     page_fd: OwnedFd,
     next_id: u64,
@@ -113,6 +123,16 @@ pub struct Server {
     join_by: Option<Instant>,
     rejections: Rejections,
     events: Vec<ServerEvent>,
+    /// What this node has to say to the hub.
+    outbox: Vec<RelayMessage>,
+    /// The ranks of other nodes that wait for values of this one.
+    remote_readers: RemoteReaders,
+    /// Values of other nodes that arrived after their reader had stopped waiting.
+    late: Entries<()>,
+    /// Number of the last wait for a value of another node.
+    next_get: u64,
+    /// The ranks of other nodes that have ended.
+    remote_ended: BTreeSet<u32>,
 }
 
 impl Server {
@@ -121,8 +141,9 @@ impl Server {
     /// # Errors
     /// If the directory, the socket or the progress page cannot be created.
     pub fn bind(world_size: u32, run_id: &str) -> Result<Self> {
+        let layout = one_host(world_size)?;
         let listener = Listener::bind()?;
-        Self::new(world_size, run_id, listener.address().to_owned(), Some(listener))
+        Self::new(layout, run_id, listener.address().to_owned(), Some(listener))
     }
 
     /// The rendezvous that rank 0 serves at `listener` if no launcher does. No launcher ends the run if a rank never
@@ -135,7 +156,7 @@ impl Server {
         join_by: Instant,
     ) -> Result<Self> {
         let address = listener.address().to_owned();
-        let server = Self::new(world_size, run_id, address, Some(listener))?;
+        let server = Self::new(one_host(world_size)?, run_id, address, Some(listener))?;
         Ok(Server { unattended: true, join_by: Some(join_by), ..server })
     }
 
@@ -143,29 +164,30 @@ impl Server {
     /// Public for tests of the server against arbitrary peers.
     #[doc(hidden)]
     pub fn in_process(world_size: u32, run_id: &str) -> Result<(Self, Vec<UnixStream>)> {
-        let mut server = Self::new(world_size, run_id, "in this process".into(), None)?;
-        let mut ends = Vec::new();
-        for _ in 0..world_size {
-            let (ours, theirs) =
-                UnixStream::pair().map_err(|error| Error::system("create a pair of sockets", error))?;
-            server.admit(ours, None).map_err(|(_, problem)| Error::system("accept a socket", problem))?;
-            ends.push(theirs);
-        }
-        Ok((server, ends))
+        Self::new(one_host(world_size)?, run_id, "in this process".into(), None)?
+            .with_pairs(world_size as usize)
     }
 
-    fn new(world_size: u32, run_id: &str, address: String, listener: Option<Listener>) -> Result<Self> {
-        // Replies that list many ranks must fit into a frame.
-        if world_size > MAX_RANKS {
-            let problem = format!("{world_size} ranks; the maximum is {MAX_RANKS}");
-            return Err(Error::InvalidArgument { operation: "rendezvous", problem });
+    /// Adds connections to this process; also returns their other ends.
+    fn with_pairs(mut self, count: usize) -> Result<(Self, Vec<UnixStream>)> {
+        let mut ends = Vec::new();
+        for _ in 0..count {
+            let (ours, theirs) =
+                UnixStream::pair().map_err(|error| Error::system("create a pair of sockets", error))?;
+            self.admit(ours, None).map_err(|(_, problem)| Error::system("accept a socket", problem))?;
+            ends.push(theirs);
         }
-        let (page, page_fd) = ProgressPage::create(world_size)?;
+        Ok((self, ends))
+    }
+
+    fn new(layout: Layout, run_id: &str, address: String, listener: Option<Listener>) -> Result<Self> {
+        let (page, page_fd) = ProgressPage::create(layout.world_size())?;
         Ok(Server {
             listener,
             address,
             run_id: run_id.to_owned(),
-            world_size,
+            layout,
+            node_address: None,
             page: Arc::new(page),
             page_fd,
             next_id: 0,
@@ -179,7 +201,21 @@ impl Server {
             join_by: None,
             rejections: Rejections::default(),
             events: Vec::new(),
+            outbox: Vec::new(),
+            remote_readers: RemoteReaders::default(),
+            late: Entries::default(),
+            next_get: 0,
+            remote_ended: BTreeSet::new(),
         })
+    }
+
+    fn world_size(&self) -> u32 {
+        self.layout.world_size()
+    }
+
+    /// The rank whose process runs this server if no launcher does.
+    fn leader(&self) -> u32 {
+        self.layout.local_ranks().start
     }
 
     /// The value of `MGPU_RENDEZVOUS`.
@@ -187,7 +223,7 @@ impl Server {
         &self.address
     }
 
-    /// Allows ranks to run different programs: `programs` has a number for each rank, and only ranks with the same number
+    /// Allows ranks to run different programs: `programs` has a number for each rank of the world, and only ranks with the same number
     /// have to run the same program. Without this call all ranks do.
     pub fn expect_programs(&mut self, programs: Vec<u32>) {
         self.programs = programs;
@@ -268,6 +304,9 @@ impl Server {
                 ProcessEnd::Failed(how) => Ending::Failed(how),
             },
         );
+        if self.is_remote(rank) {
+            self.remote_ended.insert(rank);
+        }
         self.fail_waiters_for(rank);
         let first = *self.first_ended.get_or_insert(rank);
         self.fail_pending_joins(first);
@@ -279,6 +318,7 @@ impl Server {
         for peer in self.waits.take_unsatisfiable(rank, state == RankState::Failed) {
             self.answer(peer, &Reply::PeerGone { peer: rank, how: how.clone() }, &[]);
         }
+        self.fail_remote_readers_of(rank, state == RankState::Failed, &how);
     }
 
     fn accept(&mut self, now: Instant) {
@@ -308,7 +348,7 @@ impl Server {
         self.peers.push(Peer::admit(stream, self.next_id, hello_by)?);
         self.next_id += 1;
         let unauthenticated = self.peers.iter().filter(|peer| peer.rank.is_none());
-        if unauthenticated.clone().count() <= self.world_size as usize + SPARE_UNAUTHENTICATED {
+        if unauthenticated.clone().count() <= self.layout.local_ranks().len() + SPARE_UNAUTHENTICATED {
             return Ok(());
         }
         let mut counts: HashMap<Option<u32>, usize> = HashMap::new();
@@ -338,12 +378,15 @@ impl Server {
 
     fn forget(&mut self, index: usize) {
         let peer = self.peers.swap_remove(index);
-        self.waits.forget(peer.id);
+        let waited_for = self.waits.forget(peer.id);
+        if let (Some(rank), Some(what)) = (peer.rank, waited_for) {
+            self.withdraw(rank, what);
+        }
         let Some(rank) = peer.rank.filter(|_| self.unattended) else { return };
         if self.page.state(rank) == RankState::Joined {
-            self.rank_ended(rank, ProcessEnd::Failed("ended without a goodbye".into()));
+            self.local_rank_ended(rank, ProcessEnd::Failed("ended without a goodbye".into()));
         }
-        if rank == 0 {
+        if rank == self.leader() {
             // It has given up; its next attempt may use the same name.
             self.listener = None;
         }
@@ -352,8 +395,14 @@ impl Server {
     /// Answers the peers whose deadline has passed with the ranks that did not arrive, and closes connections that have
     /// not said hello in time.
     fn expire(&mut self, now: Instant) {
-        for (peer, missing) in self.waits.take_expired(now) {
+        for (peer, missing, what) in self.waits.take_expired(now) {
+            if let Some(rank) = self.peers.iter().find(|other| other.id == peer).and_then(|peer| peer.rank) {
+                self.withdraw(rank, what);
+            }
             self.answer(peer, &Reply::TimedOut { missing }, &[]);
+        }
+        for (reader, barrier) in self.waits.expired_at_hub(now) {
+            self.outbox.push(RelayMessage::Expired { barrier, reader });
         }
         if self.join_by.is_some_and(|deadline| deadline <= now) {
             self.give_up_joining();
@@ -372,6 +421,18 @@ impl Server {
             let _ = peer.connection.stream().shutdown(std::net::Shutdown::Both);
         }
     }
+}
+
+/// The layout of a world on one host, which has fewer ranks than a world may have.
+fn one_host(world_size: u32) -> Result<Layout> {
+    let problem = match world_size {
+        ..=MAX_RANKS => match Layout::new(vec![0], world_size, 0) {
+            Ok(layout) => return Ok(layout),
+            Err(problem) => problem,
+        },
+        _ => format!("{world_size} ranks; the maximum is {MAX_RANKS}"),
+    };
+    Err(Error::InvalidArgument { operation: "rendezvous", problem })
 }
 
 /// The peer with this index while it is served.

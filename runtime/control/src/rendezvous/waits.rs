@@ -11,13 +11,18 @@ pub(super) enum WaitFor {
     Key { key: String, from: u32 },
     /// The other `ranks`, as rank `rank`.
     Barrier { name: String, rank: u32, ranks: Vec<u32> },
+    /// A value that a rank of another node will set; `number` distinguishes the waits.
+    RemoteKey { key: String, from: u32, number: u64 },
+    /// A barrier that the hub completes, because it has participants on other nodes; `None` for all ranks.
+    RemoteBarrier { name: String, rank: u32, ranks: Option<Vec<u32>> },
 }
 
 #[derive(Debug)]
 struct Wait {
     peer: u64,
     what: WaitFor,
-    deadline: Instant,
+    /// `None` once it has passed and the hub was asked who is missing.
+    deadline: Option<Instant>,
 }
 
 /// The waits of all peers, in the order in which they began.
@@ -26,19 +31,20 @@ pub(super) struct Waits(Vec<Wait>);
 
 impl Waits {
     pub(super) fn add(&mut self, peer: u64, what: WaitFor, deadline: Instant) {
-        self.0.push(Wait { peer, what, deadline });
+        self.0.push(Wait { peer, what, deadline: Some(deadline) });
     }
 
     pub(super) fn has(&self, peer: u64) -> bool {
         self.0.iter().any(|wait| wait.peer == peer)
     }
 
-    pub(super) fn forget(&mut self, peer: u64) {
-        self.0.retain(|wait| wait.peer != peer);
+    /// Removes and returns what `peer` waits for.
+    pub(super) fn forget(&mut self, peer: u64) -> Option<WaitFor> {
+        self.take_one(|wait| wait.peer == peer)
     }
 
     pub(super) fn next_deadline(&self) -> Option<Instant> {
-        self.0.iter().map(|wait| wait.deadline).min()
+        self.0.iter().filter_map(|wait| wait.deadline).min()
     }
 
     /// Removes and returns the peer that has waited longest for `key`.
@@ -46,6 +52,41 @@ impl Waits {
         let is_reader = |wait: &Wait| matches!(&wait.what, WaitFor::Key { key, .. } if key == wanted);
         let position = self.0.iter().position(is_reader)?;
         Some(self.0.remove(position).peer)
+    }
+
+    /// Number of the wait of `peer` for the value `wanted` of another node, and the rank that sets it.
+    pub(super) fn remote_key(&self, peer: u64, wanted: &str) -> Option<(u64, u32)> {
+        self.0.iter().find(|wait| wait.peer == peer).and_then(|wait| match &wait.what {
+            WaitFor::RemoteKey { key, from, number } if key == wanted => Some((*number, *from)),
+            _ => None,
+        })
+    }
+
+    /// Removes and returns the peers in a barrier that the hub has completed.
+    pub(super) fn take_released(&mut self, wanted: &str) -> Vec<u64> {
+        self.take(|wait| matches!(&wait.what, WaitFor::RemoteBarrier { name, .. } if name == wanted))
+    }
+
+    /// Removes the wait of `peer` in a barrier that the hub completes. `false`: it does not wait there.
+    pub(super) fn take_unreleased(&mut self, peer: u64, wanted: &str) -> bool {
+        let is_it = |wait: &Wait| {
+            wait.peer == peer && matches!(&wait.what, WaitFor::RemoteBarrier { name, .. } if name == wanted)
+        };
+        self.take_one(is_it).is_some()
+    }
+
+    /// The ranks whose deadline has passed in a barrier that the hub completes, with its name. They keep waiting until
+    /// the hub says which ranks are missing, and are returned once.
+    pub(super) fn expired_at_hub(&mut self, now: Instant) -> Vec<(u32, String)> {
+        let late = self.0.iter_mut().filter(|wait| wait.deadline.is_some_and(|deadline| deadline <= now));
+        let asked = late.filter_map(|wait| match &wait.what {
+            WaitFor::RemoteBarrier { name, rank, .. } => {
+                wait.deadline = None;
+                Some((*rank, name.clone()))
+            }
+            _ => None,
+        });
+        asked.collect()
     }
 
     /// The ranks in the barrier `wanted`.
@@ -69,35 +110,53 @@ impl Waits {
     }
 
     /// Removes and returns the peers whose waits cannot be satisfied because `gone` has ended: waits for its values, in
-    /// its barriers, or, after a failure, all waits.
+    /// its barriers, or, after a failure, all waits. Only its own node knows whether a remote rank has set a value.
     pub(super) fn take_unsatisfiable(&mut self, gone: u32, failed: bool) -> Vec<u64> {
         self.take(|wait| {
             failed
                 || match &wait.what {
                     WaitFor::Key { from, .. } => *from == gone,
                     WaitFor::Barrier { ranks, .. } => ranks.contains(&gone),
+                    WaitFor::RemoteKey { .. } => false,
+                    WaitFor::RemoteBarrier { ranks, .. } => {
+                        ranks.as_ref().is_none_or(|ranks| ranks.contains(&gone))
+                    }
                 }
         })
     }
 
-    /// Removes and returns the peers whose deadline has passed, with the ranks that did not arrive. The missing ranks are
-    /// determined before any wait is removed: two ranks that time out in the same barrier have both arrived.
-    pub(super) fn take_expired(&mut self, now: Instant) -> Vec<(u64, Vec<u32>)> {
+    /// Removes and returns the waits whose deadline has passed, with their peers and the ranks that did not arrive; but
+    /// not those in barriers that the hub completes. The missing ranks are determined before any wait is removed: two
+    /// ranks that time out in the same barrier have both arrived.
+    pub(super) fn take_expired(&mut self, now: Instant) -> Vec<(u64, Vec<u32>, WaitFor)> {
         let missing = |wait: &Wait| match &wait.what {
-            WaitFor::Key { from, .. } => vec![*from],
+            WaitFor::Key { from, .. } | WaitFor::RemoteKey { from, .. } => Some(vec![*from]),
             WaitFor::Barrier { name, ranks, .. } => {
                 let inside = self.in_barrier(name);
-                ranks.iter().copied().filter(|rank| !inside.contains(rank)).collect()
+                Some(ranks.iter().copied().filter(|rank| !inside.contains(rank)).collect())
             }
+            WaitFor::RemoteBarrier { .. } => None,
         };
-        let late = self.0.iter().filter(|wait| wait.deadline <= now);
-        let late = late.map(|wait| (wait.peer, missing(wait))).collect();
-        self.0.retain(|wait| wait.deadline > now);
-        late
+        let late =
+            self.0.iter().enumerate().filter(|(_, wait)| wait.deadline.is_some_and(|late| late <= now));
+        let late: Vec<_> = late.filter_map(|(position, wait)| Some((position, missing(wait)?))).collect();
+        // From the end, so that the positions stay valid.
+        let taken = late.into_iter().rev().map(|(position, missing)| {
+            let wait = self.0.remove(position);
+            (wait.peer, missing, wait.what)
+        });
+        let mut taken: Vec<_> = taken.collect();
+        taken.reverse();
+        taken
     }
 
     fn take(&mut self, is_wanted: impl Fn(&Wait) -> bool) -> Vec<u64> {
         self.0.extract_if(.., |wait| is_wanted(wait)).map(|wait| wait.peer).collect()
+    }
+
+    fn take_one(&mut self, is_wanted: impl Fn(&Wait) -> bool) -> Option<WaitFor> {
+        let position = self.0.iter().position(is_wanted)?;
+        Some(self.0.remove(position).what)
     }
 }
 
@@ -135,7 +194,7 @@ mod tests {
             prop_assert_eq!(pending.next_deadline(), next);
 
             let mut seen: Vec<u64> = Vec::new();
-            for (peer, missing) in pending.take_expired(start + Duration::from_secs(now)) {
+            for (peer, missing, _) in pending.take_expired(start + Duration::from_secs(now)) {
                 let (is_key, name, from, seconds) = &waits[peer as usize];
                 prop_assert!(*seconds <= now);
                 let inside = |rank: &u32| waits.get(*rank as usize).is_some_and(|wait| !wait.0 && wait.1 == *name);

@@ -4,6 +4,7 @@ use std::os::fd::AsFd;
 
 use super::{ProcessEnd, Server, ServerEvent};
 use crate::Error;
+use crate::nodes::RelayMessage;
 use crate::process::pidfd_open;
 use crate::progress::{Blame, RankState};
 use crate::rendezvous::message::{Reply, Request, VERSION, encode};
@@ -23,14 +24,15 @@ impl Server {
         let pid = self.peers[index].pid().unwrap_or(pid);
         let joining = JoiningRank { rank, manifest, program: Program::of(pid) };
         if let Err((fault, why)) = self.check_compatible(version, world_size, &joining) {
-            // Rank 0 is answered last: see `in_order_of_exit`.
-            if rank != 0 {
+            // The rank that runs this server is answered last: see `in_order_of_exit`.
+            let is_leader = rank == self.leader();
+            if !is_leader {
                 self.peers[index].refuse(&why);
             }
-            if self.unattended && rank < self.world_size && self.page.state(rank) == RankState::Absent {
-                self.rank_ended(rank, ProcessEnd::Failed(format!("was refused: {why}")));
+            if self.unattended && self.layout.is_local(rank) && self.page.state(rank) == RankState::Absent {
+                self.local_rank_ended(rank, ProcessEnd::Failed(format!("was refused: {why}")));
             }
-            if rank == 0 {
+            if is_leader {
                 self.peers[index].refuse(&why);
             }
             self.events.push(ServerEvent::Incompatible { rank, fault, why });
@@ -52,6 +54,8 @@ impl Server {
         self.events.push(ServerEvent::Joined { rank, pid });
         if let Some(gone) = self.first_ended {
             self.fail_pending_joins(gone);
+        } else if !self.layout.is_one_host() {
+            self.announce_join(rank);
         } else if self.is_complete() {
             self.welcome();
         }
@@ -73,10 +77,20 @@ impl Server {
             );
             return Err((PreflightFault::Protocol, why));
         }
-        if world_size != self.world_size || rank >= world_size {
+        if world_size != self.world_size() || rank >= world_size {
             let why = format!(
                 "a process claims to be rank {rank} of {world_size} in a world of {}: does a script set RANK or WORLD_SIZE?",
-                self.world_size
+                self.world_size()
+            );
+            return Err((PreflightFault::WorldSize, why));
+        }
+        if !self.layout.is_local(rank) {
+            let local = self.layout.local_ranks();
+            let why = format!(
+                "a process claims to be rank {rank} on node {}, which has ranks {} to {}: does a script set RANK?",
+                self.layout.node(),
+                local.start,
+                local.end - 1
             );
             return Err((PreflightFault::WorldSize, why));
         }
@@ -88,10 +102,12 @@ impl Server {
     }
 
     /// Admits all ranks. The listener is closed first, because an admitted rank may open one of the same name.
-    fn welcome(&mut self) {
+    pub(super) fn welcome(&mut self) {
         self.listener = None;
         self.join_by = None;
-        let (welcome, page) = (encode(&Reply::Welcome), self.page_fd.as_fd());
+        let layout = (!self.layout.is_one_host()).then(|| self.layout.clone());
+        let (welcome, page) =
+            (encode(&Reply::Welcome { layout, address: self.node_address }), self.page_fd.as_fd());
         for peer in self.peers.iter_mut().filter(|peer| peer.rank.is_some()) {
             peer.admitted = true;
             if peer.connection.send(&welcome, &[page]).is_err() {
@@ -100,28 +116,43 @@ impl Server {
         }
     }
 
-    /// Tells the ranks that have joined which ranks are missing, and accepts no more connections.
+    /// Accepts no more connections, and tells the ranks that have joined which ranks are missing; with several nodes only
+    /// the hub knows that.
     pub(super) fn give_up_joining(&mut self) {
         self.listener = None;
         self.join_by = None;
         let has_come = |rank: &u32| self.joining.iter().any(|joining| joining.rank == *rank);
-        let missing: Vec<u32> = (0..self.world_size).filter(|rank| !has_come(rank)).collect();
-        let reply = encode(&Reply::TimedOut { missing });
-        for peer in in_order_of_exit(&mut self.peers).filter(|peer| peer.rank.is_some() && !peer.admitted) {
+        let missing: Vec<u32> = self.layout.local_ranks().filter(|rank| !has_come(rank)).collect();
+        match self.layout.is_one_host() {
+            true => self.fail_joins_without(&missing),
+            false => self.outbox.push(RelayMessage::GaveUp { missing }),
+        }
+    }
+
+    /// Tells the ranks that have joined which ranks are missing.
+    pub(super) fn fail_joins_without(&mut self, missing: &[u32]) {
+        self.listener = None;
+        self.join_by = None;
+        let leader = self.leader();
+        let reply = encode(&Reply::TimedOut { missing: missing.to_vec() });
+        for peer in
+            in_order_of_exit(&mut self.peers, leader).filter(|peer| peer.rank.is_some() && !peer.admitted)
+        {
             peer.admitted = true;
             let _ = peer.connection.send(&reply, &[]);
         }
     }
 
-    /// True once all ranks have joined.
-    fn is_complete(&self) -> bool {
-        self.joining.len() == self.world_size as usize
+    /// True once all ranks of this node have joined.
+    pub(super) fn is_complete(&self) -> bool {
+        self.joining.len() == self.layout.local_ranks().len()
     }
 
     /// Answers the ranks that wait for admission: without rank `gone` the run cannot start.
     pub(super) fn fail_pending_joins(&mut self, gone: u32) {
         let how = self.page.end_description(gone);
-        for peer in in_order_of_exit(&mut self.peers) {
+        let leader = self.leader();
+        for peer in in_order_of_exit(&mut self.peers, leader) {
             let Some(rank) = peer.rank.filter(|rank| *rank != gone && !peer.admitted) else { continue };
             peer.admitted = true;
             let (operation, how) = ("join".to_owned(), how.clone());
@@ -135,10 +166,10 @@ impl Server {
     }
 }
 
-/// Peers in the order in which they are told that the run cannot start. Rank 0 comes last: its process may end as soon
-/// as it is told, an unattended server ends with it, and the other ranks would not be told.
-fn in_order_of_exit(peers: &mut [Peer]) -> impl Iterator<Item = &mut Peer> {
+/// Peers in the order in which they are told that the run cannot start. The leader comes last: its process may end as
+/// soon as it is told, an unattended server ends with it, and the other ranks would not be told.
+fn in_order_of_exit(peers: &mut [Peer], leader: u32) -> impl Iterator<Item = &mut Peer> {
     let mut order: Vec<&mut Peer> = peers.iter_mut().collect();
-    order.sort_by_key(|peer| peer.rank == Some(0));
+    order.sort_by_key(|peer| peer.rank == Some(leader));
     order.into_iter()
 }

@@ -126,7 +126,7 @@ fn a_barrier_of_some_ranks_does_not_wait_for_the_others() {
         (&*stream).write_all(&encode(&hello(rank, 3))).unwrap();
         server.service();
     }
-    streams.iter().for_each(|stream| assert_eq!(read_reply(stream), Reply::Welcome));
+    streams.iter().for_each(|stream| assert_eq!(read_reply(stream), Reply::WELCOME));
     for ranks in [&[1, 2][..], &[0, 3]] {
         let Reply::Denied { why } = &ask(&mut server, &streams[0], &[enter(ranks)])[0] else {
             panic!("no denial")
@@ -159,7 +159,7 @@ fn hello_to(server: &Server, rank: u32) -> Request {
         version: VERSION,
         run_id: server.run_id.clone(),
         rank,
-        world_size: server.world_size,
+        world_size: server.world_size(),
         pid: std::process::id(),
         manifest: Manifest::default(),
     }
@@ -189,7 +189,7 @@ fn a_flood_of_connections_is_reported_in_one_line_and_blocks_no_rank() {
         server.service();
         stream
     });
-    assert_eq!(ranks.each_ref().map(read_reply), [Reply::Welcome, Reply::Welcome]);
+    assert_eq!(ranks.each_ref().map(read_reply), [Reply::WELCOME, Reply::WELCOME]);
     drop(silent);
     server.service();
     assert_eq!(server.peers.len(), 2);
@@ -228,8 +228,8 @@ fn a_connection_without_a_hello_is_closed_after_a_timeout() {
     // A rank that has said hello waits for the others without a limit.
     let second = connect();
     let hello = hello_to(&server, 1);
-    assert_eq!(ask(&mut server, &second, &[hello]), [Reply::Welcome]);
-    assert_eq!(read_reply(&first), Reply::Welcome);
+    assert_eq!(ask(&mut server, &second, &[hello]), [Reply::WELCOME]);
+    assert_eq!(read_reply(&first), Reply::WELCOME);
     assert_eq!((server.peers.len(), server.next_deadline()), (2, None));
 }
 
@@ -330,7 +330,7 @@ fn without_a_launcher_a_goodbye_is_no_failure_and_the_name_is_free_once_all_have
         apply(&mut server, &stream, rank, 2);
         stream
     });
-    assert_eq!([read_reply(&first), read_reply(&second)], [Reply::Welcome, Reply::Welcome]);
+    assert_eq!([read_reply(&first), read_reply(&second)], [Reply::WELCOME, Reply::WELCOME]);
     assert_eq!(connect().unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
     assert_eq!(ask(&mut server, &second, &[Request::Leave]), [Reply::Done]);
     drop(second);

@@ -1,0 +1,267 @@
+//! The event loop of one node of a job on several.
+//!
+//! The same `poll` waits for the ranks of this host, as in the loop for one host, and for the other nodes. What happens to
+//! the ranks is reported to the coordinator, and its orders are carried out; on node 0 the coordinator is in this process.
+//! If the coordinator is lost, this node ends its ranks by itself.
+
+mod network;
+mod ranks;
+
+use std::time::Instant;
+
+use mgpu_control::inject::Injection;
+use mgpu_control::nodes::Credentials;
+use mgpu_control::progress;
+use nix::sys::signal::Signal;
+
+use super::attempt::Attempt;
+use super::wait::{JobSource, Source, output_sources, poll_sources_and, signal_sources};
+use super::{LaunchEnd, SUSPENSION_THRESHOLD, Shared, reap_orphans};
+use crate::error::LaunchError;
+use crate::events::EventLog;
+use crate::interrupt::{Signals, ends_the_run};
+use crate::launch::Supervision;
+use crate::nodes::{FromAgent, NodeCard, NodeLoss, NodeSettings, Order, ToAgent};
+use crate::orphans;
+use crate::output::Output;
+use crate::plan::LaunchPlan;
+use crate::supervisor::{Action, Outcome};
+use network::{Input, Network};
+use ranks::ProgressReport;
+
+/// The part of one node in a job.
+pub(crate) struct NodeJob<'a> {
+    pub(crate) plan: &'a LaunchPlan,
+    pub(crate) settings: &'a NodeSettings,
+    pub(crate) supervision: Supervision,
+    /// Faults to inject into ranks of the world.
+    pub(crate) injections: &'a [Injection],
+    pub(crate) card: NodeCard,
+    pub(crate) credentials: Credentials,
+}
+
+/// Runs the part of this node to the end of the job.
+///
+/// # Errors
+/// If this node cannot take part: it cannot listen, or reaches no coordinator, or its ranks do not start.
+pub(crate) fn run(
+    job: &NodeJob<'_>,
+    signals: &Signals,
+    output: &mut Output,
+    events: &mut EventLog,
+) -> Result<LaunchEnd, LaunchError> {
+    let network = Network::new(job)?;
+    let node = Node {
+        job,
+        signals,
+        shared: Shared::new(output, events),
+        network,
+        attempt: None,
+        hosts: Vec::new(),
+        progress: ProgressReport::new(),
+        told: None,
+        is_interrupted: false,
+        has_lost_coordinator: false,
+        outcome: None,
+        error: None,
+    };
+    node.run()
+}
+
+/// The state of the loop.
+struct Node<'a> {
+    job: &'a NodeJob<'a>,
+    signals: &'a Signals,
+    shared: Shared<'a>,
+    network: Network<'a>,
+    /// The ranks of this host, while they run.
+    attempt: Option<Attempt<'a>>,
+    /// The hosts of the nodes, once they are known.
+    hosts: Vec<String>,
+    progress: ProgressReport,
+    /// The last message about an outcome that was printed.
+    told: Option<String>,
+    /// A signal that ends the run has arrived.
+    is_interrupted: bool,
+    /// No coordinator decides about the ranks any more.
+    has_lost_coordinator: bool,
+    /// Set when the job is over for this node.
+    outcome: Option<Outcome>,
+    error: Option<LaunchError>,
+}
+
+impl<'a> Node<'a> {
+    fn run(mut self) -> Result<LaunchEnd, LaunchError> {
+        while self.outcome.is_none() {
+            let (ready, network_is_ready) = self.wait();
+            let now = Instant::now();
+            let of_ranks: Vec<JobSource> = ready
+                .iter()
+                .filter_map(|source| match source {
+                    Source::Job(_, source) => Some(*source),
+                    _ => None,
+                })
+                .collect();
+            // Output first: what a rank wrote before it ended is shown before its end is reported.
+            if let Some(attempt) = &mut self.attempt {
+                attempt.read_output(&of_ranks, &mut self.shared);
+            }
+            let signals = self.handle_own(&ready);
+            let inputs = self.network.service(now, &network_is_ready);
+            self.handle_inputs(inputs, now);
+            self.handle_signals(&signals, now);
+            self.handle_ranks(&of_ranks, &signals, now);
+            // On node 0 a report may cause orders for this node at once.
+            loop {
+                self.report(now);
+                let inputs = self.network.flush(now);
+                if inputs.is_empty() {
+                    break;
+                }
+                self.handle_inputs(inputs, now);
+            }
+        }
+        // Nothing of this node is left before the others are told goodbye.
+        drop(self.attempt.take());
+        if self.job.supervision.adopts_orphans {
+            let output = &mut *self.shared.output;
+            if let Some(problem) = orphans::end_all(|_| false, |notice| output.say(notice)) {
+                output.say(&problem);
+            }
+        }
+        self.network.say_goodbye();
+        match (self.error, self.outcome) {
+            (Some(error), _) => Err(error),
+            (None, outcome) => {
+                let outcome = outcome.unwrap_or_else(Outcome::success);
+                Ok(LaunchEnd { outcome, job: None })
+            }
+        }
+    }
+
+    /// Sleeps until something is ready or a deadline has passed. The flags are those of the network's descriptors.
+    fn wait(&mut self) -> (Vec<Source>, Vec<bool>) {
+        let guardian_ended = self.shared.guardian_ended;
+        let is_news = |source: &Source| !(guardian_ended && matches!(source, Source::Guardian));
+        let mut sources: Vec<_> =
+            signal_sources(self.signals).filter(|(source, _)| is_news(source)).collect();
+        let of_ranks = self.attempt.as_ref().map(|attempt| attempt.sources(&self.shared)).unwrap_or_default();
+        sources.extend(of_ranks.into_iter().map(|(source, fd)| (Source::Job(0, source), fd)));
+        sources.extend(output_sources(self.shared.output));
+        let deadlines = [
+            self.attempt.as_ref().and_then(Attempt::next_deadline),
+            self.shared.output.next_deadline(),
+            self.network.next_deadline(),
+            Some(self.progress.next_deadline()),
+        ];
+        let deadline = deadlines.into_iter().flatten().min();
+        let ready = poll_sources_and(&sources, self.network.fds(), deadline);
+        if deadline.is_some_and(|deadline| Instant::now() > deadline + SUSPENSION_THRESHOLD) {
+            self.shared.awake_since = progress::now();
+        }
+        ready
+    }
+
+    /// Handles sources that belong to no rank. Returns the signals that have arrived.
+    fn handle_own(&mut self, ready: &[Source]) -> Vec<Signal> {
+        let mut signals = self.shared.handle_own(ready, self.signals);
+        let ranks = self.attempt.iter().flat_map(Attempt::unreaped);
+        reap_orphans(&mut signals, self.job.supervision.adopts_orphans, ranks);
+        signals
+    }
+
+    /// Handles messages of the coordinator, and what happened to its connection.
+    fn handle_inputs(&mut self, inputs: Vec<Input>, now: Instant) {
+        for input in inputs {
+            match input {
+                Input::Message(message) => self.obey(message, now),
+                Input::Say(text) => self.shared.output.say(&text),
+                Input::CoordinatorLost(loss) => self.lose_coordinator(&loss, now),
+                Input::Failed(outcome) => self.end(outcome),
+            }
+        }
+    }
+
+    /// Carries out a message of the coordinator.
+    fn obey(&mut self, message: ToAgent, now: Instant) {
+        match message {
+            ToAgent::Start(order) => self.start(&order, now),
+            ToAgent::Relay { messages } => {
+                let Some(attempt) = &mut self.attempt else { return };
+                let delivered = messages.into_iter().try_for_each(|message| attempt.server.deliver(message));
+                if let Err(why) = delivered {
+                    self.lose_coordinator(&NodeLoss::Failed(why), now);
+                }
+            }
+            ToAgent::Do { orders } => {
+                let actions = orders.into_iter().filter_map(|order| self.action(order)).collect();
+                self.carry_out(actions, now);
+            }
+            ToAgent::Say { text } => self.shared.output.say(&text),
+            ToAgent::LastLines { name, lines } => self.shared.output.repeat_lines(&name, &lines),
+            ToAgent::Progress { node, entries, stopped } => {
+                if let Some(attempt) = &mut self.attempt {
+                    attempt.note_progress_elsewhere(node, &entries, stopped);
+                }
+            }
+            ToAgent::Beat => {}
+            ToAgent::Refused { exit_code, why } => self.end(failure(exit_code, why)),
+            ToAgent::End { outcome } => self.end(outcome),
+        }
+    }
+
+    /// The action of an order.
+    fn action(&mut self, order: Order) -> Option<Action> {
+        match order {
+            Order::Send { rank, signal } => {
+                Signal::try_from(signal).ok().map(|signal| Action::Send(rank, signal))
+            }
+            Order::Report => Some(Action::Report),
+            Order::Settle { outcome } => {
+                self.told.clone_from(&outcome.message);
+                Some(Action::Settle(outcome))
+            }
+            Order::Finish { outcome } => Some(Action::Finish(outcome)),
+        }
+    }
+
+    /// Handles the signals of this process that concern the job and not its ranks.
+    fn handle_signals(&mut self, signals: &[Signal], now: Instant) {
+        let guardian = self.shared.guardian_ended.then_some(Signal::SIGKILL);
+        let ending = signals.iter().copied().filter(|signal| ends_the_run(*signal)).chain(guardian);
+        for signal in ending {
+            let is_second = std::mem::replace(&mut self.is_interrupted, true);
+            let is_connected = self.network.is_connected();
+            match (&mut self.attempt, is_connected) {
+                // The coordinator may be out of reach: whoever asks twice does not wait for it.
+                (Some(attempt), _) if is_second || signal == Signal::SIGKILL => {
+                    attempt.signal_all(Signal::SIGKILL)
+                }
+                (Some(_), _) => {}
+                (None, true) if !is_second => {
+                    self.network.report(FromAgent::Signalled { signal: signal as i32 }, now);
+                }
+                (None, _) => self.end(Outcome::interruption(signal)),
+            }
+        }
+    }
+
+    /// Ends the part of this node. Ranks that still run are killed.
+    fn end(&mut self, outcome: Outcome) {
+        if self.outcome.is_some() {
+            return;
+        }
+        if let Some(message) = &outcome.message
+            && self.told.as_ref() != Some(message)
+            && !self.shared.output.is_muted()
+        {
+            self.shared.output.say(message);
+        }
+        self.outcome = Some(outcome);
+    }
+}
+
+/// The outcome of a node that cannot take part, or has lost the job.
+fn failure(exit_code: u8, message: String) -> Outcome {
+    Outcome { exit_code, culprit: None, incompatible: true, message: Some(message), interrupted: false }
+}

@@ -1,0 +1,232 @@
+//! The ranks of this node: their start, what is reported about them, and their end.
+
+use std::time::Instant;
+
+use mgpu_control::progress::Snapshot;
+use mgpu_control::rendezvous::Server;
+use nix::sys::signal::Signal;
+
+use super::super::attempt::{Attempt, AttemptEnd, JobId, Judge, Started};
+use super::super::wait::JobSource;
+use super::{Node, failure};
+use crate::error::LaunchError;
+use crate::events;
+use crate::exit_code;
+use crate::interrupt::ends_the_run;
+use crate::launch::Supervision;
+use crate::nodes::{FromAgent, HEARTBEAT, MAX_LAST_LINE, MAX_LAST_LINES, NodeLoss, StartOrder};
+use crate::plan::{NodePlace, RunContext};
+use crate::spawn::{Process, spawn};
+use crate::supervisor::{Action, Event, Exit, Outcome, Supervisor};
+
+/// A job on several nodes is the only one of its launch.
+const JOB: JobId = JobId { number: None, first_rank: 0 };
+
+/// What was reported of the ranks' progress, and when it is reported next. The report is also the heartbeat.
+pub(super) struct ProgressReport {
+    snapshot: Snapshot,
+    next: Instant,
+}
+
+impl ProgressReport {
+    pub(super) fn new() -> Self {
+        ProgressReport { snapshot: Snapshot::of(0..0), next: Instant::now() + HEARTBEAT }
+    }
+
+    pub(super) fn next_deadline(&self) -> Instant {
+        self.next
+    }
+}
+
+impl<'a> Node<'a> {
+    /// Starts the ranks of this node.
+    pub(super) fn start(&mut self, order: &StartOrder, now: Instant) {
+        self.hosts.clone_from(&order.hosts);
+        self.progress.snapshot = Snapshot::of(order.layout.local_ranks());
+        match self.try_start(order) {
+            Ok(attempt) => self.attempt = Some(attempt),
+            Err(error) => {
+                self.network.report(FromAgent::Failed { why: error.to_string() }, now);
+                // The error says everything.
+                self.end(Outcome { message: None, ..failure(exit_code::LAUNCHER, String::new()) });
+                self.error = Some(error);
+            }
+        }
+    }
+
+    /// Starts all ranks of this node or none.
+    fn try_start(&mut self, order: &StartOrder) -> Result<Attempt<'a>, LaunchError> {
+        let (plan, layout) = (self.job.plan, &order.layout);
+        let (first, ranks) = (layout.local_ranks().start, plan.ranks.len() as u32);
+        let server = Server::of_node(layout.clone(), self.network.own_address(), &order.run_id)?;
+        server.describe(&plan.command_line(), order.restarts);
+        self.shared.output.set_ranks(first, ranks)?;
+        let context = RunContext {
+            rendezvous: server.address().to_owned(),
+            run_id: order.run_id.clone(),
+            master_port: order.master_port.to_string(),
+            progress: self.shared.output.shows_progress(),
+            restart_count: order.restarts,
+            max_restarts: order.max_restarts,
+            launch_ranks: ranks,
+            place: Some(NodePlace {
+                node: layout.node(),
+                nodes: layout.nodes(),
+                first_rank: first,
+                world_size: layout.world_size(),
+                master_addr: self.network.master_address(),
+                injections: mgpu_control::inject::join(self.job.injections),
+            }),
+        };
+        let start = |rank| spawn(plan.command_of(rank), rank, &context);
+        let processes: Vec<Process> = plan.ranks.iter().map(start).collect::<Result<_, _>>()?;
+        for (process, rank) in processes.iter().zip(first..) {
+            server.rank_started(rank, process.pid.as_raw() as u32);
+            process.notice.iter().for_each(|notice| JOB.say(&mut self.shared, notice));
+        }
+        let command = &plan.commands[0];
+        self.shared.events.record(events::Event::Start {
+            ranks: layout.world_size(),
+            program: command.program.to_string_lossy().into_owned(),
+            arguments: command.arguments.iter().map(|word| word.to_string_lossy().into_owned()).collect(),
+            run_id: order.run_id.clone(),
+            restart: order.restarts,
+        });
+        let (injections, run_id) = (self.job.injections, order.run_id.clone());
+        let started = Started { job: JOB, processes, first, server, injections, run_id };
+        // The agent of node 0 watches the ranks of all nodes.
+        let progress_timeout = self.job.supervision.progress_timeout.filter(|_| layout.node() == 0);
+        let supervision = Supervision { progress_timeout, ..self.job.supervision };
+        let judge = Judge::Coordinator(Vec::new());
+        Ok(Attempt::new(started, judge, supervision, self.shared.events.is_enabled()))
+    }
+
+    /// Handles what has happened to the ranks.
+    pub(super) fn handle_ranks(&mut self, ready: &[JobSource], signals: &[Signal], now: Instant) {
+        let Some(attempt) = &mut self.attempt else { return };
+        if let Some(end) = attempt.handle(ready, signals, &mut self.shared) {
+            self.finish(end, now);
+        }
+    }
+
+    /// Carries out decisions of the supervisor.
+    pub(super) fn carry_out(&mut self, actions: Vec<Action>, now: Instant) {
+        let Some(attempt) = &mut self.attempt else { return };
+        if let Some(end) = attempt.carry_out_all(actions, &mut self.shared) {
+            self.finish(end, now);
+        }
+    }
+
+    /// Reports to the coordinator what has happened to the ranks, and their progress if that is due.
+    pub(super) fn report(&mut self, now: Instant) {
+        if let Some(attempt) = &mut self.attempt {
+            let messages = attempt.server.take_outbox();
+            if !messages.is_empty() {
+                self.network.report(FromAgent::Relay { messages }, now);
+            }
+            let events = attempt.take_unreported();
+            // How far a rank came decides whether it is restarted.
+            if events.iter().any(|event| matches!(event, Event::Exited { .. })) {
+                self.report_progress(now);
+            }
+            events.into_iter().for_each(|event| self.report_event(event, now));
+        }
+        if self.progress.next <= now {
+            self.report_progress(now);
+        }
+    }
+
+    fn report_event(&mut self, event: Event, now: Instant) {
+        let Some(attempt) = &mut self.attempt else { return };
+        let message = match event {
+            Event::Joined(rank) => FromAgent::Joined { rank },
+            Event::Incompatible { rank, exit_code, why } => FromAgent::Incompatible { rank, exit_code, why },
+            Event::Silent { rank, idle, doing } => FromAgent::Silent { rank, idle, doing },
+            Event::Exited { rank, exit, blame } => {
+                let last_lines = match exit {
+                    Exit::Code(0) => Vec::new(),
+                    _ => {
+                        let number = rank - attempt.first;
+                        self.shared.output.last_lines(number, MAX_LAST_LINES, MAX_LAST_LINE)
+                    }
+                };
+                FromAgent::Exited { rank, exit, blame, last_lines }
+            }
+            Event::Signalled(Signal::SIGQUIT) => return attempt.report(&mut self.shared),
+            Event::Signalled(signal) if ends_the_run(signal) => {
+                FromAgent::Signalled { signal: signal as i32 }
+            }
+            // Whoever signals the agents of several nodes signals each of them.
+            Event::Signalled(signal) => return attempt.signal_all(signal),
+            // Handled by this node itself.
+            Event::GuardianEnded | Event::Stopped(_) | Event::NodeLost { .. } | Event::Tick => return,
+        };
+        self.network.report(message, now);
+    }
+
+    /// Reports what has changed on the progress page since the last report.
+    fn report_progress(&mut self, now: Instant) {
+        self.progress.next = now + HEARTBEAT;
+        let (entries, stopped) = match &self.attempt {
+            Some(attempt) => {
+                let ranks = attempt.local_ranks();
+                (
+                    attempt.server.page().changes_since(&mut self.progress.snapshot),
+                    ranks.filter(|rank| attempt.is_stopped(*rank)).collect(),
+                )
+            }
+            None => (Vec::new(), Vec::new()),
+        };
+        self.network.report(FromAgent::Progress { entries, stopped }, now);
+    }
+
+    /// Handles the end of an attempt: no process of the ranks is left.
+    fn finish(&mut self, end: AttemptEnd, now: Instant) {
+        let AttemptEnd { outcome, missed_faults, .. } = end;
+        self.report(now);
+        self.report_progress(now);
+        let Some(attempt) = self.attempt.take() else { return };
+        let output = &mut *self.shared.output;
+        let reader_is_gone = output.is_muted();
+        if !reader_is_gone {
+            missed_faults.iter().for_each(|fault| output.say(fault));
+            if let Some(culprit) = outcome.culprit.filter(|rank| attempt.local_ranks().contains(rank)) {
+                output.repeat_last_lines(culprit - attempt.first);
+            }
+        }
+        self.network.report(FromAgent::Gone { reader_is_gone }, now);
+        if self.has_lost_coordinator {
+            self.told.clone_from(&outcome.message);
+            self.end(outcome);
+        }
+    }
+
+    /// Handles the loss of the coordinator: from now on this node decides about its ranks, and ends them.
+    pub(super) fn lose_coordinator(&mut self, loss: &NodeLoss, now: Instant) {
+        if std::mem::replace(&mut self.has_lost_coordinator, true) || self.outcome.is_some() {
+            return;
+        }
+        let said = loss.describe(&self.network.coordinator(&self.hosts));
+        let Some(attempt) = &mut self.attempt else {
+            let message = format!("{said}; it coordinates the job, which ends");
+            return self.end(failure(exit_code::NODE_LOST, message));
+        };
+        if attempt.leftovers.is_some() {
+            return;
+        }
+        let message = format!("{said}; it coordinates the job, and the ranks here are stopped");
+        let how = format!("was lost: {said}");
+        let own = attempt.local_ranks();
+        let world_size = attempt.server.page().world_size();
+        let Supervision { join_timeout, grace, .. } = self.job.supervision;
+        let mut supervisor = Supervisor::new(world_size, join_timeout, grace, now);
+        for rank in attempt.ended_ranks() {
+            supervisor.handle(Event::Exited { rank, exit: Exit::Code(0), blame: None }, now);
+        }
+        let others = [0..own.start, own.end..world_size];
+        let lost = others.map(|ranks| Event::NodeLost { ranks, how: how.clone(), message: message.clone() });
+        let actions = lost.into_iter().flat_map(|event| supervisor.handle(event, now)).collect();
+        attempt.judge = Judge::Supervisor(supervisor);
+        self.carry_out(actions, now);
+    }
+}

@@ -1,0 +1,31 @@
+//! A job on several nodes: one `mgpurun`, its *agent*, on each host. Whatever started the agents (an engine such as
+//! Slurm or Kubernetes, or a user by hand) has also told each of them which of the nodes it is; `settings` finds out.
+//!
+//! | module | job |
+//! |---|---|
+//! | `settings` | flags + environment → which node is this, and where is node 0? (pure) |
+//! | `engine` | the environment of the innermost engine → what it says about the nodes (pure) |
+//! | `host_list` | Slurm's `node[003-7,9]` → its first host (pure) |
+//! | `card` | what a node says about itself, and whether two nodes contradict each other (pure) |
+//! | `arrangement` | which node has which number (pure) |
+//! | `coordinator` | agents + events → one job: epochs, orders, losses (pure) |
+//! | `message` | what agents and the coordinator say to each other |
+//! | `engine_variables` | which variables of an engine are about the agent, and not about its ranks? (pure) |
+
+mod arrangement;
+mod card;
+mod coordinator;
+mod engine;
+mod engine_variables;
+mod host_list;
+mod message;
+mod settings;
+mod settings_text;
+
+pub(crate) use card::NodeCard;
+pub(crate) use coordinator::{Config, Coordinator, MemberId, NodeLoss, OWN};
+pub(crate) use engine_variables::variables_to_remove;
+pub(crate) use message::{FromAgent, HEARTBEAT, MAX_LAST_LINE, MAX_LAST_LINES, Order, StartOrder, ToAgent};
+pub(crate) use settings::{
+    AuthChoice, NodeSettings, Ports, SettingsError, Surroundings, ranks_variable, settings,
+};

@@ -1,0 +1,507 @@
+//! Which node is this, how many are there, and where is node 0?
+//!
+//! Each setting comes from the first place that has it: a flag, `MGPU_*`, `PET_*` (torchrun's variables for its flags,
+//! which Kubeflow sets), then the environment of the innermost engine. An empty variable counts as absent. What is read
+//! here is one node's view; whether the nodes agree, the coordinator finds out.
+
+use std::net::Ipv6Addr;
+use std::ops::RangeInclusive;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use mgpu_control::protocol::MGPU_RENDEZVOUS;
+
+use super::engine::{self, Engine, Given, Told};
+use crate::cli::NodeArgs;
+use crate::launch::MAX_DURATION;
+
+/// Port of an endpoint without one, as for torchrun.
+const ENDPOINT_PORT: u16 = 29400;
+/// Port of `--master-addr` without one, as for torchrun.
+const MASTER_PORT: u16 = 29500;
+/// Most nodes of a job.
+const MAX_NODES: u32 = 65_536;
+/// Silence after which a node is lost.
+const NODE_TIMEOUT: Duration = Duration::from_secs(30);
+/// Agents report every second.
+const MIN_NODE_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// What the agent of one node knows about the job's nodes before it has reached any.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct NodeSettings {
+    /// How many nodes the job may have; `2..=2` for exactly two. Never `1..=1`.
+    pub(crate) nodes: RangeInclusive<u32>,
+    /// This node. If no node has a rank, the owner of the endpoint's address is node 0.
+    pub(crate) node_rank: Option<u32>,
+    /// Host name or address of node 0, and its port. Unknown only under MPICH before [`super::pmi`] has asked, and where
+    /// node 0 itself needs none.
+    pub(crate) endpoint: Option<(String, Ports)>,
+    /// Name of the job, the same on all nodes: `--rdzv-id`, or the engine's own.
+    pub(crate) run_id: Option<String>,
+    /// Address of this node that the others are told.
+    pub(crate) local_addr: Option<String>,
+    /// Silence after which an agent counts as lost.
+    pub(crate) node_timeout: Duration,
+    /// Time to join that `--rdzv-conf` sets; `--timeout` takes precedence.
+    pub(crate) join_timeout: Option<Duration>,
+    /// How the nodes authenticate each other.
+    pub(crate) auth: AuthChoice,
+    /// File with their secret. The variable `MGPU_SECRET` is not read here, so that no copy of it exists.
+    pub(crate) secret_file: Option<PathBuf>,
+    /// What started the agents, if its variables were recognised.
+    pub(crate) engine: Option<Engine>,
+    /// Each setting with the flag or the variable that it comes from.
+    pub(crate) sources: Vec<(&'static str, String)>,
+}
+
+/// The port on which node 0 listens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Ports {
+    /// This one.
+    One(u16),
+    /// The first free one of a sequence that follows from the name of the job.
+    OfJob,
+}
+
+/// The requested authentication.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum AuthChoice {
+    /// A secret if there is one, munge otherwise.
+    Auto,
+    /// A shared secret.
+    Secret,
+    /// The key of the munge service.
+    Munge,
+    /// Anybody may join.
+    None,
+}
+
+/// Why the settings make no sense.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub(crate) struct SettingsError(String);
+
+impl SettingsError {
+    pub(crate) fn new(text: impl Into<String>) -> Self {
+        SettingsError(text.into())
+    }
+}
+
+/// What the settings are read from besides the flags.
+pub(crate) struct Surroundings<'a> {
+    /// The value of an environment variable.
+    pub(crate) variable: &'a dyn Fn(&str) -> Option<String>,
+    /// The text of a file that a variable names.
+    pub(crate) file: &'a dyn Fn(&str) -> Option<String>,
+}
+
+/// The settings of a job on several nodes, `None` for a job on one. Remarks for the user are added to `notices`.
+///
+/// # Errors
+/// If a value is invalid, two contradict each other, or one is missing.
+pub(crate) fn settings(
+    args: &NodeArgs,
+    surroundings: &Surroundings<'_>,
+    notices: &mut Vec<String>,
+) -> Result<Option<NodeSettings>, SettingsError> {
+    // The variables that started another mgpurun, of which this is a rank, are not meant for this one.
+    let is_nested = surroundings.text(MGPU_RENDEZVOUS).is_some();
+    let places = Places { surroundings, is_nested };
+    let nnodes = places.find(&args.nnodes, "NNODES");
+    if is_standalone(args, &places, nnodes.as_ref())? {
+        return Ok(None);
+    }
+    check_backend(places.find(&args.rdzv_backend, "RDZV_BACKEND"))?;
+    let told = if is_nested { None } else { engine::innermost(surroundings)? };
+    let nodes = match (&nnodes, &told) {
+        (Some(given), _) => Some(Given::new(parse_nodes(given)?, &given.from)),
+        (None, Some(Told { refusal: Some(refusal), .. })) => return Err(SettingsError::new(refusal.clone())),
+        (None, Some(told)) => told.nodes.clone().map(|nodes| nodes.map(|count| count..=count)),
+        (None, None) => None,
+    };
+    notices.extend(disagreement(nodes.as_ref(), told.as_ref()));
+    let node_rank = node_rank(args, &places, told.as_ref(), nodes.as_ref())?;
+    let Some(nodes) = nodes.filter(|nodes| *nodes.value.end() > 1) else {
+        notices.extend(told.filter(|_| nnodes.is_none()).and_then(|told| told.remark));
+        notices.extend(without_effect(args, nnodes.as_ref()));
+        return Ok(None);
+    };
+    several(args, &places, told, nodes, node_rank, notices).map(Some)
+}
+
+/// The settings of several `nodes`.
+fn several(
+    args: &NodeArgs,
+    places: &Places<'_>,
+    told: Option<Told>,
+    nodes: Given<RangeInclusive<u32>>,
+    node_rank: Option<Given<u32>>,
+    notices: &mut Vec<String>,
+) -> Result<NodeSettings, SettingsError> {
+    let engine = told.as_ref().map(|told| told.engine);
+    let (told_endpoint, told_id) = told.map_or((None, None), |told| (told.endpoint, told.run_id));
+    let run_id = places.find(&args.rdzv_id, "RDZV_ID").or(told_id);
+    let endpoint = endpoint(args, places, told_endpoint, run_id.is_some())?;
+    // The processes of MPICH ask for it.
+    if endpoint.is_none() && engine != Some(Engine::Mpich) {
+        let advice = engine::endpoint_advice(engine, node_rank.as_ref().map(|rank| rank.value));
+        let nodes = describe_nodes(&nodes.value);
+        return Err(SettingsError::new(format!("{nodes}, and it is unknown where node 0 is: {advice}")));
+    }
+    let local_addr = places.find(&args.local_addr, "LOCAL_ADDR");
+    let node_timeout = places.find_ours(&args.node_timeout, "NODE_TIMEOUT");
+    let auth = places.find_ours(&args.auth, "AUTH");
+    let secret_file = places.find_ours(&args.secret_file, "SECRET_FILE");
+    let settings = NodeSettings {
+        node_timeout: node_timeout.as_ref().map(parse_node_timeout).transpose()?.unwrap_or(NODE_TIMEOUT),
+        join_timeout: join_timeout(places.find(&args.rdzv_conf, "RDZV_CONF"), notices)?,
+        auth: auth.as_ref().map(parse_auth).transpose()?.unwrap_or(AuthChoice::Auto),
+        secret_file: secret_file.as_ref().map(|file| PathBuf::from(&file.value)),
+        engine,
+        sources: [
+            ("nodes", Some(nodes.from)),
+            ("node rank", node_rank.as_ref().map(|rank| rank.from.clone())),
+            ("endpoint", endpoint.as_ref().map(|endpoint| endpoint.from.clone())),
+            ("run id", run_id.as_ref().map(|id| id.from.clone())),
+            ("local address", local_addr.as_ref().map(|address| address.from.clone())),
+            ("node timeout", node_timeout.map(|timeout| timeout.from)),
+            ("authentication", auth.map(|auth| auth.from)),
+            ("secret file", secret_file.map(|file| file.from)),
+        ]
+        .into_iter()
+        .filter_map(|(what, from)| Some((what, from?)))
+        .collect(),
+        nodes: nodes.value,
+        node_rank: node_rank.map(|rank| rank.value),
+        endpoint: endpoint.map(|endpoint| endpoint.value),
+        run_id: run_id.map(|id| id.value),
+        local_addr: local_addr.map(|address| address.value),
+    };
+    check_secret(&settings, args, places)?;
+    Ok(settings)
+}
+
+/// Where settings are looked for.
+struct Places<'a> {
+    surroundings: &'a Surroundings<'a>,
+    is_nested: bool,
+}
+
+impl Places<'_> {
+    /// A setting that torchrun has, too: the flag of this value, `MGPU_NAME`, or `PET_NAME`.
+    fn find(&self, flag: &Option<String>, name: &str) -> Option<Given<String>> {
+        self.find_ours(flag, name).or_else(|| self.variable("PET_", name))
+    }
+
+    /// A setting that torchrun does not have.
+    fn find_ours(&self, flag: &Option<String>, name: &str) -> Option<Given<String>> {
+        let of_flag = |value: &String| Given::new(value.clone(), flag_name(name));
+        flag.as_ref().map(of_flag).or_else(|| self.variable("MGPU_", name))
+    }
+
+    fn variable(&self, family: &str, name: &str) -> Option<Given<String>> {
+        let name = format!("{family}{name}");
+        let value = self.surroundings.text(&name).filter(|_| !self.is_nested)?;
+        Some(Given::new(value, name))
+    }
+}
+
+/// `--rdzv-endpoint` of `RDZV_ENDPOINT`.
+fn flag_name(name: &str) -> String {
+    format!("--{}", name.to_ascii_lowercase().replace('_', "-"))
+}
+
+/// An error about a value: where it is from, the value, and what it should be.
+fn wrong(given: &Given<String>, should_be: &str) -> SettingsError {
+    SettingsError::new(format!("{} is `{}`: {should_be}", given.from, given.value))
+}
+
+/// True if the job has one node, whatever other variables say.
+fn is_standalone(
+    args: &NodeArgs,
+    places: &Places<'_>,
+    nnodes: Option<&Given<String>>,
+) -> Result<bool, SettingsError> {
+    if args.standalone {
+        return match &args.nnodes {
+            Some(nodes) if nodes != "1" && nodes != "1:1" => Err(SettingsError::new(format!(
+                "--standalone means one node, and --nnodes is {nodes}: leave one of them out"
+            ))),
+            _ => Ok(true),
+        };
+    }
+    // Kubeflow sets it without a value.
+    let variable = (places.surroundings.variable)("PET_STANDALONE").filter(|_| !places.is_nested);
+    let is_set = variable.is_some_and(|value| value != "0");
+    Ok(is_set && nnodes.is_none_or(|nodes| nodes.from.starts_with("PET_")))
+}
+
+fn parse_nodes(given: &Given<String>) -> Result<RangeInclusive<u32>, SettingsError> {
+    let number = |text: &str| text.trim().parse::<u32>().ok();
+    let range = match given.value.split_once(':') {
+        Some((min, max)) => number(min).zip(number(max)),
+        None => number(&given.value).map(|count| (count, count)),
+    };
+    match range {
+        Some((0, _)) => Err(wrong(given, "at least one node is needed")),
+        Some((min, max)) if min > max => {
+            Err(wrong(given, "it should be MIN:MAX, and MIN is greater than MAX"))
+        }
+        Some((_, max)) if max > MAX_NODES => {
+            Err(wrong(given, &format!("at most {MAX_NODES} nodes are possible")))
+        }
+        Some((min, max)) => Ok(min..=max),
+        None => Err(wrong(given, "it should be a number of nodes, such as 2, or MIN:MAX, such as 2:4")),
+    }
+}
+
+/// "2 nodes" or "2 to 4 nodes".
+pub(super) fn describe_nodes(nodes: &RangeInclusive<u32>) -> String {
+    match nodes.start() == nodes.end() {
+        true => format!("{} nodes", nodes.end()),
+        false => format!("{} to {} nodes", nodes.start(), nodes.end()),
+    }
+}
+
+/// What to say if the engine has started another number of agents than was asked for.
+fn disagreement(nodes: Option<&Given<RangeInclusive<u32>>>, told: Option<&Told>) -> Option<String> {
+    let (nodes, told) = (nodes?, told?);
+    let started = told.nodes.as_ref().filter(|started| !nodes.value.contains(&started.value))?;
+    let (engine, count) = (told.engine, started.value);
+    let asked = match nodes.value.end() {
+        1 => "1 node".to_owned(),
+        _ => describe_nodes(&nodes.value),
+    };
+    Some(format!(
+        "{engine} has started mgpurun on {count} node{} ({}); the job has {asked}, as {} says",
+        if count == 1 { "" } else { "s" },
+        started.from,
+        nodes.from
+    ))
+}
+
+/// The rank of this node, if it has one.
+fn node_rank(
+    args: &NodeArgs,
+    places: &Places<'_>,
+    told: Option<&Told>,
+    nodes: Option<&Given<RangeInclusive<u32>>>,
+) -> Result<Option<Given<u32>>, SettingsError> {
+    let rank = match places.find(&args.node_rank, "NODE_RANK") {
+        Some(given) => match given.value.trim().parse() {
+            Ok(rank) => Given::new(rank, given.from),
+            Err(_) => return Err(wrong(&given, "it should be the number of this node, from 0")),
+        },
+        None => match told {
+            Some(Told { refusal: Some(refusal), .. }) if is_several(nodes) => {
+                return Err(SettingsError::new(refusal.clone()));
+            }
+            // The index of a pod of a job on one node is not about nodes.
+            Some(Told { node_rank: Some(rank), .. }) if is_several(nodes) => rank.clone(),
+            _ => return Ok(None),
+        },
+    };
+    let Given { value, from } = &rank;
+    match nodes {
+        Some(nodes) if !(0..*nodes.value.end()).contains(value) => {
+            let Given { value: nodes, from: of_nodes } = nodes;
+            let count = if *nodes.end() == 1 { "1 node".to_owned() } else { describe_nodes(nodes) };
+            let last = nodes.end() - 1;
+            Err(SettingsError::new(format!(
+                "this is node {value} ({from}), and the job has {count} ({of_nodes}): nodes count from 0 to {last}"
+            )))
+        }
+        None if *value > 0 => Err(SettingsError::new(format!(
+            "this is node {value} ({from}), and the number of nodes is unknown: add --nnodes N"
+        ))),
+        _ => Ok(Some(rank)),
+    }
+}
+
+fn is_several(nodes: Option<&Given<RangeInclusive<u32>>>) -> bool {
+    nodes.is_some_and(|nodes| *nodes.value.end() > 1)
+}
+
+/// What to say about flags that need `--nnodes`.
+fn without_effect(args: &NodeArgs, nnodes: Option<&Given<String>>) -> Option<String> {
+    let flags = [
+        ("--node-rank", args.node_rank.is_some()),
+        ("--rdzv-endpoint", args.rdzv_endpoint.is_some()),
+        ("--master-addr", args.master_addr.is_some()),
+    ];
+    let (flag, _) = flags.into_iter().find(|(_, is_given)| *is_given && nnodes.is_none())?;
+    Some(format!("{flag} has no effect on one node; --nnodes N says that the job has N nodes"))
+}
+
+/// Where node 0 is. Flags precede variables, and an endpoint precedes an address with a port.
+fn endpoint(
+    args: &NodeArgs,
+    places: &Places<'_>,
+    told: Option<Given<(String, Ports)>>,
+    has_run_id: bool,
+) -> Result<Option<Given<(String, Ports)>>, SettingsError> {
+    let port = places.find(&args.master_port, "MASTER_PORT");
+    let port = port.map(|port| parse_port(&port).map(|number| Given::new(number, port.from))).transpose()?;
+    let at_master = |address: Given<String>| {
+        let host = parse_host(&address)?;
+        let number = port.as_ref().map_or(MASTER_PORT, |port| port.value);
+        Ok(Some(Given::new((host, Ports::One(number)), address.from)))
+    };
+    if args.rdzv_endpoint.is_none() && args.master_addr.is_some() {
+        return places.find(&args.master_addr, "MASTER_ADDR").map_or(Ok(None), at_master);
+    }
+    if let Some(given) = places.find(&args.rdzv_endpoint, "RDZV_ENDPOINT") {
+        let (host, port) = parse_endpoint(&given)?;
+        return Ok(Some(Given::new((host, Ports::One(port.unwrap_or(ENDPOINT_PORT))), given.from)));
+    }
+    if let Some(address) = places.find(&args.master_addr, "MASTER_ADDR") {
+        return at_master(address);
+    }
+    if let Some(Given { value: (host, ports), from }) = told {
+        let ports = match (port, ports) {
+            (Some(port), _) => Ports::One(port.value),
+            (None, Ports::OfJob) if !has_run_id => Ports::One(ENDPOINT_PORT),
+            (None, ports) => ports,
+        };
+        return Ok(Some(Given::new((host, ports), from)));
+    }
+    // The script of a batch job exports them for PyTorch.
+    let Some(address) = places.variable("", "MASTER_ADDR") else { return Ok(None) };
+    let port = places.variable("", "MASTER_PORT").map(|port| parse_port(&port)).transpose()?;
+    let host = parse_host(&address)?;
+    Ok(Some(Given::new((host, Ports::One(port.unwrap_or(MASTER_PORT))), address.from)))
+}
+
+/// Host and port of `a`, `a:29400`, `10.0.0.2:29400`, `fd00::2`, `[fd00::2]` and `[fd00::2]:29400`.
+fn parse_endpoint(given: &Given<String>) -> Result<(String, Option<u16>), SettingsError> {
+    let text = given.value.trim();
+    let malformed = || wrong(given, "it should be HOST or HOST:PORT, with an IPv6 address in brackets");
+    let (host, port) = match text.strip_prefix('[') {
+        Some(rest) => {
+            let (host, behind) = rest.split_once(']').ok_or_else(malformed)?;
+            if !host.contains(':') {
+                return Err(malformed());
+            }
+            match behind {
+                "" => (host, None),
+                _ => (host, Some(behind.strip_prefix(':').ok_or_else(malformed)?)),
+            }
+        }
+        // Several colons without brackets: an IPv6 address without a port.
+        None if text.matches(':').count() > 1 => (text, None),
+        None => text.split_once(':').map_or((text, None), |(host, port)| (host, Some(port))),
+    };
+    if !is_host(host) {
+        return Err(malformed());
+    }
+    let number = |port: &str| port.parse().ok().filter(|port| *port != 0);
+    match port.map(number) {
+        Some(None) => Err(wrong(given, "its port should be a number from 1 to 65535")),
+        port => Ok((host.to_owned(), port.flatten())),
+    }
+}
+
+/// A host without a port.
+fn parse_host(given: &Given<String>) -> Result<String, SettingsError> {
+    match parse_endpoint(given)? {
+        (host, None) => Ok(host),
+        (_, Some(_)) => Err(wrong(given, "it should be a host without a port")),
+    }
+}
+
+/// True for a name, an IPv4 address, or an IPv6 address, which may have a scope such as `%eth0`.
+fn is_host(text: &str) -> bool {
+    if text.contains(':') {
+        let address = text.split('%').next().unwrap_or_default();
+        return address.parse::<Ipv6Addr>().is_ok();
+    }
+    !text.is_empty() && text.chars().all(|c| c.is_alphanumeric() || "-._".contains(c))
+}
+
+fn parse_port(given: &Given<String>) -> Result<u16, SettingsError> {
+    let port = given.value.trim().parse().ok().filter(|port| *port != 0);
+    port.ok_or_else(|| wrong(given, "it should be a port from 1 to 65535"))
+}
+
+/// torchrun's other backends need a server of their own; the two accepted ones are what mgpurun's rendezvous replaces.
+fn check_backend(backend: Option<Given<String>>) -> Result<(), SettingsError> {
+    match backend {
+        Some(given) if !["static", "c10d"].contains(&given.value.as_str()) => {
+            Err(wrong(&given, "mgpurun has a rendezvous of its own and accepts static and c10d only"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The time to join in torchrun's configuration of the rendezvous, `KEY=VALUE,KEY=VALUE`.
+fn join_timeout(
+    conf: Option<Given<String>>,
+    notices: &mut Vec<String>,
+) -> Result<Option<Duration>, SettingsError> {
+    let Some(conf) = conf else { return Ok(None) };
+    let (mut timeout, mut join_timeout, mut others) = (None, None, Vec::new());
+    for part in conf.value.split(',').map(str::trim).filter(|part| !part.is_empty()) {
+        let (key, value) =
+            part.split_once('=').ok_or_else(|| wrong(&conf, "it should be KEY=VALUE,KEY=VALUE"))?;
+        let time = match key.trim() {
+            "timeout" => &mut timeout,
+            "join_timeout" => &mut join_timeout,
+            other => {
+                others.push(other.to_owned());
+                continue;
+            }
+        };
+        let seconds = parse_seconds(value.trim());
+        *time = Some(seconds.ok_or_else(|| wrong(&conf, &format!("{key} should be a number of seconds")))?);
+    }
+    if !others.is_empty() {
+        notices.push(format!("{} of {} has no effect", others.join(", "), conf.from));
+    }
+    Ok(join_timeout.or(timeout))
+}
+
+fn parse_seconds(text: &str) -> Option<Duration> {
+    let seconds = text.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    seconds.filter(|seconds| *seconds <= MAX_DURATION)
+}
+
+fn parse_node_timeout(given: &Given<String>) -> Result<Duration, SettingsError> {
+    let seconds = parse_seconds(given.value.trim()).filter(|seconds| *seconds >= MIN_NODE_TIMEOUT);
+    seconds.ok_or_else(|| {
+        wrong(given, "it should be a number of seconds, at least 3, since nodes report every second")
+    })
+}
+
+fn parse_auth(given: &Given<String>) -> Result<AuthChoice, SettingsError> {
+    match given.value.trim() {
+        "auto" => Ok(AuthChoice::Auto),
+        "secret" => Ok(AuthChoice::Secret),
+        "munge" => Ok(AuthChoice::Munge),
+        "none" => Ok(AuthChoice::None),
+        _ => Err(wrong(given, "it should be auto, secret, munge or none")),
+    }
+}
+
+fn check_secret(settings: &NodeSettings, args: &NodeArgs, places: &Places<'_>) -> Result<(), SettingsError> {
+    let has_secret = settings.secret_file.is_some() || places.variable("MGPU_", "SECRET").is_some();
+    match settings.auth {
+        AuthChoice::Secret if !has_secret => Err(SettingsError::new(
+            "authentication by a secret needs one: add --secret-file FILE, or set MGPU_SECRET_FILE or MGPU_SECRET",
+        )),
+        AuthChoice::None | AuthChoice::Munge if args.secret_file.is_some() && args.auth.is_some() => {
+            let auth = args.auth.as_deref().unwrap_or_default();
+            Err(SettingsError::new(format!(
+                "--auth {auth} uses no secret, and --secret-file has one: leave one of them out"
+            )))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The variable that sets the number of ranks of a job whose command line does not, with its value.
+pub(crate) fn ranks_variable(surroundings: &Surroundings<'_>) -> Option<(&'static str, String)> {
+    // The second is that of older versions of Kubeflow.
+    let names = ["PET_NPROC_PER_NODE", "PET_N_PROC_PER_NODE"];
+    let is_nested = surroundings.text(MGPU_RENDEZVOUS).is_some();
+    names.into_iter().filter(|_| !is_nested).find_map(|name| Some((name, surroundings.text(name)?)))
+}
