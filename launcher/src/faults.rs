@@ -14,9 +14,15 @@ pub(crate) fn missed(injections: &[Injection], ranks: Range<u32>, page: &Progres
     let is_of_this_start = |fault: &Injection| fault.restart == start && ranks.contains(&fault.rank);
     let of_this_start = injections.iter().enumerate().filter(|(_, fault)| is_of_this_start(fault));
     of_this_start
-        .filter(|(number, fault)| fault.rank >= page.world_size() || !page.was_triggered(fault.rank, *number))
+        .filter(|(number, _)| !page.was_triggered(injections[*number].rank, *number))
         .filter_map(|(_, fault)| Some(format!("the fault {fault} did not happen: {}", why(fault, page)?)))
         .collect()
+}
+
+/// One line for each fault that was planned for start `restarts`, in a rank that it did not have: it had `ranks`.
+pub(crate) fn of_missing_ranks(injections: &[Injection], restarts: u32, ranks: u32) -> Vec<String> {
+    let missing = injections.iter().filter(|fault| fault.restart == restarts && fault.rank >= ranks);
+    missing.map(|fault| format!("the fault {fault} did not happen: this start had {ranks} ranks")).collect()
 }
 
 /// One line for each fault of a later restart than the last one.
@@ -29,9 +35,6 @@ pub(crate) fn of_later_starts(injections: &[Injection], restarts: u32) -> Vec<St
 /// Why a fault that its rank has not noted did not happen; `None` if it may have happened.
 fn why(fault: &Injection, page: &ProgressPage) -> Option<String> {
     let rank = fault.rank;
-    if rank >= page.world_size() {
-        return Some(format!("this start had {} ranks", page.world_size()));
-    }
     let progress = page.progress(rank);
     let has_joined = progress.pid != 0;
     match fault.point {

@@ -347,9 +347,9 @@ impl<E: Storage> Net<E> {
         Ok(())
     }
 
-    /// Computes the gradient of the mean loss of the current batch (see [`divide_loss_by`](Self::divide_loss_by)) for every
-    /// parameter, after a forward pass in training mode with the same `params`. Writes each gradient to `sink` and announces it, last tensor first, so
-    /// that its reduction can overlap the computation of the following ones.
+    /// Computes the gradient of the mean loss of the current batch (see [`divide_loss_by`](Self::divide_loss_by)) for
+    /// every parameter, after a forward pass in training mode with the same `params`. Writes each gradient to `sink` and
+    /// announces it, last tensor first, so that its reduction can overlap the computation of the following ones.
     ///
     /// # Errors
     /// Errors of the sink.

@@ -186,7 +186,9 @@ impl<'a> Job<'a> {
             self.state = State::Over(Outcome { message: None, ..outcome });
             return;
         }
-        missed_faults.iter().for_each(|fault| id.say(shared, fault));
+        let ranks = self.elasticity.as_ref().map_or(u32::MAX, |ranks| ranks.current().len() as u32);
+        let of_missing = faults::of_missing_ranks(&self.plan.plan.injections, self.restarts, ranks);
+        missed_faults.iter().chain(&of_missing).for_each(|fault| id.say(shared, fault));
         if let Some(culprit) = outcome.culprit {
             shared.output.repeat_last_lines(id.first_rank + culprit);
         }
@@ -228,12 +230,8 @@ impl<'a> JobPlan<'a> {
             Ok(kept) => kept,
             Err(usable) => {
                 let fewest = request.min_ranks.unwrap_or_default();
-                self.id.say(
-                    shared,
-                    &format!(
-                        "not restarted: {usable} of {all} GPUs can be used, fewer than --min-ranks {fewest}"
-                    ),
-                );
+                let text = format!("{usable} of {all} GPUs can be used, fewer than --min-ranks {fewest}");
+                self.id.say(shared, &format!("not restarted: {text}"));
                 return Ok(None);
             }
         };
@@ -249,8 +247,8 @@ impl<'a> JobPlan<'a> {
         Ok(Some(Cow::Borrowed(first)))
     }
 
-    /// Starts all ranks of `plan`. No process of theirs is left when the attempt ends, and their resources, such as GPU memory, are
-    /// free for the next one: the kernel closes a process's devices before it reports its end.
+    /// Starts all ranks of `plan`. No process of theirs is left when the attempt ends, and their resources, such as GPU
+    /// memory, are free for the next one: the kernel closes a process's devices before it reports its end.
     fn start(
         &'a self,
         plan: &LaunchPlan,
