@@ -262,17 +262,22 @@ impl Parallel {
         }
     }
 
-    /// Number of micro-batches on each of `ranks` ranks, for `batch` images a rank.
-    pub(crate) fn micro_batches(&self, batch: usize, ranks: u32) -> Result<usize, String> {
-        let count = match self.world_size_invariant {
-            None => self.accumulate,
-            Some(all) if all.is_power_of_two() && all.is_multiple_of(ranks as usize) => all / ranks as usize,
-            Some(all) => {
-                return Err(format!(
-                    "--world-size-invariant {all} must be a power of two and a multiple of the number of ranks, {ranks}"
-                ));
+    /// Number of micro-batches on each of `ranks` ranks.
+    pub(crate) fn count_micro_batches(&self, ranks: u32) -> Result<usize, String> {
+        match self.world_size_invariant {
+            None => Ok(self.accumulate),
+            Some(all) if all.is_power_of_two() && all.is_multiple_of(ranks as usize) => {
+                Ok(all / ranks as usize)
             }
-        };
+            Some(all) => Err(format!(
+                "--world-size-invariant {all} must be a power of two and a multiple of the number of ranks, {ranks}"
+            )),
+        }
+    }
+
+    /// Number of micro-batches on each of `ranks` ranks, which divide its `batch` images equally.
+    pub(crate) fn micro_batches(&self, batch: usize, ranks: u32) -> Result<usize, String> {
+        let count = self.count_micro_batches(ranks)?;
         if batch.is_multiple_of(count) {
             Ok(count)
         } else {

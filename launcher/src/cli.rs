@@ -161,18 +161,24 @@ fn check_single_job(nodes: Option<&NodeSettings>, jobs: usize, one_world: bool) 
     )))
 }
 
-/// The number of ranks of a job.
-fn count_ranks(ranks: &RankArgs, surroundings: &Surroundings<'_>) -> Result<Ranks, SettingsError> {
+/// The number of ranks of a job, and the fewest with which it goes on if the number is a range.
+fn count_ranks(
+    ranks: &RankArgs,
+    surroundings: &Surroundings<'_>,
+) -> Result<(Ranks, Option<u32>), SettingsError> {
     let variable = ranks_variable(surroundings);
-    match requested(ranks.ranks, ranks.nproc_per_node, variable).map_err(SettingsError::new)? {
-        RanksPerNode::Auto => Ok(Ranks::Auto),
-        RanksPerNode::Gpu if has_gpus() => Ok(Ranks::Auto),
-        RanksPerNode::Gpu => Err(SettingsError::new(
-            "gpu as the number of ranks needs GPUs, and this machine shows none: choose auto, cpu or a number",
-        )),
-        RanksPerNode::Cpu => Ok(Ranks::Count(usable_cores() as u32)),
-        RanksPerNode::Count { ranks, .. } => Ok(Ranks::Count(ranks)),
-    }
+    let count = match requested(ranks.ranks, ranks.nproc_per_node, variable).map_err(SettingsError::new)? {
+        RanksPerNode::Auto => Ranks::Auto,
+        RanksPerNode::Gpu if has_gpus() => Ranks::Auto,
+        RanksPerNode::Gpu => {
+            return Err(SettingsError::new(
+                "gpu as the number of ranks needs GPUs, and this machine shows none: choose auto, cpu or a number",
+            ));
+        }
+        RanksPerNode::Cpu => Ranks::Count(usable_cores() as u32),
+        RanksPerNode::Count { ranks, min } => return Ok((Ranks::Count(ranks), min)),
+    };
+    Ok((count, None))
 }
 
 fn usable_cores() -> usize {
@@ -198,10 +204,12 @@ fn request(
 ) -> Result<Request, Box<dyn std::error::Error>> {
     let Job { ranks, command } = job;
     let mut words = command.into_iter();
+    let (count, fewest) = count_ranks(&ranks, surroundings)?;
     Ok(Request {
         program: find(&words.next().unwrap_or_default())?,
         arguments: words.collect(),
-        ranks: count_ranks(&ranks, surroundings)?,
+        ranks: count,
+        min_ranks: ranks.min_ranks.or(fewest),
         backend: ranks.backend,
         gpus: ranks.gpus,
         isolate_gpus: ranks.isolate_gpus,

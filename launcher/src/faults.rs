@@ -19,6 +19,12 @@ pub(crate) fn missed(injections: &[Injection], ranks: Range<u32>, page: &Progres
         .collect()
 }
 
+/// One line for each fault that was planned for start `restarts`, in a rank that it did not have: it had `ranks`.
+pub(crate) fn of_missing_ranks(injections: &[Injection], restarts: u32, ranks: u32) -> Vec<String> {
+    let missing = injections.iter().filter(|fault| fault.restart == restarts && fault.rank >= ranks);
+    missing.map(|fault| format!("the fault {fault} did not happen: this start had {ranks} ranks")).collect()
+}
+
 /// One line for each fault of a later restart than the last one.
 pub(crate) fn of_later_starts(injections: &[Injection], restarts: u32) -> Vec<String> {
     let later = injections.iter().filter(|fault| fault.restart > restarts);

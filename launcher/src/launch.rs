@@ -107,6 +107,13 @@ impl Launch {
         self
     }
 
+    /// Lets restarts go on with fewer copies, but at least `count`, when a GPU has died or a rank fails again and again
+    /// (never by default). Requires [`restart`](Self::restart).
+    pub fn min_ranks(mut self, count: u32) -> Self {
+        self.requests[0].min_ranks = Some(count);
+        self
+    }
+
     /// Chooses the backend.
     pub fn backend(mut self, backend: BackendChoice) -> Self {
         self.requests[0].backend = backend;
@@ -229,6 +236,14 @@ impl Launch {
 
     /// Plans all jobs. Until the returned register is dropped, no other launch chooses GPUs.
     fn choose(&self) -> Result<(Vec<LaunchPlan>, Option<Register>), LaunchError> {
+        let is_elastic = self.requests.iter().any(|request| request.min_ranks.is_some());
+        if is_elastic && self.supervision.restart.max_restarts == 0 {
+            return Err(PlanError::NoRestarts.into());
+        }
+        if is_elastic && self.nodes.is_some() {
+            let why = "a job on several nodes has the same ranks on each of them in every start";
+            return Err(PlanError::NotElastic { option: "several nodes", why }.into());
+        }
         let mut machine = Machine::detect();
         if self.requests.iter().any(|request| request.share_gpus) {
             machine.nccl = nccl::version();
@@ -272,7 +287,8 @@ impl Launch {
         let (mut plans, register) = self.choose()?;
         // Held until the ranks have ended.
         let _reservations = register.map(|register| reserve(&mut plans, &register)).transpose()?;
-        let Launch { output, signals, supervision, report_bindings, fail, notices, nodes, .. } = self;
+        let Launch { requests, output, signals, supervision, report_bindings, fail, notices, nodes, .. } =
+            self;
         let signals = signals?;
         if supervision.adopts_orphans {
             orphans::adopt()?;
@@ -284,7 +300,7 @@ impl Launch {
         let sizes: Vec<u32> = plans.iter().map(|plan| plan.ranks.len() as u32).collect();
         let mut output = Output::new(&sizes, output)?;
         notices.iter().for_each(|notice| output.say(notice));
-        let jobs = name_jobs(&plans, supervision)?;
+        let jobs = name_jobs(&plans, &requests, supervision)?;
         for JobPlan { id, plan, .. } in &jobs {
             let locations = plan.ranks.iter().map(|rank| &rank.location).filter(|_| report_bindings);
             plan.notices.iter().chain(locations).for_each(|line| id.say_to(&mut output, line));
@@ -380,24 +396,28 @@ fn host_name() -> String {
 
 /// Gives each job its number, identifier and port. The identifier of one of several jobs is that of the launch with the
 /// number behind it.
-fn name_jobs(plans: &[LaunchPlan], supervision: Supervision) -> Result<Vec<JobPlan<'_>>, LaunchError> {
+fn name_jobs<'a>(
+    plans: &'a [LaunchPlan],
+    requests: &'a [Request],
+    supervision: Supervision,
+) -> Result<Vec<JobPlan<'a>>, LaunchError> {
     let launch_id = mgpu_control::protocol::new_run_id()?;
     let launch_ranks = plans.iter().map(|plan| plan.ranks.len() as u32).sum();
     let mut first_rank = 0;
-    let job = |(number, plan): (u32, _)| {
-        let plan: &LaunchPlan = plan;
+    let job = |(number, plan): (u32, &'a LaunchPlan)| {
+        let elastic = requests.get(number as usize).filter(|request| request.min_ranks.is_some());
         let number = (plans.len() > 1).then_some(number);
         let id = JobId { number, first_rank };
         first_rank += plan.ranks.len() as u32;
         let run_id = number.map_or(launch_id.clone(), |number| format!("{launch_id}.{number}"));
-        JobPlan { id, plan, run_id, port: ReservedPort::reserve(), supervision, launch_ranks }
+        JobPlan { id, plan, elastic, run_id, port: ReservedPort::reserve(), supervision, launch_ranks }
     };
     Ok((0..).zip(plans).map(job).collect())
 }
 
 /// What the requests want to know about the GPUs.
 struct Wanted {
-    /// Jobs certainly divide the GPUs, or choose some.
+    /// Jobs certainly divide the GPUs, choose some, or may go on without one.
     is_divided: bool,
     /// Some job has chosen GPUs.
     is_chosen: bool,
@@ -409,10 +429,12 @@ impl Wanted {
     fn of(requests: &[Request], one_world: bool) -> Self {
         let any = |is: fn(&Request) -> bool| requests.iter().any(is);
         let is_chosen = any(|request| request.gpus != GpuChoice::All);
+        // A GPU that has died is known by its UUID.
+        let is_elastic = any(|request| request.min_ranks.is_some() && request.backend == BackendChoice::Nccl);
         let is_several =
             requests.len() > 1 && !one_world && any(|request| request.backend == BackendChoice::Nccl);
         Wanted {
-            is_divided: is_chosen || is_several,
+            is_divided: is_chosen || is_several || is_elastic,
             is_chosen,
             is_free: any(|request| request.gpus == GpuChoice::Free),
         }

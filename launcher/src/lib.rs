@@ -21,6 +21,7 @@
 //! | `faults` | which injected faults have not happened? |
 //! | `group`, `orphans`, `guardian` | no process of a rank survives, whichever process is killed |
 //! | `restart` | outcome → restart or not (pure) |
+//! | `elasticity` | failures → the ranks of a restart (pure) |
 //! | [`output`] | bytes → complete lines with their rank |
 //! | [`events`] | events of the run → JSON |
 //! | `writer` | a thread that writes files, so that the loop never blocks on a disk |
@@ -36,6 +37,7 @@
 
 pub mod cli;
 mod doctor;
+mod elasticity;
 mod error;
 mod event_loop;
 pub mod events;

@@ -1,5 +1,6 @@
 //! Detects cores, GPUs and environment of this machine. Opens NVML only to list or choose GPUs, and no other NVIDIA library.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use mgpu_control::protocol::{MGPU_RENDEZVOUS, MGPU_THREADS, OMP_NUM_THREADS};
@@ -40,6 +41,21 @@ impl Machine {
 }
 
 impl Machine {
+    /// This machine, and the UUIDs of all of its GPUs, whether visible or not, that the driver lists and NVML, if there is
+    /// one, can open; `None` if neither knows any. A GPU that has fallen off the bus may be listed until the next boot, but
+    /// NVML cannot open it.
+    pub(crate) fn detect_present() -> (Self, Option<BTreeSet<String>>) {
+        let listed = list_gpus(Path::new("/")).into_iter().filter(|gpu| gpu.reachable);
+        let mut present: BTreeSet<String> = listed.filter_map(|gpu| gpu.uuid).collect();
+        let opened = Nvml::open().and_then(|nvml| nvml.uuids()).unwrap_or_default();
+        if present.is_empty() {
+            present.extend(opened);
+        } else if !opened.is_empty() {
+            present.retain(|uuid| opened.contains(uuid));
+        }
+        (Self::detect(), Some(present).filter(|present| !present.is_empty()))
+    }
+
     /// Lists the GPUs by NVML if the driver lists none in `/proc`, as in some containers.
     pub(crate) fn list_gpus_by_nvml(&mut self) {
         if !self.gpus.is_empty() {

@@ -76,7 +76,7 @@ pub use comm::{CapturedGroup, DeviceCommunicator, Group, Waitable};
 pub use error::{Error, Result};
 pub use layout::{Layout, TensorSpec};
 pub use parameter_group::ParameterGroup;
-pub use sampler::{Sampler, SamplerConfig, evaluation_shard};
+pub use sampler::{Sampler, SamplerConfig, batch_part, evaluation_shard};
 #[cfg(feature = "cuda")]
 pub use step::device::{self, DeviceDataParallel};
 pub use step::{

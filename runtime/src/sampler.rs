@@ -5,7 +5,9 @@
 //! of steps, and n ranks with batch b/n train on the same global batches as one rank with batch b. Samples that do
 //! not fill a last global batch are left out of that epoch; the next shuffle leaves out others.
 //!
-//! A sampler has no position to save: a batch is a function of seed, epoch and step.
+//! A sampler has no position to save: a batch is a function of seed, epoch and step. The global batches do not depend on
+//! the number of ranks, so a run continues at the same step with another number of them. If they do not divide the global
+//! batch, some take one sample more ([`batch_part`]).
 
 use std::ops::Range;
 
@@ -44,7 +46,12 @@ pub struct SamplerConfig {
 /// ```
 #[derive(Debug, Clone)]
 pub struct Sampler {
-    config: SamplerConfig,
+    samples: usize,
+    /// Samples of a step on all ranks.
+    global_batch: usize,
+    /// Those of this rank.
+    part: Range<usize>,
+    seed: u64,
     /// The epoch that `order` belongs to.
     epoch: Option<u64>,
     order: Vec<u32>,
@@ -59,29 +66,76 @@ fn check_rank(rank: u32, ranks: u32) -> Result<()> {
     Err(Error::InvalidArgument { operation: "sampler", problem })
 }
 
+/// The entries of a global batch of `global` samples in part `part` of `parts`. The parts are consecutive, and together
+/// they are the whole batch. If they cannot be equal, the first ones have one sample more.
+///
+/// ```
+/// let parts: Vec<_> = (0..3).map(|part| mgpu::batch_part(8, part, 3)).collect();
+/// assert_eq!(parts, [0..3, 3..6, 6..8]);
+/// ```
+///
+/// # Panics
+/// If there is no such part.
+pub fn batch_part(global: usize, part: usize, parts: usize) -> Range<usize> {
+    assert!(part < parts, "there is no part {part} among {parts}");
+    let (each, rest) = (global / parts, global % parts);
+    let begin = |part: usize| part * each + part.min(rest);
+    begin(part)..begin(part + 1)
+}
+
 impl Sampler {
     /// The samples of `config.rank`.
     ///
     /// # Errors
     /// If `rank` is not below `ranks`, if the samples do not fill one batch on every rank, or if the batch is empty.
     pub fn new(config: SamplerConfig) -> Result<Self> {
-        let SamplerConfig { samples, batch, rank, ranks, .. } = config;
+        let SamplerConfig { samples, batch, rank, ranks, seed } = config;
         check_rank(rank, ranks)?;
-        let problem = if batch == 0 {
+        let global_batch = batch.saturating_mul(ranks as usize);
+        if samples < global_batch {
+            let problem =
+                format!("{samples} samples are fewer than a batch of {batch} on each of {ranks} ranks");
+            return Err(Error::InvalidArgument { operation: "sampler", problem });
+        }
+        let begin = batch * rank as usize;
+        Self::of_part(samples, global_batch, begin..begin + batch, seed)
+    }
+
+    /// The samples of a rank that takes the entries `part` of each global batch of `global_batch` samples. The parts of
+    /// all ranks together are the global batch, and need not be equal: [`batch_part`] divides one.
+    ///
+    /// ```
+    /// # fn main() -> mgpu::Result<()> {
+    /// use mgpu::{Sampler, batch_part};
+    /// let rank = |rank| Sampler::of_part(100, 8, batch_part(8, rank, 3), 7);
+    /// let (mut first, mut last) = (rank(0)?, rank(2)?);
+    /// assert_eq!((first.steps_per_epoch(), last.steps_per_epoch()), (12, 12));
+    /// assert_eq!((first.batch(0, 11).len(), last.batch(0, 11).len()), (3, 2));
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// If the part is empty or exceeds the global batch, or the samples do not fill a global batch.
+    pub fn of_part(samples: usize, global_batch: usize, part: Range<usize>, seed: u64) -> Result<Self> {
+        let problem = if part.is_empty() {
             "a batch has at least one sample".to_owned()
+        } else if part.end > global_batch {
+            format!("samples {} to {} of a global batch of {global_batch}", part.start, part.end)
         } else if samples > u32::MAX as usize {
             format!("{samples} samples are more than 32-bit numbers count")
-        } else if samples < batch.saturating_mul(ranks as usize) {
-            format!("{samples} samples are fewer than a batch of {batch} on each of {ranks} ranks")
+        } else if samples < global_batch {
+            format!("{samples} samples are fewer than a global batch of {global_batch}")
         } else {
-            return Ok(Sampler { config, epoch: None, order: (0..samples as u32).collect() });
+            let order = (0..samples as u32).collect();
+            return Ok(Sampler { samples, global_batch, part, seed, epoch: None, order });
         };
         Err(Error::InvalidArgument { operation: "sampler", problem })
     }
 
     /// Steps of an epoch, the same on every rank.
     pub fn steps_per_epoch(&self) -> usize {
-        self.config.samples / (self.config.batch * self.config.ranks as usize)
+        self.samples / self.global_batch
     }
 
     /// This rank's samples for step `step` (from 0) of epoch `epoch`.
@@ -93,17 +147,15 @@ impl Sampler {
         if self.epoch != Some(epoch) {
             self.shuffle(epoch);
         }
-        let SamplerConfig { batch, rank, ranks, .. } = self.config;
-        let begin = (step * ranks as usize + rank as usize) * batch;
-        &self.order[begin..begin + batch]
+        let begin = step * self.global_batch;
+        &self.order[begin + self.part.start..begin + self.part.end]
     }
 
     /// Fisher–Yates with a counter-based generator (Knuth, The Art of Computer Programming 2, algorithm P).
     fn shuffle(&mut self, epoch: u64) {
-        let SamplerConfig { samples, seed, .. } = self.config;
-        let stream = Stream::new(seed, epoch);
-        self.order = (0..samples as u32).collect();
-        for last in (1..samples).rev() {
+        let stream = Stream::new(self.seed, epoch);
+        self.order = (0..self.samples as u32).collect();
+        for last in (1..self.samples).rev() {
             let random = stream.bits(last as u64);
             // The high half of the 128-bit product is uniform over 0..=last, with a bias below 2^-32.
             let chosen = (u128::from(random) * (last as u128 + 1)) >> 64;
@@ -152,6 +204,25 @@ mod tests {
         }
 
         #[test]
+        fn any_number_of_ranks_trains_on_the_same_global_batches(
+            global in 1usize..40, ranks in 1usize..9, extra in 0usize..100, epoch in 0u64..5
+        ) {
+            prop_assume!(ranks <= global);
+            let samples = global + extra;
+            let mut alone = Sampler::of_part(samples, global, 0..global, 5).unwrap();
+            let parts: Vec<_> = (0..ranks).map(|rank| batch_part(global, rank, ranks)).collect();
+            let sizes: Vec<usize> = parts.iter().map(ExactSizeIterator::len).collect();
+            prop_assert!(sizes.is_sorted_by(|a, b| a >= b) && sizes[0] - sizes[ranks - 1] <= 1);
+            let of_part = |part: &Range<usize>| Sampler::of_part(samples, global, part.clone(), 5).unwrap();
+            let mut samplers: Vec<Sampler> = parts.iter().map(of_part).collect();
+            for step in 0..samples / global {
+                let all: Vec<u32> =
+                    samplers.iter_mut().flat_map(|sampler| sampler.batch(epoch, step).to_vec()).collect();
+                prop_assert_eq!(&all[..], alone.batch(epoch, step));
+            }
+        }
+
+        #[test]
         fn evaluation_shards_cover_all_samples_once(samples in 0usize..1000, ranks in 1u32..17) {
             let shards: Vec<_> = (0..ranks).map(|rank| evaluation_shard(samples, rank, ranks).unwrap()).collect();
             let all: Vec<usize> = shards.iter().cloned().flatten().collect();
@@ -181,6 +252,16 @@ mod tests {
         assert_eq!(refused(SamplerConfig { ranks: 0, ..fits }), "sampler: there is no rank 0 among 0");
         assert_eq!(refused(SamplerConfig { batch: 0, ..fits }), "sampler: a batch has at least one sample");
         assert!(refused(SamplerConfig { batch: usize::MAX, ..fits }).contains("fewer than a batch of"));
+        for (global, part, text) in [
+            (11, 0..1, "10 samples are fewer than a global batch of 11"),
+            (8, 4..9, "samples 4 to 9 of a global batch of 8"),
+            (8, 4..4, "a batch has at least one sample"),
+        ] {
+            assert_eq!(
+                Sampler::of_part(10, global, part, 0).unwrap_err().to_string(),
+                format!("sampler: {text}")
+            );
+        }
         assert!(evaluation_shard(10, 3, 3).is_err() && evaluation_shard(10, 0, 0).is_err());
         let last = evaluation_shard(usize::MAX, u32::MAX - 1, u32::MAX).unwrap();
         assert_eq!(last.end, usize::MAX);

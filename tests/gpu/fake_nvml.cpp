@@ -2,6 +2,7 @@
 //
 //   FAKE_NVML_PROCESSES=1:4242,1:77   processes 4242 and 77 compute on GPU 1
 //   FAKE_NVML_NO_DRIVER=1             there is no driver
+//   FAKE_NVML_LOST=FILE               the GPUs whose numbers are in the file, if it exists, have fallen off the bus
 //
 // A call before nvmlInit_v2, or after as many calls of nvmlShutdown, fails as with the real library, and so does a handle
 // that is not one of a device.
@@ -23,6 +24,7 @@ enum nvmlReturn : unsigned {
     NVML_ERROR_NOT_FOUND = 6,
     NVML_ERROR_INSUFFICIENT_SIZE = 7,
     NVML_ERROR_DRIVER_NOT_LOADED = 9,
+    NVML_ERROR_GPU_IS_LOST = 15,
 };
 
 struct nvmlProcessInfo {
@@ -70,6 +72,16 @@ std::vector<unsigned> processes_on(int index) {
     return pids;
 }
 
+bool is_lost(unsigned index) {
+    const char* name = getenv("FAKE_NVML_LOST");
+    FILE* file = name == nullptr ? nullptr : fopen(name, "r");
+    if (file == nullptr) return false;
+    bool found = false;
+    for (unsigned lost; !found && fscanf(file, "%u", &lost) == 1;) found = lost == index;
+    fclose(file);
+    return found;
+}
+
 }   // namespace
 
 API nvmlReturn nvmlInit_v2() {
@@ -92,6 +104,7 @@ API const char* nvmlErrorString(nvmlReturn code) {
         case NVML_ERROR_NOT_FOUND: return "Not Found";
         case NVML_ERROR_INSUFFICIENT_SIZE: return "Insufficient Size";
         case NVML_ERROR_DRIVER_NOT_LOADED: return "Driver Not Loaded";
+        case NVML_ERROR_GPU_IS_LOST: return "GPU is lost";
     }
     return "Unknown Error";
 }
@@ -105,6 +118,7 @@ API nvmlReturn nvmlDeviceGetCount_v2(unsigned* count) {
 API nvmlReturn nvmlDeviceGetHandleByIndex_v2(unsigned index, nvmlDevice** device) {
     if (initialized == 0) return NVML_ERROR_UNINITIALIZED;
     if (index >= all().size()) return NVML_ERROR_INVALID_ARGUMENT;
+    if (is_lost(index)) return NVML_ERROR_GPU_IS_LOST;
     *device = &all()[index];
     return NVML_SUCCESS;
 }

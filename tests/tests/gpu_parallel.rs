@@ -238,6 +238,33 @@ fn world_size_invariant_training_is_bit_equal() {
     }
 }
 
+/// Three ranks with three, three and two images train what one rank trains with all of them. With a world-size-invariant
+/// reduction a run goes on with fewer ranks bit-equal.
+#[test]
+fn a_global_batch_is_divided_over_gpus() {
+    let losses = |ranks| {
+        let flags = ["--global-batch", "8", "--lr", "0.01", "--steps", "4", "--log-every", "1"];
+        let finished = train(ranks, &flags);
+        assert_eq!(finished.code, Some(0), "{finished:#?}");
+        let lines = finished.stdout.lines().filter(|line| line.starts_with("step "));
+        lines.map(|line| line.split(' ').nth(5).unwrap().parse().unwrap()).collect::<Vec<f64>>()
+    };
+    let (alone, divided) = (losses(1), losses(3));
+    let is_close = |(a, b): (&f64, &f64)| (a - b).abs() < 2e-4;
+    assert!(alone.len() == 4 && alone.iter().zip(&divided).all(is_close), "{divided:?}, not {alone:?}");
+
+    let folder = tempfile::tempdir().unwrap();
+    let all = ["--global-batch", "8", "--world-size-invariant", "4", "--schedule", "constant"];
+    let run = |ranks, steps, more: &[&str]| train(ranks, &[&all[..], &["--steps", steps], more].concat());
+    let saving = ["--checkpoint-dir", folder.path().to_str().unwrap(), "--resume"];
+    for (ranks, steps) in [(4, "2"), (2, "5")] {
+        run(ranks, steps, &saving).expect(0, &[]);
+    }
+    assert_eq!(weights(&run(4, "6", &saving)), weights(&run(1, "6", &[])));
+    train(3, &["--global-batch", "14", "--accumulate", "2", "--steps", "1"])
+        .expect(1, &["the 5 images of rank 0 cannot be split into 2 equal micro-batches; only on CPUs"]);
+}
+
 #[test]
 fn a_non_finite_loss_ends_the_training_and_is_named() {
     for name in ["replicated", "shared", "host"] {

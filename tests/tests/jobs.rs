@@ -335,6 +335,9 @@ fn wrong_jobs_are_usage_errors() {
         (&["--backend", "cpu", "--gpus", "0", "true"], "--gpus chooses GPUs, and --backend cpu uses none"),
         (&["--gpus", "x", "true"], "it should be all, free, or numbers"),
         (&["--fail", "none", "true"], "possible values: one, all"),
+        (&["--min-ranks", "1", "true"], "says how a restart goes on, and there is none: add --max-restarts"),
+        (&["--nproc-per-node", "1:2", "true"], "add --max-restarts"),
+        (&["-n", "2", "true", ":", "--min-ranks", "3", "true"], "add --max-restarts"),
     ] {
         run(&mut mgpurun(words)).expect(2, &[text]);
     }
@@ -441,6 +444,34 @@ fn a_reserved_gpu_is_not_chosen_again() {
     fs::write(folder.path().join("go"), "").unwrap();
     child.finish().expect(0, &[]);
     run(&mut with_gpus(folder.path(), &["-n", "4", "--gpus", "free", "true"])).expect(0, &[]);
+}
+
+#[test]
+fn a_job_goes_on_without_a_gpu_that_has_died_and_with_it_again() {
+    let script = "echo life $MGPU_RESTART_COUNT rank $RANK of $WORLD_SIZE on $CUDA_VISIBLE_DEVICES; \
+                  [ $RANK = $MGPU_RESTART_COUNT ] && [ -e life-$RANK ] && sh ./life-$RANK; :";
+    let run_with = |first: &str, gpus: &[&str]| {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("life-0"), format!("echo {first} > lost; kill $PPID")).unwrap();
+        fs::write(folder.path().join("life-1"), "rm lost; kill $PPID").unwrap();
+        let elastic = ["-n", "3", "--backend", "nccl", "--min-ranks", "2", "--max-restarts", "2"];
+        let words = [&elastic[..], gpus, &["sh", "-c", script]].concat();
+        run(with_gpus(folder.path(), &words).env("FAKE_NVML_LOST", folder.path().join("lost")))
+    };
+    let pair = format!("{},{}", uuid(0), uuid(2));
+    let gone = format!("going on with 2 of 3 ranks: GPU {} is gone\n", uuid(1));
+    for (gpus, whole) in
+        [(&[][..], ""), (&["--gpus", "0,1,2"], &format!(" {},{},{}", uuid(0), uuid(1), uuid(2)))]
+    {
+        let finished = run_with("1", gpus);
+        let first = format!("[2] life 0 rank 2 of 3 on{whole}\n");
+        let second = format!("[1] life 1 rank 1 of 2 on {pair}\n");
+        let third = format!("[2] life 2 rank 2 of 3 on{whole}\n");
+        finished.expect(0, &[&first, &gone, &second, "going on with all 3 ranks again", &third]);
+        assert!(!finished.stdout.contains("[2] life 1"), "{finished:#?}");
+    }
+    let text = "not restarted: 1 of 3 GPUs can be used, fewer than --min-ranks 2";
+    run_with("0 2", &[]).expect(128 + 15, &["restart 1 of 2", text]);
 }
 
 #[test]

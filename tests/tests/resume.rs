@@ -1,8 +1,10 @@
 //! `train_mnist` resumes from its checkpoints, bit-equal to an uninterrupted run, or with a message why not. `evaluation`
-//! covers runs that only load a checkpoint.
+//! covers runs that only load a checkpoint, `global_batch` runs whose number of ranks changes.
 
 #[path = "resume/evaluation.rs"]
 mod evaluation;
+#[path = "resume/global_batch.rs"]
+mod global_batch;
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -373,6 +373,32 @@ fn a_failed_rank_is_restarted_with_all_others() {
     restart(&["--max-restarts", "3", "--restart-always"], &[early]).expect(0, &["[0] life 1"]);
 }
 
+/// Events and faults are those of the ranks that are left.
+#[test]
+fn a_rank_that_fails_in_two_starts_in_a_row_is_left_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = "echo life $MGPU_RESTART_COUNT of $WORLD_SIZE; [ $RANK$WORLD_SIZE != 13 ] || exit 3";
+    let mut job = launcher(folder.path());
+    job.current_dir(folder.path()).args(["-n", "3", "--min-ranks", "2", "--max-restarts", "2"]);
+    job.args(["--events", "events", "--inject", "rank=2,step=1,fault=abort,restart=2", "sh", "-c", script]);
+    let finished = run(&mut job);
+    finished.expect(
+        0,
+        &[
+            "restart 2 of 2 in 1 s",
+            "going on with 2 of 3 ranks: rank 1 is left out after failures",
+            "[0] life 2 of 2\n",
+            "[1] life 2 of 2\n",
+            "fault=abort,restart=2 did not happen: this start had 2 ranks",
+        ],
+    );
+    assert!(!finished.stdout.contains("[2] life 2"), "{finished:#?}");
+    let events = fs::read_to_string(folder.path().join("events")).unwrap();
+    let starts = events.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    let starts: Vec<u64> = starts.filter_map(|event| event["ranks"].as_u64()).collect();
+    assert_eq!(starts, [3, 3, 2]);
+}
+
 #[test]
 fn programs_that_never_join_are_restarted() {
     let folder = tempfile::tempdir().unwrap();

@@ -34,6 +34,8 @@ pub struct Net<E = f32> {
     pub(super) plan: Plan,
     threads: Threads,
     max_batch: usize,
+    /// What the sum of a batch's losses is divided by, if it is not the number of its images.
+    loss_divisor: Option<f64>,
     /// The operation of each stage.
     cpu_layers: Vec<CpuLayer>,
     /// The batches in flight, and the index of the current one.
@@ -120,6 +122,7 @@ impl<E: Storage> Net<E> {
             plan,
             threads,
             max_batch,
+            loss_divisor: None,
         }
     }
 
@@ -196,10 +199,25 @@ impl<E: Storage> Net<E> {
         self.plan.slots[self.plan.slots.len() - 1]
     }
 
+    /// Divides the sum of a batch's losses by `images` from now on, instead of by the number of its images: for steps
+    /// whose micro-batches have unequal sizes, on all ranks by the mean size of all of them. Their mean gradient is then
+    /// the mean over all images.
+    ///
+    /// ```
+    /// # use mgpu_examples::nets::{Net, Spec};
+    /// # let mut net = Net::new(&Spec::named("lenet5")?, 3, 1);
+    /// // Three images here, and two on another rank.
+    /// net.divide_loss_by(2.5);
+    /// # Ok::<(), mgpu_examples::nets::UnknownNet>(())
+    /// ```
+    pub fn divide_loss_by(&mut self, images: f64) {
+        self.loss_divisor = Some(images);
+    }
+
     /// Computes the logits \[batch, classes\] of a batch of images \[batch, channels, height, width\].
     ///
     /// In training mode, batch normalisation sums its statistics over `ranks` and updates the running statistics in
-    /// `buffers`; all ranks must have the same batch size.
+    /// `buffers`; if the ranks' batch sizes differ, see [`divide_loss_by`](Self::divide_loss_by).
     ///
     /// # Errors
     /// If the sum over ranks fails.
@@ -329,9 +347,9 @@ impl<E: Storage> Net<E> {
         Ok(())
     }
 
-    /// Computes the gradient of the mean loss of the current batch for every parameter, after a forward pass in
-    /// training mode with the same `params`. Writes each gradient to `sink` and announces it, last tensor first, so
-    /// that its reduction can overlap the computation of the following ones.
+    /// Computes the gradient of the mean loss of the current batch (see [`divide_loss_by`](Self::divide_loss_by)) for
+    /// every parameter, after a forward pass in training mode with the same `params`. Writes each gradient to `sink` and
+    /// announces it, last tensor first, so that its reduction can overlap the computation of the following ones.
     ///
     /// # Errors
     /// Errors of the sink.
@@ -345,13 +363,14 @@ impl<E: Storage> Net<E> {
         labels: &[u8],
         sink: &mut dyn GradientSink,
     ) -> Result<LossReport> {
-        let Net { plan, batches, vector_gradients, profile, .. } = self;
+        let Net { plan, batches, vector_gradients, loss_divisor, profile, .. } = self;
         let BatchInFlight { vectors, len, .. } = &batches[self.current];
         assert_eq!(labels.len(), *len, "labels for a batch of {len}");
 
         profile::start(profile);
         let logits = vectors.slot(plan.slots.len() - 1, *len);
-        let report = loss::cpu::gradient(logits, labels, vector_gradients.start(logits.len()));
+        let divisor = loss_divisor.unwrap_or(*len as f64);
+        let report = loss::cpu::gradient_over(logits, labels, divisor, vector_gradients.start(logits.len()));
         lap(profile, Lap::Loss);
         self.propagate(params, sink)?;
         Ok(report)

@@ -75,6 +75,11 @@ impl DeviceStage {
         Ok(DeviceStage { place, model, net, row })
     }
 
+    /// As [`DeviceNet::divide_loss_by`].
+    pub(crate) fn divide_loss_by(&mut self, images: f64) {
+        self.net.divide_loss_by(images);
+    }
+
     /// Makes one step. `data` is on the GPU, with the order of this step's samples. Returns the losses on the last stage
     /// and on the first; no losses on others.
     ///

@@ -95,6 +95,11 @@ impl<E: Storage + Element> Stage<E> {
         })
     }
 
+    /// As [`Net::divide_loss_by`].
+    pub(crate) fn divide_loss_by(&mut self, images: f64) {
+        self.net.divide_loss_by(images);
+    }
+
     /// Makes one step on `samples`. `mode` returns the mode of the micro-batch whose first image is the given one of
     /// `samples`. On the last stage `see_logits` gets the number of each micro-batch and its logits. Returns the losses
     /// on the last stage and on the first; no losses on others.

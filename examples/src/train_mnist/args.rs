@@ -8,6 +8,7 @@ use clap::{ArgGroup, Parser};
 use mgpu_kernels::Precision;
 use mgpu_kernels::cuda::{AutotuneOptions, Libraries};
 
+use super::division::Division;
 use super::engine::Options;
 use super::schedule::ScheduleKind;
 use crate::nets::{ConvPolicy, Spec};
@@ -24,6 +25,7 @@ use crate::parallel::{Parallel, PlacementChoice, above_0, given, positive};
 #[command(name = "train_mnist", version)]
 #[command(group(ArgGroup::new("source").args(["data", "synthetic", "download"])))]
 #[command(group(ArgGroup::new("length").args(["epochs", "steps"])))]
+#[command(group(ArgGroup::new("images_a_step").args(["batch", "global_batch"])))]
 #[command(after_help = "Example: mgpurun -n 2 train_mnist --net lenet5 --epochs 3")]
 pub(super) struct Args {
     /// Network: lenet5, deep, keras, ensemble2400, ensemble4800, layers, conv6 or mlp-gelu [default: lenet5; with
@@ -48,6 +50,13 @@ pub(super) struct Args {
     /// Batch size of each rank, in images [default: the network's own].
     #[arg(long, value_name = "N", value_parser = positive)]
     batch: Option<usize>,
+    /// Global batch size: the images of a step on all ranks together, instead of --batch. The number of ranks then changes
+    /// neither the steps of an epoch nor the learning rate, and a run continues on any number of ranks.
+    ///
+    /// If the ranks cannot have equally many images, the first ones have one more, and a line says so. Every image has the
+    /// same weight. With --world-size-invariant the number of ranks changes no bit.
+    #[arg(long, value_name = "N", value_parser = positive)]
+    global_batch: Option<usize>,
     /// Initial learning rate [default: the network's own].
     #[arg(long, value_name = "X", value_parser = above_0)]
     lr: Option<f64>,
@@ -108,9 +117,9 @@ pub(super) struct Args {
     /// Resume from the newest checkpoint in --checkpoint-dir; start at step 0 if there is none.
     ///
     /// Refused, with a list of the differences, if the checkpoint is of another run: another network, seed, global
-    /// batch size, --lr, --schedule, --warm-up, --clip-norm, --gradients, --precision or training set. With the
-    /// schedules linear and cosine the total number of steps must be the same too; with constant and step a run can
-    /// be extended. With batch normalisation the micro-batches must be the same.
+    /// batch size (--global-batch, or --batch times ranks), --lr, --schedule, --warm-up, --clip-norm, --gradients,
+    /// --precision or training set. With the schedules linear and cosine the total number of steps must be the same too;
+    /// with constant and step a run can be extended. With batch normalisation the micro-batches must be the same.
     ///
     /// Other numbers of ranks or threads, kernels or devices are allowed; a line says if the weights will therefore
     /// not be bit-equal to those of an uninterrupted run.
@@ -169,9 +178,10 @@ pub(super) struct Args {
 }
 
 /// The flags that mean nothing without a training.
-const OF_TRAINING: [&str; 25] = [
+const OF_TRAINING: [&str; 26] = [
     "epochs",
     "steps",
+    "global_batch",
     "lr",
     "schedule",
     "warm_up",
@@ -236,6 +246,26 @@ impl Args {
         self.batch.unwrap_or_else(|| self.net().batch)
     }
 
+    /// Global batch size, if it was given.
+    pub(super) fn global_batch(&self) -> Option<usize> {
+        self.global_batch
+    }
+
+    /// How the images of a step are divided, for rank `rank` of `ranks` ranks with different images.
+    ///
+    /// # Errors
+    /// If they cannot be divided.
+    pub(super) fn division(&self, (rank, ranks): (u32, u32)) -> Result<Division, String> {
+        let global_batch = match self.global_batch {
+            Some(images) => images,
+            None => {
+                self.parallel.micro_batches(self.batch(), ranks)?;
+                self.batch().saturating_mul(ranks as usize)
+            }
+        };
+        Division::new(&self.parallel, global_batch, (rank, ranks))
+    }
+
     pub(super) fn lr(&self) -> f64 {
         self.lr.unwrap_or_else(|| self.net().optimizer.rule.lr())
     }
@@ -285,6 +315,7 @@ impl Args {
             ("--net", self.net().name),
             length,
             ("--batch", self.batch().to_string()),
+            ("--global-batch", given(self.global_batch)),
             ("--lr", self.lr().to_string()),
             ("--schedule", self.schedule.to_string()),
             ("--warm-up", self.warm_up.to_string()),

@@ -15,6 +15,7 @@ use serde::Serialize;
 
 use super::args::Args;
 use super::checkpoints::step_of;
+use super::division::Division;
 use super::engine::{Engine, TrainingConfig};
 use super::report::{ModelSummary, RankMemory, TestResult, round};
 use super::run::Run;
@@ -65,8 +66,13 @@ pub(super) fn run(mut args: Args) -> Result<(), Box<dyn Error>> {
     let predicted = images.as_ref().map(Dataset::len);
     let (memory, l2_loss) = (RankMemory::gather(&mut *engine)?, engine.l2_loss()?);
     if let Some(checkpoint) = checkpoint {
-        let model =
-            ModelSummary::new(&args, &mut *engine, (tested, l2_loss, checksum), (memory, threads), origin);
+        let model = ModelSummary::new(
+            (&args, args.batch()),
+            &mut *engine,
+            (tested, l2_loss, checksum),
+            (memory, threads),
+            origin,
+        );
         report(&args, model, checkpoint.path(), (tested, predicted))?;
     }
     if let (Some(path), Some(data)) = (&args.logits, &data) {
@@ -210,9 +216,7 @@ fn load_test_set(
 fn evaluation_config(args: &Args) -> TrainingConfig {
     TrainingConfig {
         seed: args.seed(),
-        batch: args.batch(),
-        micro_batches: 1,
-        first_sample: 0,
+        division: Division::undivided(args.batch()),
         lr: args.lr(),
         schedule: Schedule::CONSTANT,
         steps_per_epoch: 1,

@@ -8,6 +8,7 @@ mod args;
 mod byproducts;
 mod checkpoints;
 mod curves;
+mod division;
 mod engine;
 mod evaluation;
 mod logits;
@@ -131,16 +132,18 @@ impl<'a> Session<'a> {
             return;
         }
         let (args, ranks) = (self.args, self.world.size());
-        let (_, replicas) = trainer.engine().replica();
         outln!(
             "{} ({} parameters) on {} of {}, {} images a step; {}",
             args.net().name,
             trainer.engine().parameters(),
             number_of_ranks(ranks),
             trainer.engine().describe_device(),
-            args.batch() * replicas as usize,
+            trainer.division().global_batch(),
             self.data.origin
         );
+        if let Some(uneven) = trainer.division().describe_uneven() {
+            outln!("{uneven}");
+        }
         if let Some(parts) = trainer.engine().describe_parts() {
             outln!("{parts}");
         }
@@ -239,7 +242,9 @@ impl<'a> Session<'a> {
             if args.json {
                 let (memory, data) = ((memory, self.threads), trainer.data().to_owned());
                 let results = (tested, l2_loss, checksum);
-                let model = ModelSummary::new(args, trainer.engine(), results, memory, data);
+                let batch = trainer.division().images().len();
+                let mut model = ModelSummary::new((args, batch), trainer.engine(), results, memory, data);
+                model.global_batch = args.global_batch();
                 let mut summary = Summary::new(model, trainer, bytes_per_step);
                 summary.pipeline = pipeline;
                 if ranks > 1 && trainer.steps() > begun && trainer.engine().gpu().is_none() {

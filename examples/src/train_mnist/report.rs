@@ -97,7 +97,11 @@ pub(super) struct ModelSummary {
     pub(super) ranks: u32,
     placement: String,
     /// Batch size of each rank, or of the ranks that share the layers, in images.
+    /// Of rank 0.
     batch: usize,
+    /// With --global-batch.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) global_batch: Option<usize>,
     device: &'static str,
     dtype: &'static str,
     steps: u64,
@@ -120,9 +124,10 @@ pub(super) struct ModelSummary {
 }
 
 impl ModelSummary {
-    /// `data` is the data source in words, `checksum` that of the weights.
+    /// `batch` is the number of images of a step on rank 0, `data` the data source in words, `checksum` that of the
+    /// weights.
     pub(super) fn new(
-        args: &Args,
+        (args, batch): (&Args, usize),
         engine: &mut dyn Engine,
         (tested, l2_loss, checksum): (Option<TestResult>, Option<f64>, u64),
         (memory, threads): (RankMemory, usize),
@@ -134,7 +139,8 @@ impl ModelSummary {
             net: args.net().name,
             ranks: engine.comm().size(),
             placement: args.parallel.placement().to_string(),
-            batch: args.batch(),
+            batch,
+            global_batch: None,
             device: if engine.gpu().is_some() { "cuda" } else { "cpu" },
             dtype: args.precision.name(),
             steps: engine.steps(),

@@ -10,6 +10,7 @@ use mgpu_kernels::level;
 use serde::{Deserialize, Serialize};
 
 use super::args::Args;
+use super::division::Division;
 use super::schedule::ScheduleKind;
 use crate::data::Mnist;
 use crate::nets::Layer;
@@ -20,10 +21,13 @@ use crate::parallel::PlacementChoice;
 pub(super) struct Run {
     pub(super) net: String,
     pub(super) seed: u64,
-    /// Batch size of each rank, in images.
+    /// Batch size of rank 0, in images: that of each rank, unless the global batch cannot be divided equally.
     pub(super) batch: usize,
     /// Number of ranks that train on different images.
     pub(super) ranks: u32,
+    /// Global batch size in images; none in checkpoints from before it could be chosen: batch times ranks.
+    #[serde(default)]
+    pub(super) global_batch: Option<u64>,
     /// Initial learning rate.
     pub(super) lr: f64,
     /// Steps until the learning rate reaches its end; none for schedules without an end. Such runs can be extended.
@@ -75,12 +79,14 @@ struct Update {
 }
 
 impl Run {
-    pub(super) fn new(args: &Args, ranks: u32, length: u64) -> Self {
+    /// `division` is that of rank 0.
+    pub(super) fn new(args: &Args, division: &Division, ranks: u32, length: u64) -> Self {
         Run {
             net: args.net().name,
             seed: args.seed(),
-            batch: args.batch(),
+            batch: division.images().len(),
             ranks,
+            global_batch: Some(division.global_batch() as u64),
             lr: args.lr(),
             lr_steps: args.schedule.ends().then_some(length),
             launch: None,
@@ -125,7 +131,7 @@ impl Run {
 
     /// Global batch size in images.
     pub(super) fn global_batch(&self) -> u64 {
-        (self.batch as u64).saturating_mul(u64::from(self.ranks))
+        self.global_batch.unwrap_or((self.batch as u64).saturating_mul(u64::from(self.ranks)))
     }
 
     /// Epoch and step within it, after `step` steps.
@@ -230,7 +236,10 @@ impl Run {
     }
 
     fn batches(&self) -> String {
-        format!("{} images a step, {} on each of {}", self.global_batch(), self.batch, self.ranks)
+        let Run { batch, ranks, .. } = self;
+        let is_even = (*batch as u64).checked_mul(u64::from(*ranks)) == Some(self.global_batch());
+        let most = if is_even { "" } else { "at most " };
+        format!("{} images a step, {most}{batch} on each of {ranks}", self.global_batch())
     }
 }
 
@@ -260,7 +269,7 @@ mod tests {
 
     fn run() -> Run {
         let args = Args::try_parse_from(["train_mnist", "--net", "keras", "--clip-norm", "1"]).unwrap();
-        let mut run = Run::new(&args, 2, 100);
+        let mut run = Run::new(&args, &args.division((0, 2)).unwrap(), 2, 100);
         let set = || Dataset { images: vec![0; IMAGE_LEN], labels: vec![0] };
         let data = Mnist { train: set(), test: set(), origin: Origin::Generated { seed: 1 } };
         run.describe(&args, &data, 1, None);
@@ -277,12 +286,32 @@ mod tests {
         assert!(of(Some("a")).differences(&of(Some("b"))).is_empty(), "the launch makes no other run");
     }
 
+    #[test]
+    fn a_run_with_a_global_batch_continues_on_any_number_of_ranks() {
+        let run_with = |batch: [&str; 2], ranks| {
+            let args = Args::try_parse_from([&["train_mnist"], &batch[..]].concat()).unwrap();
+            Run::new(&args, &args.division((0, ranks)).unwrap(), ranks, 100)
+        };
+        let three = run_with(["--global-batch", "64"], 3);
+        assert_eq!((three.batch, three.global_batch()), (22, 64));
+        for other in [run_with(["--global-batch", "64"], 1), run_with(["--batch", "16"], 4)] {
+            assert_eq!((three.differences(&other), other.differences(&three)), (vec![], vec![]));
+        }
+        let differences = three.differences(&run_with(["--batch", "16"], 3));
+        let text = "--batch: 48 images a step, 16 on each of 3 in the checkpoint, 64 images a step, at most 22 on each of 3 here";
+        assert_eq!(differences, [text]);
+        // A checkpoint from before the global batch could be chosen.
+        let mut state = serde_json::to_value(run_with(["--batch", "16"], 4)).unwrap();
+        state.as_object_mut().unwrap().remove("global_batch");
+        assert!(three.differences(&serde_json::from_value(state).unwrap()).is_empty());
+    }
+
     /// On the CPU all placements train the same bits.
     #[test]
     fn another_placement_is_the_same_run() {
         let run_with = |placement: &str, gpu: Option<&str>| {
             let args = Args::try_parse_from(["train_mnist", "--placement", placement]).unwrap();
-            let mut run = Run::new(&args, 2, 100);
+            let mut run = Run::new(&args, &args.division((0, 2)).unwrap(), 2, 100);
             let set = || Dataset { images: vec![0; IMAGE_LEN], labels: vec![0] };
             run.describe(
                 &args,

@@ -12,6 +12,7 @@ use mgpu_kernels::cuda::Device;
 
 use super::args::{Args, Length};
 use super::checkpoints::{Checkpoints, ResumeFrom};
+use super::division::Division;
 use super::engine::{Engine, Stretch, TrainingConfig, over_ranks};
 use super::report::{EpochReport, TestResult};
 use super::run::Run;
@@ -121,6 +122,8 @@ pub(super) struct Trainer {
     timeline: Timeline,
     sampler: Sampler,
     run: Run,
+    /// The images of a step on this rank.
+    division: Division,
     /// The data source, in words.
     data: String,
     checkpoints: Option<Checkpoints>,
@@ -146,21 +149,22 @@ impl Trainer {
         timeline: &Timeline,
         engine: impl FnOnce(&TrainingConfig) -> Result<Box<dyn Engine>, Box<dyn Error>>,
     ) -> Result<Self, Box<dyn Error>> {
-        let batch = args.batch();
         let samples = data.train.len();
         // Ranks that share the layers of a network train on the same images.
         let (rank, ranks) = args.parallel.replica(rank, ranks)?;
-        let sampler = Sampler::new(SamplerConfig { samples, batch, rank, ranks, seed: args.seed() })?;
+        let (division, seed) = (args.division((rank, ranks))?, args.seed());
+        let sampler = match args.global_batch() {
+            Some(global_batch) => Sampler::of_part(samples, global_batch, division.images(), seed)?,
+            None => Sampler::new(SamplerConfig { samples, batch: args.batch(), rank, ranks, seed })?,
+        };
         let length = match args.length() {
             Length::Epochs(epochs) => epochs.saturating_mul(sampler.steps_per_epoch() as u64),
             Length::Steps(steps) => steps,
         };
-        let run = Run::new(args, ranks, length);
+        let run = Run::new(args, &division, ranks, length);
         let training_config = TrainingConfig {
-            seed: args.seed(),
-            batch,
-            micro_batches: args.parallel.micro_batches(batch, ranks)?,
-            first_sample: batch as u64 * u64::from(rank),
+            seed,
+            division,
             lr: run.lr,
             schedule: args.schedule.over(length, args.warm_up),
             steps_per_epoch: sampler.steps_per_epoch() as u64,
@@ -172,6 +176,7 @@ impl Trainer {
             timeline: timeline.clone(),
             sampler,
             run,
+            division,
             data,
             checkpoints: None,
             log: args.log_every.map(TrainingLog::new),
@@ -205,6 +210,11 @@ impl Trainer {
 
     pub(super) fn engine(&mut self) -> &mut dyn Engine {
         &mut *self.engine
+    }
+
+    /// The images of a step on this rank.
+    pub(super) fn division(&self) -> &Division {
+        &self.division
     }
 
     fn steps_per_epoch(&self) -> u64 {

@@ -20,9 +20,17 @@ pub fn score(logits: &[f32], labels: &[u8]) -> Report {
 /// # Panics
 /// As [`score`], or if `gradient` is not as long as `logits`.
 pub fn gradient(logits: &[f32], labels: &[u8], gradient: &mut [f32]) -> Report {
+    gradient_over(logits, labels, labels.len() as f64, gradient)
+}
+
+/// As [`gradient`], of the sum of the losses divided by `samples` instead of by their number.
+///
+/// # Panics
+/// As [`gradient`].
+pub fn gradient_over(logits: &[f32], labels: &[u8], samples: f64, gradient: &mut [f32]) -> Report {
     assert_eq!(gradient.len(), logits.len());
     let mut report = Report::default();
-    let share = 1.0 / labels.len() as f64;
+    let share = 1.0 / samples;
     let classes = (logits.len() / labels.len().max(1)).max(1);
     let rows = rows(logits, labels).zip(gradient.chunks_exact_mut(classes));
     for ((row, gradient), &label) in rows.zip(labels) {

@@ -93,9 +93,28 @@ pub fn gradient(
     scratch: View<'_>,
     score: View<'_>,
 ) -> Result<()> {
+    gradient_over(stream, logits, labels, labels.len() as f64, gradient, scratch, score)
+}
+
+/// As [`gradient`], of the sum of the losses divided by `samples` instead of by their number.
+///
+/// # Errors
+/// As [`gradient`].
+///
+/// # Panics
+/// As [`gradient`].
+pub fn gradient_over(
+    stream: &Stream,
+    logits: View<'_>,
+    labels: View<'_>,
+    samples: f64,
+    gradient: View<'_>,
+    scratch: View<'_>,
+    score: View<'_>,
+) -> Result<()> {
     let Samples { arguments: [a, b, c, d], grid } = Samples::new(logits, labels, scratch, score);
     check("the gradient of logits", gradient, logits.dtype(), logits.len());
-    let share = 1.0 / labels.len() as f64;
+    let share = 1.0 / samples;
     let arguments = [a, b, c, d, share.into(), gradient.into(), scratch.into(), score.into()];
     // SAFETY: the lengths fit the numbers of samples and classes.
     unsafe { run(stream, &SOURCE, &typed("loss_gradient", logits), grid, &arguments) }

@@ -2,9 +2,10 @@
 //!
 //! Contract: for logits `z` \[N, K\] and labels `t` \[N\] the loss of a sample is `log Σ_k exp(z[n,k]) − z[n,t]`,
 //! computed relative to the row's maximum so that nothing overflows. The gradient of the *mean* over the N samples is
-//! `(softmax(z)[n,k] − [k = t]) / N`. Losses are reported as an `f64` sum, so that the sum over batches and ranks is
-//! divided by the true number of samples in the end. A sample counts as correct if its label's logit is the row's
-//! first maximum.
+//! `(softmax(z)[n,k] − [k = t]) / N`. If a step's batches have unequal sizes, all are divided by the same number
+//! instead (`gradient_over`), so that their sum weighs each sample equally. Losses are reported as an `f64` sum, so that
+//! the sum over batches and ranks is divided by the true number of samples in the end. A sample counts as correct if its
+//! label's logit is the row's first maximum.
 
 pub mod cpu;
 #[cfg(feature = "cuda")]
@@ -65,6 +66,9 @@ mod tests {
             prop_assert!((report.loss_sum - loss).abs() < 1e-9 * loss.abs().max(1.0));
             assert_close(&dz, &gradient, 1e-7);
             prop_assert_eq!(report, cpu::score(&z, &labels));
+            let mut half = vec![f32::NAN; z.len()];
+            prop_assert_eq!(report, cpu::gradient_over(&z, &labels, 2.0 * samples as f64, &mut half));
+            prop_assert!(half.iter().zip(&dz).all(|(half, dz)| *half == dz / 2.0 || dz.abs() < 1e-30));
         }
     }
 

@@ -80,6 +80,15 @@ pub(super) struct RankArgs {
     #[arg(long, alias = "nproc_per_node", value_name = "N", allow_negative_numbers = true)]
     pub(super) nproc_per_node: Option<RanksPerNode>,
 
+    /// Go on with fewer ranks after failures, but at least N.
+    ///
+    /// For programs that train the same on any number of ranks, such as `train_mnist --global-batch 64`. Each start of
+    /// --max-restarts gets as many ranks as can be used, between N and those of -n. A GPU that the driver no longer
+    /// lists cannot be used. A rank that fails in two starts in a row, or before the first step of a restart, is left
+    /// out, with its GPU. The restart after the next failure tries it again. The first start always has all ranks.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(super) min_ranks: Option<u32>,
+
     /// Backend of the collectives: auto, nccl or cpu.
     ///
     /// `auto` is NCCL if there are at least N GPUs, and the CPU if there are none. Fewer than N GPUs are an error,

@@ -1,5 +1,6 @@
 //! A job of the launch, over all its restarts.
 
+use std::borrow::Cow;
 use std::time::Instant;
 
 use mgpu_control::rendezvous::Server;
@@ -7,13 +8,15 @@ use nix::sys::signal::Signal;
 
 use super::Shared;
 use super::attempt::{Attempt, AttemptEnd, JobId, Judge, Started};
+use super::survey::{Present, Survey};
+use crate::elasticity::Elasticity;
 use crate::error::LaunchError;
 use crate::events::Event;
 use crate::interrupt::ends_the_run;
 use crate::launch::Supervision;
-use crate::plan::{LaunchPlan, RunContext};
+use crate::plan::{LaunchPlan, RankPlan, Request, RunContext, replan};
 use crate::port::ReservedPort;
-use crate::restart::Decision;
+use crate::restart::{Decision, Reached};
 use crate::spawn::{Process, spawn};
 use crate::supervisor::{Outcome, Supervisor};
 use crate::{exit_code, faults};
@@ -21,7 +24,10 @@ use crate::{exit_code, faults};
 /// What stays the same over the restarts of a job.
 pub(crate) struct JobPlan<'a> {
     pub(crate) id: JobId,
+    /// The plan of its first start.
     pub(crate) plan: &'a LaunchPlan,
+    /// If it may go on with fewer ranks: its request, in which `min_ranks` is set.
+    pub(crate) elastic: Option<&'a Request>,
     /// Identifier of its world.
     pub(crate) run_id: String,
     /// Reserved until all ranks have ended.
@@ -35,6 +41,8 @@ pub(crate) struct JobPlan<'a> {
 pub(super) struct Job<'a> {
     plan: &'a JobPlan<'a>,
     restarts: u32,
+    /// Which ranks go on, if it may go on with fewer.
+    elasticity: Option<Elasticity>,
     state: State<'a>,
     /// Its end was reported to the loop.
     is_end_known: bool,
@@ -44,16 +52,18 @@ pub(super) struct Job<'a> {
 enum State<'a> {
     /// Its ranks run, or processes that they have left behind.
     Running(Attempt<'a>),
-    /// It failed so, and is started again at this time.
-    Pausing(Outcome, Instant),
+    /// It failed so, and is started again at this time, after a look at the machine if it may go on with fewer ranks.
+    Pausing(Outcome, Instant, Option<Survey>),
     Over(Outcome),
 }
 
 impl<'a> Job<'a> {
     /// Starts its ranks.
     pub(super) fn start(plan: &'a JobPlan<'a>, shared: &mut Shared<'_>) -> Result<Self, LaunchError> {
-        let attempt = plan.start(0, shared)?;
-        Ok(Job { plan, restarts: 0, state: State::Running(attempt), is_end_known: false })
+        let attempt = plan.start(plan.plan, 0, shared)?;
+        let fewest = plan.elastic.and_then(|request| request.min_ranks);
+        let elasticity = fewest.map(|fewest| Elasticity::new(fewest, plan.plan.ranks.len() as u32));
+        Ok(Job { plan, restarts: 0, elasticity, state: State::Running(attempt), is_end_known: false })
     }
 
     pub(super) fn attempt(&self) -> Option<&Attempt<'a>> {
@@ -90,18 +100,24 @@ impl<'a> Job<'a> {
             State::Over(outcome) => Some(outcome).filter(|outcome| outcome.exit_code != exit_code::SUCCESS),
             State::Pausing(..) => None,
             State::Running(attempt) => attempt.settled.as_ref().filter(|outcome| {
-                let decision =
-                    self.plan.supervision.restart.decide(outcome, attempt.reached(), self.restarts);
+                let decision = self.decide(outcome, attempt.reached());
                 outcome.culprit.is_some() && !matches!(decision, Decision::Restart(_))
             }),
         }
+    }
+
+    /// Whether it is restarted after a start that ended so. Fewer ranks may come further than a start without a step.
+    fn decide(&self, outcome: &Outcome, reached: Reached) -> Decision {
+        let mut policy = self.plan.supervision.restart;
+        policy.always |= self.elasticity.as_ref().is_some_and(Elasticity::may_shrink);
+        policy.decide(outcome, reached, self.restarts)
     }
 
     /// When the loop has to call [`restart_if_due`](Self::restart_if_due) or the attempt at the latest.
     pub(super) fn next_deadline(&self) -> Option<Instant> {
         match &self.state {
             State::Running(attempt) => attempt.next_deadline(),
-            State::Pausing(_, until) => Some(*until),
+            State::Pausing(_, until, _) => Some(*until),
             State::Over(_) => None,
         }
     }
@@ -120,20 +136,34 @@ impl<'a> Job<'a> {
 
     /// Starts the ranks again if the pause is over.
     pub(super) fn restart_if_due(&mut self, shared: &mut Shared<'_>) -> Result<(), LaunchError> {
-        match self.state {
-            State::Pausing(_, until) if until <= Instant::now() => {
-                self.restarts += 1;
-                self.state = State::Running(self.plan.start(self.restarts, shared)?);
-            }
-            _ => {}
+        let State::Pausing(outcome, until, survey) = &mut self.state else { return Ok(()) };
+        if *until > Instant::now() {
+            return Ok(());
         }
+        let present = match survey.as_ref().map(Survey::take).transpose() {
+            Ok(present) => present,
+            Err(later) => {
+                *until = later;
+                return Ok(());
+            }
+        };
+        let plan = match (self.plan.elastic.zip(self.elasticity.as_mut()), present) {
+            (Some(elastic), Some(present)) => self.plan.adapt(elastic, &present, shared)?,
+            _ => Some(Cow::Borrowed(self.plan.plan)),
+        };
+        let Some(plan) = plan else {
+            self.state = State::Over(outcome.clone());
+            return Ok(());
+        };
+        self.restarts += 1;
+        self.state = State::Running(self.plan.start(&plan, self.restarts, shared)?);
         Ok(())
     }
 
     /// Ends the job because of something outside its world, unless it is about to end.
     pub(super) fn stop(&mut self, why: &str, shared: &mut Shared<'_>) {
         match &mut self.state {
-            State::Pausing(outcome, _) => {
+            State::Pausing(outcome, ..) => {
                 let outcome = outcome.clone();
                 self.plan.id.say(shared, &format!("not restarted: {why}"));
                 self.state = State::Over(outcome);
@@ -156,16 +186,22 @@ impl<'a> Job<'a> {
             self.state = State::Over(Outcome { message: None, ..outcome });
             return;
         }
-        missed_faults.iter().for_each(|fault| id.say(shared, fault));
+        let ranks = self.elasticity.as_ref().map_or(u32::MAX, |ranks| ranks.current().len() as u32);
+        let of_missing = faults::of_missing_ranks(&self.plan.plan.injections, self.restarts, ranks);
+        missed_faults.iter().chain(&of_missing).for_each(|fault| id.say(shared, fault));
         if let Some(culprit) = outcome.culprit {
             shared.output.repeat_last_lines(id.first_rank + culprit);
         }
-        let policy = self.plan.supervision.restart;
-        self.state = match policy.decide(&outcome, reached, self.restarts) {
+        let most = self.plan.supervision.restart.max_restarts;
+        self.state = match self.decide(&outcome, reached) {
             Decision::Restart(pause) if may_restart => {
-                let (next, most, seconds) = (self.restarts + 1, policy.max_restarts, pause.as_secs_f64());
+                let (next, seconds) = (self.restarts + 1, pause.as_secs_f64());
                 id.say(shared, &format!("restart {next} of {most} in {seconds} s"));
-                State::Pausing(outcome, Instant::now() + pause)
+                if let (Some(elasticity), Some(culprit)) = (&mut self.elasticity, outcome.culprit) {
+                    elasticity.note_failure(culprit, reached);
+                }
+                let until = Instant::now() + pause;
+                State::Pausing(outcome, until, self.elasticity.is_some().then(|| Survey::begin(until)))
             }
             decision => {
                 if let Decision::Stop(why) = decision {
@@ -180,10 +216,45 @@ impl<'a> Job<'a> {
 }
 
 impl<'a> JobPlan<'a> {
-    /// Starts all ranks. No process of theirs is left when the attempt ends, and their resources, such as GPU memory, are
-    /// free for the next one: the kernel closes a process's devices before it reports its end.
-    fn start(&'a self, restarts: u32, shared: &mut Shared<'_>) -> Result<Attempt<'a>, LaunchError> {
-        let plan = self.plan;
+    /// The plan of a restart on the machine as it was found: with all ranks that can run, except those that are left out
+    /// after failures. `None`, after a message, if they are too few.
+    fn adapt(
+        &self,
+        (request, elasticity): (&Request, &mut Elasticity),
+        present: &Present,
+        shared: &mut Shared<'_>,
+    ) -> Result<Option<Cow<'a, LaunchPlan>>, LaunchError> {
+        let (first, before, all) = (self.plan, elasticity.current().len(), self.plan.ranks.len());
+        let can_run = |rank: u32| first.ranks[rank as usize].gpu.as_ref().is_none_or(|gpu| present.has(gpu));
+        let kept = match elasticity.choose(can_run) {
+            Ok(kept) => kept,
+            Err(usable) => {
+                let fewest = request.min_ranks.unwrap_or_default();
+                let text = format!("{usable} of {all} GPUs can be used, fewer than --min-ranks {fewest}");
+                self.id.say(shared, &format!("not restarted: {text}"));
+                return Ok(None);
+            }
+        };
+        if kept.len() < all {
+            let why = why_fewer(first, kept, can_run);
+            self.id.say(shared, &format!("going on with {} of {all} ranks: {why}", kept.len()));
+            let is_alone = self.id.number.is_none();
+            return Ok(Some(Cow::Owned(replan(request, (first, kept), is_alone, present.machine())?)));
+        }
+        if before < all {
+            self.id.say(shared, &format!("going on with all {all} ranks again"));
+        }
+        Ok(Some(Cow::Borrowed(first)))
+    }
+
+    /// Starts all ranks of `plan`. No process of theirs is left when the attempt ends, and their resources, such as GPU
+    /// memory, are free for the next one: the kernel closes a process's devices before it reports its end.
+    fn start(
+        &'a self,
+        plan: &LaunchPlan,
+        restarts: u32,
+        shared: &mut Shared<'_>,
+    ) -> Result<Attempt<'a>, LaunchError> {
         let ranks = plan.ranks.len() as u32;
         let mut server = Server::bind(ranks, &self.run_id)?;
         if plan.commands.len() > 1 {
@@ -220,9 +291,20 @@ impl<'a> JobPlan<'a> {
         );
         let Supervision { join_timeout, grace, .. } = self.supervision;
         let supervisor = Supervisor::new(ranks, join_timeout, grace, Instant::now());
-        let (injections, run_id) = (&plan.injections[..], self.run_id.clone());
+        let (injections, run_id) = (&self.plan.injections[..], self.run_id.clone());
         let started = Started { job: self.id, processes, first: 0, server, injections, run_id };
         let judge = Judge::Supervisor(supervisor);
         Ok(Attempt::new(started, judge, self.supervision, shared.events.is_enabled()))
     }
+}
+
+/// Why only the ranks `kept` of the first start go on.
+fn why_fewer(first: &LaunchPlan, kept: &[u32], can_run: impl Fn(u32) -> bool) -> String {
+    let missing = first.ranks.iter().filter(|plan| !kept.contains(&plan.rank));
+    let why = missing.map(|RankPlan { rank, gpu, .. }| match gpu {
+        Some(gpu) if !can_run(*rank) => format!("GPU {} is gone", gpu.lasting_name()),
+        Some(gpu) => format!("GPU {} is left out after failures", gpu.lasting_name()),
+        None => format!("rank {rank} is left out after failures"),
+    });
+    why.collect::<Vec<_>>().join(", ")
 }

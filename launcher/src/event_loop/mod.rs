@@ -9,6 +9,7 @@ mod job;
 mod leftovers;
 mod node;
 mod processes;
+mod survey;
 mod wait;
 
 use std::time::{Duration, Instant};

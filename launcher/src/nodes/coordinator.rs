@@ -221,11 +221,8 @@ impl Coordinator {
                 self.signalled(index, signal, now);
             }
             FromAgent::Failed { why } => self.lose(index, &NodeLoss::Failed(why), now),
-            FromAgent::Progress { entries, stopped } if self.members[index].node.is_none() => {
-                if !entries.is_empty() || !stopped.is_empty() {
-                    return Err("sent the progress of ranks that it does not have".into());
-                }
-            }
+            // Only the heartbeat.
+            FromAgent::Progress { entries, stopped } if entries.is_empty() && stopped.is_empty() => {}
             message => {
                 let node =
                     self.members[index].node.ok_or("sent a message of a run in which it takes no part")?;
@@ -521,6 +518,9 @@ impl Coordinator {
     fn lose(&mut self, index: usize, loss: &NodeLoss, now: Instant) {
         let member = self.members.remove(index);
         let Some(card) = member.card else { return };
+        if member.id == OWN {
+            return self.end(failure(exit_code::LAUNCHER, loss.describe(&card.host)));
+        }
         if loss.may_have_ranks() && member.node.is_some() && !member.is_gone {
             self.not_before = self.not_before.max(Some(now + DETECTION_TIME + self.config.grace));
         }

@@ -80,6 +80,30 @@ pub enum PlanError {
         "-n auto for two jobs: both would take all GPUs that the others leave; choose -n or --gpus for each"
     )]
     TwoAutos,
+    /// More ranks are required after a failure than there are at the start.
+    #[error(
+        "--min-ranks {fewest}: the job has only {}; it goes on with fewer after a failure, so choose at most {ranks}",
+        count_ranks(*ranks)
+    )]
+    TooManyAtLeast {
+        /// The fewest ranks.
+        fewest: u32,
+        /// Those of the first start.
+        ranks: u32,
+    },
+    /// A job would go on with fewer ranks, but is not restarted.
+    #[error(
+        "--min-ranks (or a range of ranks) says how a restart goes on, and there is none: add --max-restarts"
+    )]
+    NoRestarts,
+    /// A job that goes on with fewer ranks has an option for which all are needed.
+    #[error("--min-ranks and {option} are incompatible: {why}")]
+    NotElastic {
+        /// The option.
+        option: &'static str,
+        /// The reason.
+        why: &'static str,
+    },
     /// Parts of one world differ in an option that is the same for all of its ranks.
     #[error("--one-world: {option} differs between the parts, and the ranks of one world share it")]
     Mixed {
@@ -122,6 +146,9 @@ impl PlanError {
             | PlanError::NoRankToInject(..)
             | PlanError::GpusForCpu
             | PlanError::TwoAutos
+            | PlanError::TooManyAtLeast { .. }
+            | PlanError::NoRestarts
+            | PlanError::NotElastic { .. }
             | PlanError::Mixed { .. } => true,
             _ => false,
         }

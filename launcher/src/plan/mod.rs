@@ -4,6 +4,7 @@
 //! its own; they are planned together, because their GPUs and cores are disjoint. With `--one-world` the parts between
 //! the colons form one world, in which ranks run different commands.
 
+mod elastic;
 mod error;
 mod gpus;
 mod world;
@@ -19,6 +20,7 @@ use mgpu_control::protocol::{
 
 use crate::nccl;
 use crate::placement::{Bind, CoreSet, Gpu, Group, Topology, place_groups};
+pub(crate) use elastic::replan;
 pub use error::PlanError;
 pub use gpus::GpuChoice;
 use world::{Part, check_same, plan_world};
@@ -58,6 +60,8 @@ pub struct Request {
     pub arguments: Vec<OsString>,
     /// The number of ranks.
     pub ranks: Ranks,
+    /// The fewest ranks with which a restart may go on; `None`: always all.
+    pub min_ranks: Option<u32>,
     /// The backend.
     pub backend: BackendChoice,
     /// The GPUs to use.
@@ -79,6 +83,7 @@ impl Request {
             program: program.into(),
             arguments: Vec::new(),
             ranks: Ranks::Auto,
+            min_ranks: None,
             backend: BackendChoice::Auto,
             gpus: GpuChoice::All,
             isolate_gpus: false,
@@ -143,6 +148,8 @@ pub struct RankPlan {
     pub environment: Vec<(&'static str, String)>,
     /// The cores it is bound to, if it is.
     pub cores: Option<CoreSet>,
+    /// The number of threads it should use.
+    pub threads: usize,
     /// One line about cores, threads and GPU.
     pub location: String,
     /// The GPU that it uses, if that is known.
@@ -216,6 +223,18 @@ impl LaunchPlan {
     /// The commands as one line, for people.
     pub fn command_line(&self) -> String {
         self.commands.iter().map(ProgramCommand::line).collect::<Vec<_>>().join(" : ")
+    }
+
+    /// Checks that the ranks exist that the requests of this plan name.
+    fn check_ranks(&self, requests: &[Request]) -> Result<(), PlanError> {
+        let ranks = self.ranks.len() as u32;
+        if let Some(wrong) = self.injections.iter().find(|injection| injection.rank >= ranks) {
+            return Err(PlanError::NoRankToInject(*wrong, ranks));
+        }
+        match requests.iter().find_map(|request| request.min_ranks.filter(|fewest| *fewest > ranks)) {
+            Some(fewest) => Err(PlanError::TooManyAtLeast { fewest, ranks }),
+            None => Ok(()),
+        }
     }
 
     /// The command of a rank.
@@ -314,6 +333,7 @@ pub fn plan_jobs(
     if one_world {
         check_same(requests)?;
     }
+    elastic::check(requests, one_world)?;
     let groups: Vec<Group> = if one_world && requests.iter().all(|request| request.bind == requests[0].bind) {
         // One world is placed as if all its ranks ran the same program.
         vec![Group { bind: requests[0].bind, gpus: parts.iter().flat_map(Part::nodes).collect() }]
@@ -323,12 +343,15 @@ pub fn plan_jobs(
     let mut places = place_groups(&machine.topology, &groups).into_iter();
     parts.iter_mut().for_each(|part| part.places = places.by_ref().take(part.share.ranks as usize).collect());
     if one_world {
-        return Ok(vec![plan_world(&parts, machine)?]);
+        let plan = plan_world(&parts, machine)?;
+        plan.check_ranks(requests)?;
+        return Ok(vec![plan]);
     }
     let in_job = |(job, part): (usize, &Part<'_>)| {
         let named = |error| PlanError::InJob { job, error: Box::new(error) };
-        plan_world(std::slice::from_ref(part), machine)
-            .map_err(|error| if several { named(error) } else { error })
+        let plan = plan_world(std::slice::from_ref(part), machine)
+            .and_then(|plan| plan.check_ranks(&requests[job..=job]).map(|()| plan));
+        plan.map_err(|error| if several { named(error) } else { error })
     };
     parts.iter().enumerate().map(in_job).collect()
 }

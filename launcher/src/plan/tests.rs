@@ -335,6 +335,57 @@ fn one_world_has_the_ranks_of_all_parts() {
 }
 
 #[test]
+fn a_restart_goes_on_with_the_gpus_that_are_left() {
+    let injections = vec!["rank=3,step=1,fault=abort".parse().unwrap()];
+    let request = Request { min_ranks: Some(2), injections, ..request(Ranks::Count(4)) };
+    let machine = gpus_of(4);
+    let first = plan(&request, &machine).unwrap();
+    let values = |plan: &LaunchPlan, name: &str| -> Vec<String> {
+        plan.ranks.iter().map(|rank| rank.value(name)).collect()
+    };
+    assert_eq!(values(&first, "CUDA_VISIBLE_DEVICES"), ["", "", "", ""]);
+    for is_alone in [true, false] {
+        let next = replan(&request, (&first, &[0, 2, 3]), is_alone, &machine).unwrap();
+        assert_eq!(values(&next, RANK), ["0", "1", "2"]);
+        assert_eq!(values(&next, WORLD_SIZE), ["3", "3", "3"]);
+        assert_eq!(values(&next, "CUDA_VISIBLE_DEVICES"), ["GPU-a,GPU-c,GPU-d"; 3]);
+        assert_eq!(values(&next, MGPU_BACKEND), ["nccl"; 3]);
+        assert_eq!((next.commands, next.injections), (first.commands.clone(), first.injections.clone()));
+    }
+}
+
+#[test]
+fn a_restart_without_gpus_is_placed_anew_or_keeps_its_cores() {
+    let machine = Machine { gpus: Vec::new(), ..two_nodes() };
+    let request = Request { min_ranks: Some(1), bind: Bind::Core, ..request(Ranks::Count(4)) };
+    let first = plan(&request, &machine).unwrap();
+    let cores = |plan: &LaunchPlan| -> Vec<String> {
+        plan.ranks.iter().map(|rank| rank.cores.as_ref().unwrap().to_string()).collect()
+    };
+    assert_eq!(cores(&first), ["0", "1", "2", "3"]);
+    let kept = |is_alone| replan(&request, (&first, &[1, 3]), is_alone, &machine).unwrap();
+    assert_eq!(cores(&kept(true)), ["0-1", "2-3"]);
+    assert_eq!(cores(&kept(false)), ["1", "3"]);
+    assert_eq!(kept(true).ranks[1].value(MGPU_THREADS), "2");
+}
+
+#[test]
+fn impossible_minima_are_refused() {
+    let refused = |fewest, request: Request, one_world| {
+        let elastic = Request { min_ranks: Some(fewest), ..request.clone() };
+        plan_jobs(&[elastic, request], one_world, &machine(0)).unwrap_err().to_string()
+    };
+    let two = request(Ranks::Count(2));
+    assert_eq!(
+        refused(3, two.clone(), false),
+        "job 0: --min-ranks 3: the job has only 2 ranks; it goes on with fewer after a failure, so choose at most 2"
+    );
+    let shared = Request { share_gpus: true, ..two.clone() };
+    assert!(refused(1, shared, false).starts_with("--min-ranks and --share-gpus are incompatible: "));
+    assert!(refused(1, two, true).starts_with("--min-ranks and --one-world with several programs are"));
+}
+
+#[test]
 fn choices_of_gpus_are_parsed() {
     let parse = |text: &str| text.parse::<GpuChoice>();
     assert_eq!((parse("all"), parse("free")), (Ok(GpuChoice::All), Ok(GpuChoice::Free)));

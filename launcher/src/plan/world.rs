@@ -83,9 +83,6 @@ pub(super) fn plan_world(parts: &[Part<'_>], machine: &Machine) -> Result<Launch
     let gpus = visible.len();
     let (backend, notice) = choose_backend(first.backend, ranks, gpus, first.share_gpus, NCCL_IS_BUILT)?;
     let injections: Vec<Injection> = parts.iter().flat_map(|part| part.request.injections.clone()).collect();
-    if let Some(wrong) = injections.iter().find(|injection| injection.rank >= ranks) {
-        return Err(PlanError::NoRankToInject(*wrong, ranks));
-    }
     let shares_gpus = first.share_gpus && backend == "nccl" && gpus < ranks as usize;
     let idle = (first.share_gpus && !shares_gpus).then(|| match backend {
         "nccl" => format!("--share-gpus has no effect: {gpus} GPUs are enough for {ranks} ranks"),
@@ -169,7 +166,8 @@ impl World<'_> {
             environment.push((PYTHONUNBUFFERED, "1".into()));
         }
         let location = placement::describe(&self.machine.topology, rank, place, gpu);
-        RankPlan { rank, command, environment, cores: place.cores.clone(), location, gpu: gpu.cloned() }
+        let Placement { cores, threads } = place.clone();
+        RankPlan { rank, command, environment, cores, threads, location, gpu: gpu.cloned() }
     }
 
     /// The variables that tell a rank which GPUs it sees; none if it sees all.

@@ -115,7 +115,9 @@ impl Identity {
     fn injections(&self, text: &str) -> Result<Vec<ScheduledInjection>> {
         let faults = inject::split(text)
             .map_err(|problem| variable_error(MGPU_INJECT, format!("is not a list of faults: {problem}")))?;
-        if let Some(fault) = faults.iter().find(|fault| fault.rank >= self.world_size) {
+        // A restart may have fewer ranks than the start for which the faults were planned.
+        let is_first_start = self.restart_count == 0;
+        if let Some(fault) = faults.iter().find(|fault| fault.rank >= self.world_size && is_first_start) {
             let problem = format!("has {fault}: ranks of a world of {} count from 0", self.world_size);
             return Err(variable_error(MGPU_INJECT, problem));
         }

@@ -77,6 +77,8 @@ pub struct DeviceNet {
     plan: Plan,
     order: ElementOrder,
     max_batch: usize,
+    /// What the sum of a batch's losses is divided by, if it is not the number of its images.
+    loss_divisor: Option<f64>,
     /// The kernels of each stage.
     gpu_layers: Vec<Box<dyn OnGpu>>,
     shared: SharedWorkspace,
@@ -164,8 +166,14 @@ impl DeviceNet {
             shared,
             plan,
             max_batch,
+            loss_divisor: None,
             traced: None,
         })
+    }
+
+    /// As [`Net::divide_loss_by`](crate::nets::Net::divide_loss_by). To be called before steps are captured.
+    pub fn divide_loss_by(&mut self, images: f64) {
+        self.loss_divisor = Some(images);
     }
 
     /// Names the spans of the stages in traces, for `timeline`, and profiles the traced steps.
@@ -399,7 +407,8 @@ impl DeviceNet {
         let logits = self.output(self.plan.slots.len() - 1, self.max_batch);
         let (scratch, score) = (self.scratch.view(), self.score.view());
         let gradient = self.gradients[0].slice(0..logits.len());
-        loss::cuda::gradient(model.stream(), logits, self.labels.view(), gradient, scratch, score)?;
+        let (labels, divisor) = (self.labels.view(), self.loss_divisor.unwrap_or(self.max_batch as f64));
+        loss::cuda::gradient_over(model.stream(), logits, labels, divisor, gradient, scratch, score)?;
         model.end_span(begin, TimelineSpans::LOSS)
     }
 

@@ -57,16 +57,17 @@ impl<E: Storage> Cpu<E> {
         timeline: &Timeline,
         threads: usize,
     ) -> mgpu::Result<Self> {
-        let micro_batch = training_config.batch / training_config.micro_batches;
+        let division = training_config.division;
+        let micro_batch = division.largest_micro_batch();
         let spec = args.net();
         let mut net = Net::with_conv_policy(&spec, micro_batch, threads, args.conv);
+        net.divide_loss_by(division.mean_micro_batch());
         if args.timeline.is_some() {
             net.record_on(timeline);
         }
         let (layout, parameters) = (net.layout().clone(), net.initial_parameters(training_config.seed));
         let optimizer = training_config.optimizer(&spec);
-        let micro_batches = training_config.micro_batches;
-        let config = args.parallel.config(optimizer, threads, (comm.size(), micro_batches));
+        let config = args.parallel.config(optimizer, threads, (comm.size(), division.micro_batches()));
         let model = DataParallel::with_config(comm, layout, parameters, config)?;
         let model = model.with_buffers(net.initial_buffers())?;
         Ok(Cpu {
@@ -107,7 +108,8 @@ impl<E: Storage> Engine for Cpu<E> {
     ) -> mgpu::Result<()> {
         let Cpu { model, net, timeline, training_config, images, labels, score, profile, measured, .. } =
             self;
-        let TrainingConfig { seed, first_sample, steps_per_epoch, .. } = *training_config;
+        let TrainingConfig { seed, division, steps_per_epoch, .. } = *training_config;
+        let first_of_rank = training_config.first_sample();
         let mut stretch = LossReport::default();
         while model.steps() < until {
             let step = model.steps();
@@ -122,12 +124,13 @@ impl<E: Storage> Engine for Cpu<E> {
             let mut report = LossReport::default();
             model.step_accumulated(|batch| {
                 let MicroBatch { index, parameters, buffers, gradients } = batch;
-                let first = index * labels.len();
+                let part = division.micro_batch(index);
+                let (images, labels) = (&mut images[..part.len() * IMAGE_LEN], &mut labels[..part.len()]);
                 let (begin, gathering) = (Instant::now(), timeline.begin());
-                data.gather(&samples[first..first + labels.len()], images, labels);
+                data.gather(&samples[part.clone()], images, labels);
                 timeline.end(gathering, Name::new("gather"));
                 gathered += begin.elapsed();
-                let first_sample = first_sample + first as u64;
+                let first_sample = first_of_rank + part.start as u64;
                 let mode = Mode::Train { dropout: Some(DropoutKey { seed, step, first_sample }) };
                 net.forward(parameters, buffers, images, mode, gradients)?;
                 report += net.backward(parameters, labels, gradients)?;

@@ -47,13 +47,14 @@ impl DevicePipeline {
     ) -> mgpu::Result<Self> {
         refuse_profile(args)?;
         let (spec, options, cuts) = (args.net(), args.gpu(), args.parallel.cuts());
-        let &TrainingConfig { batch, micro_batches, steps_per_epoch, seed, .. } = training_config;
+        let &TrainingConfig { division, steps_per_epoch, seed, .. } = training_config;
+        division.require_equal_micro_batches().map_err(mgpu::Error::program)?;
         let optimizer = training_config.optimizer(&spec);
-        let parallel = args.parallel.config(optimizer, threads, (grid.replicas, micro_batches));
+        let parallel = args.parallel.config(optimizer, threads, (grid.replicas, division.micro_batches()));
         let config = DeviceStageConfig {
             grid,
             cuts,
-            micro_batch: batch / micro_batches,
+            micro_batch: division.largest_micro_batch(),
             precision: options.precision,
             kernels: options.choice,
             stage: DeviceConfig::new(parallel)
@@ -61,7 +62,8 @@ impl DevicePipeline {
                 .with_bf16_copy(options.precision == Precision::Bf16),
             seed,
         };
-        let stage = DeviceStage::new((device, &mut comm), &spec, config, timeline)?;
+        let mut stage = DeviceStage::new((device, &mut comm), &spec, config, timeline)?;
+        stage.divide_loss_by(division.mean_micro_batch());
         // Memory used while benchmarking kernels does not count as training memory.
         stage.stream().device().reset_memory_peak();
         Ok(DevicePipeline {
@@ -115,7 +117,8 @@ impl Engine for DevicePipeline {
         observer: &mut StepObserver<'_>,
     ) -> mgpu::Result<()> {
         let DevicePipeline { stage, train, training_config, score, .. } = self;
-        let TrainingConfig { seed, first_sample, steps_per_epoch, .. } = *training_config;
+        let TrainingConfig { seed, steps_per_epoch, .. } = *training_config;
+        let first_sample = training_config.first_sample();
         if train.is_none() {
             *train = Some(TrainingSet::new(stage.model(), data, training_config)?);
         }

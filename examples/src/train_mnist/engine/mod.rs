@@ -18,6 +18,7 @@ use mgpu::{Communicator, Layout, ReduceOp, Sampler};
 use mgpu_kernels::cuda::Device;
 pub(super) use pipeline::{Pipeline, PipelineReport};
 
+use super::division::Division;
 use super::profile::StepProfile;
 use crate::data::Dataset;
 use crate::nets::{LossReport, Spec};
@@ -26,12 +27,8 @@ use crate::nets::{LossReport, Spec};
 #[derive(Debug, Clone, Copy)]
 pub(super) struct TrainingConfig {
     pub(super) seed: u64,
-    /// Batch size of this rank, in images.
-    pub(super) batch: usize,
-    /// Number of micro-batches in that batch.
-    pub(super) micro_batches: usize,
-    /// Index of this rank's first image in the global batch.
-    pub(super) first_sample: u64,
+    /// The images of a step on this rank, and their micro-batches.
+    pub(super) division: Division,
     /// Initial learning rate.
     pub(super) lr: f64,
     /// Schedule of the learning rate.
@@ -42,6 +39,11 @@ pub(super) struct TrainingConfig {
 }
 
 impl TrainingConfig {
+    /// Index of this rank's first image in the global batch.
+    fn first_sample(&self) -> u64 {
+        self.division.images().start as u64
+    }
+
     /// The optimizer of `net` in this run.
     fn optimizer(&self, net: &Spec) -> OptimizerConfig {
         let mut optimizer = net.optimizer.with_schedule(self.schedule);

@@ -107,17 +107,19 @@ impl<E: Storage + Element> Pipeline<E> {
         refuse_profile(args)?;
         let spec = args.net();
         let (optimizer, cuts) = (training_config.optimizer(&spec), args.parallel.cuts());
-        let &TrainingConfig { batch, micro_batches, seed, .. } = training_config;
+        let &TrainingConfig { division, seed, .. } = training_config;
+        division.require_equal_micro_batches().map_err(mgpu::Error::program)?;
         let config = PipelineConfig {
             grid,
             cuts,
-            micro_batch: batch / micro_batches,
+            micro_batch: division.largest_micro_batch(),
             threads,
             conv: args.conv,
-            stage: args.parallel.config(optimizer, threads, (grid.replicas, micro_batches)),
+            stage: args.parallel.config(optimizer, threads, (grid.replicas, division.micro_batches())),
         };
         let timeline = (timeline, args.timeline.is_some());
-        let stage = Stage::new(&mut comm, &spec, config, |net| net.initial_parameters(seed), timeline)?;
+        let mut stage = Stage::new(&mut comm, &spec, config, |net| net.initial_parameters(seed), timeline)?;
+        stage.divide_loss_by(division.mean_micro_batch());
         Ok(Pipeline {
             comm,
             grid,
@@ -161,14 +163,15 @@ impl<E: Storage + Element> Engine for Pipeline<E> {
         Stretch { until, .. }: Stretch,
         observer: &mut StepObserver<'_>,
     ) -> mgpu::Result<()> {
-        let TrainingConfig { seed, first_sample, steps_per_epoch, .. } = self.training_config;
+        let TrainingConfig { seed, steps_per_epoch, .. } = self.training_config;
+        let first_of_rank = self.training_config.first_sample();
         let stage = &mut self.stage;
         while stage.steps() < until {
             let step = stage.steps();
             let (begin, waited) = (Instant::now(), stage.place.waited());
             let samples = sampler.batch(step / steps_per_epoch, (step % steps_per_epoch) as usize);
             let mode = |first: usize| {
-                let first_sample = first_sample + first as u64;
+                let first_sample = first_of_rank + first as u64;
                 Mode::Train { dropout: Some(DropoutKey { seed, step, first_sample }) }
             };
             let report = stage.step(data, samples, mode, |_, _| ())?;

@@ -129,6 +129,7 @@ impl<'a> Node<'a> {
                 output.say(&problem);
             }
         }
+        self.network.flush(Instant::now());
         self.network.say_goodbye();
         match (self.error, self.outcome) {
             (Some(error), _) => Err(error),

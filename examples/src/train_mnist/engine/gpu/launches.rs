@@ -216,6 +216,6 @@ fn enqueue_steps(
     steps: u64,
 ) -> mgpu::Result<()> {
     let data = train.expect("the training set is on the GPU").data();
-    let dropout = DeviceDropout { seed: training_config.seed, first_sample: training_config.first_sample };
+    let dropout = DeviceDropout { seed: training_config.seed, first_sample: training_config.first_sample() };
     (0..steps).try_for_each(|_| net.step(model, data, Some(dropout)))
 }

@@ -81,14 +81,15 @@ impl Gpu {
         threads: usize,
     ) -> mgpu::Result<Self> {
         let (set_up, options) = (Stream::new(device.device())?, args.gpu());
-        let micro_batch = training_config.batch / training_config.micro_batches;
-        let spec = args.net();
+        let division = training_config.division;
+        division.require_equal_micro_batches().map_err(mgpu::Error::program)?;
+        let (spec, micro_batch) = (args.net(), division.largest_micro_batch());
         let mut net = DeviceNet::new(&spec, micro_batch, options.precision, options.choice, &set_up)?;
+        net.divide_loss_by(division.mean_micro_batch());
         let traces = Traces::new(args, timeline, &mut net)?;
         let parameters = net.to_device(&net.initial_parameters(training_config.seed));
         let optimizer = training_config.optimizer(&spec);
-        let parallel =
-            args.parallel.config(optimizer, threads, (device.size(), training_config.micro_batches));
+        let parallel = args.parallel.config(optimizer, threads, (device.size(), division.micro_batches()));
         let config = DeviceConfig::new(parallel)
             .with_steps_per_epoch(training_config.steps_per_epoch * EPOCHS)
             .with_bf16_copy(options.precision == Precision::Bf16);

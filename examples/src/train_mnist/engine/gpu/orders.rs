@@ -33,7 +33,7 @@ impl TrainingSet {
         config: &TrainingConfig,
     ) -> Result<Self> {
         let (stream, steps) = (model.stream(), config.steps_per_epoch as usize);
-        let places = steps * config.batch;
+        let places = steps * config.division.images().len();
         Ok(TrainingSet {
             data: DeviceData::new(stream, &data.images, &data.labels, places * EPOCHS as usize)?,
             upload: Upload::new(stream.device(), places * size_of::<u32>())?,
