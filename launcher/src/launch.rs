@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use mgpu_control::digest;
 use mgpu_control::inject::Injection;
-use mgpu_control::nodes::{Credentials, Secret};
+use mgpu_control::nodes::{Credentials, Munge, Secret};
 use mgpu_control::protocol::MGPU_BACKEND;
 use nix::sys::signal::SigSet;
 use nix::unistd::gethostname;
@@ -16,7 +16,7 @@ use crate::error::LaunchError;
 use crate::event_loop::{EventLoop, JobId, JobPlan, LaunchEnd, NodeJob, flush, run_node};
 use crate::events::{Event, EventLog};
 use crate::interrupt::{Interrupter, Signals};
-use crate::nodes::{AuthChoice, NodeCard, NodeSettings};
+use crate::nodes::{AuthChoice, Engine, NodeCard, NodeSettings};
 use crate::output::{Output, OutputOptions};
 use crate::placement::Bind;
 use crate::plan::{BackendChoice, GpuChoice, LaunchPlan, Machine, PlanError, Ranks, Request, plan_jobs};
@@ -347,22 +347,22 @@ impl Launch {
     }
 }
 
-/// How this node proves that it belongs to the job.
+/// How this node proves that it belongs to the job: by a secret, or else, where Slurm has it, by munge.
 fn credentials(settings: &NodeSettings) -> Result<Credentials, LaunchError> {
     let failed = |error: mgpu_control::Error| LaunchError::Credentials(error.to_string());
     let from_variable = || std::env::var_os(MGPU_SECRET).filter(|secret| !secret.is_empty());
+    let munge = || Munge::open(None).map(Credentials::Munge).map_err(LaunchError::Credentials);
+    let is_under_slurm = settings.engine == Some(Engine::Slurm);
     match (settings.auth, &settings.secret_file) {
         (AuthChoice::None, _) => Ok(Credentials::None),
-        (AuthChoice::Munge, _) => {
-            Err(LaunchError::Credentials("authentication by munge is not available in this version".into()))
-        }
-        (AuthChoice::Auto | AuthChoice::Secret, Some(file)) => {
-            Secret::read(file).map(Credentials::Secret).map_err(failed)
-        }
-        (AuthChoice::Auto | AuthChoice::Secret, None) => match from_variable() {
+        (AuthChoice::Munge, _) => munge(),
+        (_, Some(file)) => Secret::read(file).map(Credentials::Secret).map_err(failed),
+        (choice, None) => match from_variable() {
             Some(secret) => {
-                Secret::new(secret.as_encoded_bytes(), MGPU_SECRET).map(Credentials::Secret).map_err(failed)
+                let secret = Secret::new(secret.as_encoded_bytes(), MGPU_SECRET);
+                secret.map(Credentials::Secret).map_err(failed)
             }
+            None if choice == AuthChoice::Auto && is_under_slurm => munge(),
             None => Err(LaunchError::Credentials(format!(
                 "nodes authenticate each other by a secret, and there is none: give all nodes the same \
                  --secret-file FILE or {MGPU_SECRET} (`openssl rand -hex 32` makes one), or choose --auth none on a \

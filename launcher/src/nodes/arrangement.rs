@@ -5,14 +5,17 @@ use std::net::IpAddr;
 
 use super::coordinator::{MemberId, OWN};
 
-/// The members in the order of their node numbers. The coordinator is node 0. A node with a wish gets that number if
-/// there are enough nodes; the others fill the gaps, by the names of their hosts.
+/// The members in the order of their node numbers. The coordinator is node 0. A node with a wish gets that number; if a
+/// node is missing, the nodes keep the order of their wishes. The others fill the gaps, by the names of their hosts.
 pub(crate) fn arrange(members: &[(MemberId, Option<u32>, &str)]) -> Vec<MemberId> {
+    let is_missing_one =
+        members.iter().any(|(_, wish, _)| wish.is_some_and(|wish| wish as usize >= members.len()));
     let mut slots: Vec<Option<MemberId>> = vec![None; members.len()];
     slots[0] = Some(OWN);
     let mut rest: Vec<&(MemberId, Option<u32>, &str)> = Vec::new();
     for member in members.iter().filter(|(id, ..)| *id != OWN) {
-        match member.1.and_then(|wish| slots.get_mut(wish as usize)).filter(|slot| slot.is_none()) {
+        let wish = member.1.filter(|_| !is_missing_one);
+        match wish.and_then(|wish| slots.get_mut(wish as usize)).filter(|slot| slot.is_none()) {
             Some(slot) => *slot = Some(member.0),
             None => rest.push(member),
         }

@@ -565,11 +565,11 @@ impl Coordinator {
                 Action::Report => self.outbox.push((OWN, ToAgent::Do { orders: vec![Order::Report] })),
                 Action::Settle(outcome) => {
                     self.announce(&mut ends, now);
-                    self.to_all(&Order::Settle { outcome });
+                    self.order_all(&Order::Settle { outcome });
                 }
                 Action::Finish(outcome) => {
                     self.announce(&mut ends, now);
-                    self.to_all(&Order::Finish { outcome: outcome.clone() });
+                    self.order_all(&Order::Finish { outcome: outcome.clone() });
                     self.stage = Stage::Ending(outcome);
                     self.conclude_if_all_gone(now);
                     return;
@@ -616,7 +616,7 @@ impl Coordinator {
     }
 
     /// Sends an order to all nodes that take part in this epoch.
-    fn to_all(&mut self, order: &Order) {
+    fn order_all(&mut self, order: &Order) {
         for member in self.members.iter().filter(|member| member.node.is_some()) {
             self.outbox.push((member.id, ToAgent::Do { orders: vec![order.clone()] }));
         }

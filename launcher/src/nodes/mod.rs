@@ -27,7 +27,7 @@ mod settings;
 
 pub(crate) use card::NodeCard;
 pub(crate) use coordinator::{Config, Coordinator, MemberId, NodeLoss, OWN};
-pub(crate) use engine::binding_notice;
+pub(crate) use engine::{Engine, binding_notice};
 pub(crate) use engine_variables::variables_to_remove;
 pub(crate) use message::{FromAgent, HEARTBEAT, MAX_LAST_LINE, MAX_LAST_LINES, Order, StartOrder, ToAgent};
 pub(crate) use pmi::complete as complete_by_pmi;

@@ -240,7 +240,7 @@ impl<'a> Node<'a> {
             match (&mut self.attempt, is_connected) {
                 // The coordinator may be out of reach: whoever asks twice does not wait for it.
                 (Some(attempt), _) if is_second || signal == Signal::SIGKILL => {
-                    attempt.signal_all(Signal::SIGKILL)
+                    attempt.signal_all(Signal::SIGKILL);
                 }
                 (Some(_), _) => {}
                 (None, true) if !is_second => {

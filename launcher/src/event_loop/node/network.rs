@@ -46,7 +46,6 @@ pub(super) struct Network<'a> {
     role: Role,
 }
 
-#[expect(clippy::large_enum_variant, reason = "there is one")]
 enum Role {
     /// The endpoint's name is looked up; at this time again.
     Deciding(Option<Lookup>, Instant),
@@ -94,7 +93,7 @@ impl<'a> Network<'a> {
 
     /// Becomes the coordinator.
     fn host(&mut self, now: Instant) -> Result<(), LaunchError> {
-        let hosting = Hosting::start(self.job, self.local_address()?, &self.ports, self.run.clone(), now)?;
+        let hosting = Hosting::start(self.job, self.local_address()?, &self.ports, self.run, now)?;
         self.role = Role::Coordinator(Box::new(hosting));
         Ok(())
     }
@@ -102,7 +101,7 @@ impl<'a> Network<'a> {
     /// Becomes an agent that looks for the coordinator.
     fn dial(&mut self) {
         let local = self.local_address().ok().flatten();
-        let (credentials, run) = (self.job.credentials.clone(), self.run.clone());
+        let (credentials, run) = (self.job.credentials.clone(), self.run);
         let dialer = Dialer::new(&self.endpoint, &self.ports, local, credentials, run, self.deadline);
         self.role = Role::Dialing(Box::new(dialer));
     }

@@ -206,7 +206,7 @@ impl<'a> Node<'a> {
         if std::mem::replace(&mut self.has_lost_coordinator, true) || self.outcome.is_some() {
             return;
         }
-        let said = loss.describe(&self.network.coordinator(&self.hosts));
+        let said = loss.describe(self.network.coordinator(&self.hosts));
         let Some(attempt) = &mut self.attempt else {
             let message = format!("{said}; it coordinates the job, which ends");
             return self.end(failure(exit_code::NODE_LOST, message));
