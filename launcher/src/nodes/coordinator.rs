@@ -18,7 +18,9 @@ use nix::sys::signal::Signal;
 
 use super::arrangement::{arrange, name_hosts};
 use super::card::NodeCard;
-use super::message::{FromAgent, HEARTBEAT, MAX_LAST_LINE, MAX_LAST_LINES, Order, StartOrder, ToAgent};
+use super::message::{
+    FromAgent, HEARTBEAT, MAX_LAST_LINE, MAX_LAST_LINES, MAX_RELAYED, Order, StartOrder, ToAgent,
+};
 use crate::exit_code;
 use crate::restart::{Decision, Reached, RestartPolicy};
 use crate::supervisor::{Action, Event, Outcome, RankHosts, Supervisor};
@@ -606,7 +608,9 @@ impl Coordinator {
     fn relay_to(&mut self, node: u32, message: RelayMessage) {
         let Some(id) = self.member_at(node) else { return };
         match self.outbox.last_mut() {
-            Some((last, ToAgent::Relay { messages })) if *last == id => messages.push(message),
+            Some((last, ToAgent::Relay { messages })) if *last == id && messages.len() < MAX_RELAYED => {
+                messages.push(message);
+            }
             _ => self.outbox.push((id, ToAgent::Relay { messages: vec![message] })),
         }
     }

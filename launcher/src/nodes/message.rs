@@ -17,6 +17,9 @@ use crate::supervisor::{Exit, Outcome};
 
 /// Interval between two heartbeats, in both directions.
 pub(crate) const HEARTBEAT: Duration = Duration::from_secs(1);
+/// Maximum number of relayed messages in one message: each fits a frame of the rendezvous, and together they fit one
+/// between nodes.
+pub(crate) const MAX_RELAYED: usize = 12;
 /// Maximum number of last lines of a failed rank that are sent.
 pub(crate) const MAX_LAST_LINES: usize = 32;
 /// Maximum length of such a line in bytes.

@@ -29,7 +29,9 @@ pub(crate) use card::NodeCard;
 pub(crate) use coordinator::{Config, Coordinator, MemberId, NodeLoss, OWN};
 pub(crate) use engine::{Engine, binding_notice};
 pub(crate) use engine_variables::variables_to_remove;
-pub(crate) use message::{FromAgent, HEARTBEAT, MAX_LAST_LINE, MAX_LAST_LINES, Order, StartOrder, ToAgent};
+pub(crate) use message::{
+    FromAgent, HEARTBEAT, MAX_LAST_LINE, MAX_LAST_LINES, MAX_RELAYED, Order, StartOrder, ToAgent,
+};
 pub(crate) use pmi::complete as complete_by_pmi;
 pub(crate) use settings::{
     AuthChoice, NodeSettings, Ports, SettingsError, Surroundings, ranks_variable, settings,

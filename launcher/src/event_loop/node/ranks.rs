@@ -14,7 +14,7 @@ use crate::events;
 use crate::exit_code;
 use crate::interrupt::ends_the_run;
 use crate::launch::Supervision;
-use crate::nodes::{FromAgent, HEARTBEAT, MAX_LAST_LINE, MAX_LAST_LINES, NodeLoss, StartOrder};
+use crate::nodes::{FromAgent, HEARTBEAT, MAX_LAST_LINE, MAX_LAST_LINES, MAX_RELAYED, NodeLoss, StartOrder};
 use crate::plan::{NodePlace, RunContext};
 use crate::spawn::{Process, spawn};
 use crate::supervisor::{Action, Event, Exit, Outcome, Supervisor};
@@ -120,9 +120,8 @@ impl<'a> Node<'a> {
     /// Reports to the coordinator what has happened to the ranks, and their progress if that is due.
     pub(super) fn report(&mut self, now: Instant) {
         if let Some(attempt) = &mut self.attempt {
-            let messages = attempt.server.take_outbox();
-            if !messages.is_empty() {
-                self.network.report(FromAgent::Relay { messages }, now);
+            for messages in attempt.server.take_outbox().chunks(MAX_RELAYED) {
+                self.network.report(FromAgent::Relay { messages: messages.to_vec() }, now);
             }
             let events = attempt.take_unreported();
             // How far a rank came decides whether it is restarted.
