@@ -361,6 +361,7 @@ fn a_killed_run_does_not_block_the_next() {
 fn mgpurun_variables_take_precedence() {
     let mut launcher = Job::new(Slurm, "outer", 1).rank(0, env!("CARGO_BIN_EXE_t-mgpurun"), &[]);
     launcher.envs([("OMPI_COMM_WORLD_RANK", "5"), ("OMPI_COMM_WORLD_SIZE", "7")]);
+    launcher.envs([("OMPI_COMM_WORLD_LOCAL_RANK", "5"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "7")]);
     launcher.envs([("TORCHELASTIC_RESTART_COUNT", "2"), ("MASTER_ADDR", "elsewhere")]);
     let finished = run(launcher.args(["-n", "3", HELLO_RING]));
     finished.expect(0, &["hello from rank 2 of 3", "the token came back with 3"]);
