@@ -29,6 +29,9 @@ use crate::{exit_code, nccl, orphans};
 /// The secret that the nodes of a job share.
 const MGPU_SECRET: &str = "MGPU_SECRET";
 
+/// The socket of munged, if it is not where libmunge looks for it.
+const MGPU_MUNGE_SOCKET: &str = "MGPU_MUNGE_SOCKET";
+
 /// About 30 years: an `Instant` much further away may not be representable.
 pub(crate) const MAX_DURATION: Duration = Duration::from_secs(1_000_000_000);
 
@@ -351,7 +354,10 @@ impl Launch {
 fn credentials(settings: &NodeSettings) -> Result<Credentials, LaunchError> {
     let failed = |error: mgpu_control::Error| LaunchError::Credentials(error.to_string());
     let from_variable = || std::env::var_os(MGPU_SECRET).filter(|secret| !secret.is_empty());
-    let munge = || Munge::open(None).map(Credentials::Munge).map_err(LaunchError::Credentials);
+    let munge = || {
+        let socket = std::env::var_os(MGPU_MUNGE_SOCKET).map(PathBuf::from);
+        Munge::open(socket.as_deref()).map(Credentials::Munge).map_err(LaunchError::Credentials)
+    };
     let is_under_slurm = settings.engine == Some(Engine::Slurm);
     match (settings.auth, &settings.secret_file) {
         (AuthChoice::None, _) => Ok(Credentials::None),
