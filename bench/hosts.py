@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Measures jobs on several hosts, which are namespaces of this machine on one bridge, compared with other launchers.
 
-    hosts.py [--rounds 20] [--rest 60] [--limit 120] [--only true,rest,faults,many] [--simulated FILE.json] [--out FILE.json]
+    hosts.py [--rounds 20] [--rest 60] [--limit 120] [--only true,rest,faults,many] [--simulated FILE] [--swarm FILE]
+             [--out FILE.json]
     hosts.py --table FILE.json
 
 - true: two hosts with two ranks of `true` each, start to end; the launchers run in turn, figures are medians
@@ -12,6 +13,8 @@
 Figures that --out has of an earlier run stay, unless they are measured again. --simulated names the output of the simulation of 1,000 agents, which is stored with the figures:
 
     cargo test --release -p mgpurun --lib thousand -- --ignored --nocapture
+
+--swarm names the binary of those tests: its 999 agents connect to a real coordinator over loopback.
 
 It needs root, and target/release with `mgpurun` and `hello_ring`. Peers are `mpirun.openmpi` and `mpiexec.hydra` in PATH
 and the torchrun that TORCHRUN names. --table prints results as a table in Markdown.
@@ -262,7 +265,7 @@ def measure_fault(launcher, fault, limit):
         elif fault == "link down":
             hosts.set_link(1, "down")
         else:
-            # The first one: the launcher and not its guardian.
+            # The process that was started first, not its children.
             os.kill(min(agents), signal.SIGKILL)
         try:
             text, _ = processes[0].communicate(timeout=limit)
@@ -298,6 +301,28 @@ def measure_many(rounds=3):
     return found
 
 
+def measure_links(binary, seconds=10):
+    """CPU time of a coordinator with 999 connected agents, as a share of one core."""
+    with Hosts(1) as hosts:
+        command = [os.path.join(BIN, "mgpurun"), "--nnodes", "1000", "--node-rank", "0", "--rdzv-endpoint",
+                   "127.0.0.1:29400", "-n", "1", "sleep", "30"]
+        hosts.start(0, command)
+        wait_for(lambda: len(hosts.processes(0, "mgpurun")) == 2)
+        before = cpu_seconds(hosts.processes(0, "mgpurun"))
+        swarm = ["env", "MGPU_SWARM=127.0.0.1:29400", binary, "thousand_links", "--ignored", "--nocapture"]
+        swarm = hosts.start(0, swarm)
+        wait_for(lambda: len(hosts.processes(0, "sleep")) == 2)
+        joined = cpu_seconds(hosts.processes(0, "mgpurun"))
+        time.sleep(2)
+        started = cpu_seconds(hosts.processes(0, "mgpurun"))
+        time.sleep(seconds)
+        share = 100 * (cpu_seconds(hosts.processes(0, "mgpurun")) - started) / seconds
+        text, _ = swarm.communicate()
+        found = json.loads(next(line for line in text.splitlines() if line.startswith("{")))
+        return {"agents": 1000, "joins_cpu_seconds": round(joined - before, 3), "seconds": seconds,
+                "heartbeats_percent_of_a_core": round(share, 2), **found}
+
+
 def table(result):
     lines = []
     if "true" in result:
@@ -324,6 +349,7 @@ def main():
     parser.add_argument("--limit", type=int, default=120)
     parser.add_argument("--only", default="true,rest,faults,many")
     parser.add_argument("--simulated")
+    parser.add_argument("--swarm")
     parser.add_argument("--table")
     parser.add_argument("--out")
     args = parser.parse_args()
@@ -340,6 +366,9 @@ def main():
     for name in filter(None, args.only.split(",")):
         result[name] = measures[name]()
         print(json.dumps({name: result[name]}, indent=1), file=sys.stderr)
+    if args.swarm:
+        result["links"] = measure_links(args.swarm)
+        print(json.dumps(result["links"], indent=1), file=sys.stderr)
     if args.simulated:
         with open(args.simulated) as file:
             result["simulated"] = json.loads(next(line for line in file if line.startswith("{")))

@@ -353,7 +353,8 @@ impl Coordinator {
     /// the number of messages does not grow with ranks times nodes.
     fn flush_news(&mut self, now: Instant) {
         let next_flush = self.next_flush;
-        let Some(epoch) = self.epoch.as_mut().filter(|epoch| next_flush <= now && epoch.hub.has_news()) else {
+        let Some(epoch) = self.epoch.as_mut().filter(|epoch| next_flush <= now && epoch.hub.has_news())
+        else {
             return;
         };
         self.next_flush = now + epoch.hub.flush_interval();

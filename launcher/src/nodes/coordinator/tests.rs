@@ -7,8 +7,8 @@ use mgpu_control::progress::{Phase, ProgressEntry, RankState};
 use proptest::prelude::*;
 
 use super::super::card::tests::card;
-use crate::supervisor::Exit;
 use super::*;
+use crate::supervisor::Exit;
 
 const JOIN_TIMEOUT: Duration = Duration::from_secs(60);
 const NODE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -242,7 +242,10 @@ fn nodes_that_do_not_come_are_named() {
     }
     let (_, outcome) = job.end();
     assert_eq!(outcome.exit_code, exit_code::NEVER_JOINED);
-    assert!(message(&outcome).contains("2 of 3 nodes joined within 60 s (a, b); missing: node 1"), "{outcome:?}");
+    assert!(
+        message(&outcome).contains("2 of 3 nodes joined within 60 s (a, b); missing: node 1"),
+        "{outcome:?}"
+    );
 }
 
 #[test]

@@ -265,7 +265,10 @@ fn a_thousand_links() {
             next += 1;
         }
     }
-    println!("{}", serde_json::json!({ "joined_seconds": joined.as_secs_f64(), "started": starts, "heartbeats": next }));
+    println!(
+        "{}",
+        serde_json::json!({ "joined_seconds": joined.as_secs_f64(), "started": starts, "heartbeats": next })
+    );
 }
 
 /// An agent that has joined.
