@@ -120,6 +120,7 @@ enum Stage {
 /// The state of the job.
 pub(crate) struct Coordinator {
     config: Config,
+    /// In ascending order of their ids.
     members: Vec<Member>,
     stage: Stage,
     restarts: u32,
@@ -129,13 +130,18 @@ pub(crate) struct Coordinator {
     /// The reader of this node's output has exited.
     reader_is_gone: bool,
     next_beat: Instant,
+    /// What all nodes are told is collected until this time.
+    next_flush: Instant,
     outbox: Vec<(MemberId, ToAgent)>,
 }
 
 /// One start of all ranks.
 struct Epoch {
     layout: Layout,
+    /// The name of each node's host.
     hosts: Vec<String>,
+    /// The member of each node. It may be lost.
+    members: Vec<MemberId>,
     supervisor: Supervisor,
     hub: Hub,
     blames: BTreeMap<u32, Blame>,
@@ -157,6 +163,7 @@ impl Coordinator {
             epoch: None,
             reader_is_gone: false,
             next_beat: now + HEARTBEAT,
+            next_flush: now,
             outbox: Vec::new(),
         };
         coordinator.connected(OWN, None, now);
@@ -183,14 +190,20 @@ impl Coordinator {
         };
         let epoch = self.epoch.as_ref();
         let supervisor = epoch.and_then(|epoch| epoch.supervisor.next_deadline());
-        [stage, supervisor, self.has_others().then_some(self.next_beat)].into_iter().flatten().min()
+        let flush = epoch.is_some_and(|epoch| epoch.hub.has_news()).then_some(self.next_flush);
+        let beat = self.has_others().then_some(self.next_beat);
+        [stage, supervisor, flush, beat].into_iter().flatten().min()
     }
 
     fn has_others(&self) -> bool {
         self.members.len() > 1
     }
 
-    /// An authenticated agent has connected.
+    fn index_of(&self, id: MemberId) -> Option<usize> {
+        self.members.binary_search_by_key(&id, |member| member.id).ok()
+    }
+
+    /// An authenticated agent has connected. Its `id` is larger than all before.
     pub(crate) fn connected(&mut self, id: MemberId, address: Option<IpAddr>, now: Instant) {
         let (card, node) = (None, None);
         self.members.push(Member {
@@ -210,7 +223,7 @@ impl Coordinator {
     /// If the message breaks the protocol: the connection has to be closed, and the member to be reported as
     /// [lost](Self::lost).
     pub(crate) fn handle(&mut self, id: MemberId, message: FromAgent, now: Instant) -> Result<(), String> {
-        let Some(index) = self.members.iter().position(|member| member.id == id) else { return Ok(()) };
+        let Some(index) = self.index_of(id) else { return Ok(()) };
         self.members[index].heard = now;
         if let FromAgent::Join(card) = message {
             return self.join(index, *card, now);
@@ -294,7 +307,7 @@ impl Coordinator {
 
     /// A connection has ended.
     pub(crate) fn lost(&mut self, id: MemberId, loss: &NodeLoss, now: Instant) {
-        if let Some(index) = self.members.iter().position(|member| member.id == id) {
+        if let Some(index) = self.index_of(id) {
             self.lose(index, loss, now);
         }
     }
@@ -326,10 +339,7 @@ impl Coordinator {
         if matches!(self.stage, Stage::Running) {
             self.supervise(Event::Tick, now);
         }
-        if let Some(epoch) = &mut self.epoch {
-            let actions = epoch.hub.flush();
-            self.route(actions, now);
-        }
+        self.flush_news(now);
         match &self.stage {
             Stage::Gathering(_) => self.start_if_complete(now),
             Stage::Pausing(until) if *until <= now => {
@@ -339,6 +349,19 @@ impl Coordinator {
             }
             _ => {}
         }
+    }
+
+    /// Tells all nodes what is new. The first news are told at once, and what follows soon after is collected, so that
+    /// the number of messages does not grow with ranks times nodes.
+    fn flush_news(&mut self, now: Instant) {
+        let next_flush = self.next_flush;
+        let Some(epoch) = self.epoch.as_mut().filter(|epoch| next_flush <= now && epoch.hub.has_news())
+        else {
+            return;
+        };
+        self.next_flush = now + epoch.hub.flush_interval();
+        let actions = epoch.hub.flush();
+        self.route(actions, now);
     }
 
     /// Handles the first message of an agent.
@@ -450,7 +473,7 @@ impl Coordinator {
                 })
                 .collect::<Vec<_>>(),
         );
-        let member_of = |id: MemberId| self.members.iter().find(|member| member.id == id);
+        let member_of = |id: MemberId| self.index_of(id).map(|index| &self.members[index]);
         let cards: Vec<(&NodeCard, Option<IpAddr>)> = order
             .iter()
             .filter_map(|id| member_of(*id))
@@ -476,7 +499,8 @@ impl Coordinator {
         }
         self.members.iter_mut().for_each(|member| member.node = None);
         for (id, node) in order.iter().zip(0..) {
-            let Some(member) = self.members.iter_mut().find(|member| member.id == *id) else { continue };
+            let Some(index) = self.index_of(*id) else { continue };
+            let member = &mut self.members[index];
             (member.node, member.is_gone) = (Some(node), false);
             let start = StartOrder {
                 layout: layout.seen_from(node).expect("one of its nodes"),
@@ -493,6 +517,7 @@ impl Coordinator {
             hub: Hub::new(layout.clone(), hosts.clone()),
             layout,
             hosts,
+            members: order,
             supervisor: supervisor.on_hosts(RankHosts { hosts: names }),
             blames: BTreeMap::new(),
             last_lines: BTreeMap::new(),
@@ -558,10 +583,7 @@ impl Coordinator {
                 Action::Send(rank, signal) => {
                     self.announce(&mut ends, now);
                     let node = self.epoch_mut().layout.node_of(rank);
-                    let order = Order::Send { rank, signal: signal as i32 };
-                    if let Some(id) = self.member_at(node) {
-                        self.outbox.push((id, ToAgent::Do { orders: vec![order] }));
-                    }
+                    self.order(node, Order::Send { rank, signal: signal as i32 });
                 }
                 Action::Say(text) => self.outbox.push((OWN, ToAgent::Say { text })),
                 Action::Report => self.outbox.push((OWN, ToAgent::Do { orders: vec![Order::Report] })),
@@ -615,8 +637,19 @@ impl Coordinator {
         }
     }
 
+    /// Sends an order to a node; several in a row share one frame.
+    fn order(&mut self, node: u32, order: Order) {
+        let Some(id) = self.member_at(node) else { return };
+        match self.outbox.last_mut() {
+            Some((last, ToAgent::Do { orders })) if *last == id => orders.push(order),
+            _ => self.outbox.push((id, ToAgent::Do { orders: vec![order] })),
+        }
+    }
+
+    /// The member that is a node of this epoch, unless it is lost.
     fn member_at(&self, node: u32) -> Option<MemberId> {
-        self.members.iter().find(|member| member.node == Some(node)).map(|member| member.id)
+        let id = *self.epoch.as_ref()?.members.get(node as usize)?;
+        self.index_of(id).map(|_| id)
     }
 
     /// Sends an order to all nodes that take part in this epoch.
@@ -699,3 +732,6 @@ fn its_ranks(ranks: &Range<u32>) -> String {
         _ => format!("its ranks {}-{} are", ranks.start, ranks.end - 1),
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,7 +1,7 @@
 //! The coordinator with its listener and its connections to the agents of all other nodes.
 
 use std::net::IpAddr;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use mgpu_control::nodes::{Link, LinkState, NodeListener, RunTag};
 use mgpu_control::protocol::new_run_id;
@@ -14,11 +14,20 @@ use crate::exit_code;
 use crate::nodes::{Config, Coordinator, FromAgent, MemberId, NodeLoss, OWN, ToAgent};
 use crate::port::ReservedPort;
 
+/// So many links are served as soon as one of them is ready. For each time as many more, they are left alone for
+/// [`PAUSE`] after they were served: a poll over a thousand links costs more than what a heartbeat brings, and a thousand
+/// heartbeats arrive each second.
+const LINKS_PER_PAUSE: u32 = 64;
+const PAUSE: Duration = Duration::from_millis(1);
+
 /// The coordinator's connections.
 pub(super) struct Hosting {
     coordinator: Coordinator,
     listener: NodeListener,
+    /// In ascending order of their ids.
     links: Vec<(MemberId, Link)>,
+    /// The links are not polled until then.
+    paused_until: Option<Instant>,
     /// Links whose last message was sent.
     leaving: Vec<Link>,
     next_id: MemberId,
@@ -50,6 +59,7 @@ impl Hosting {
             coordinator: Coordinator::new(config, job.card.clone(), now),
             listener,
             links: Vec::new(),
+            paused_until: None,
             leaving: Vec::new(),
             next_id: OWN + 1,
             _port: port,
@@ -57,29 +67,25 @@ impl Hosting {
     }
 
     pub(super) fn fds(&self) -> Vec<PollFd<'_>> {
-        let links = self.links.iter().map(|(_, link)| link).chain(&self.leaving);
+        let links = self.polled_links().iter().map(|(_, link)| link).chain(&self.leaving);
         links.map(Link::poll_fd).chain(self.listener.fds()).collect()
+    }
+
+    fn polled_links(&self) -> &[(MemberId, Link)] {
+        if self.paused_until.is_some() { &[] } else { &self.links }
     }
 
     pub(super) fn next_deadline(&self) -> Option<Instant> {
         let links = self.leaving.iter().filter_map(Link::next_deadline);
-        links.chain(self.listener.next_deadline()).chain(self.coordinator.next_deadline()).min()
+        let listener = self.listener.next_deadline();
+        links.chain(listener).chain(self.paused_until).chain(self.coordinator.next_deadline()).min()
     }
 
     /// Reads, writes and handles deadlines. `ready` tells which of [`fds`](Self::fds) are ready.
     pub(super) fn service(&mut self, now: Instant, ready: &[bool]) -> Vec<Input> {
         let is_ready = |index: usize| ready.get(index).copied().unwrap_or(true);
-        let links = self.links.len();
-        let mut lost = Vec::new();
-        for (index, (id, link)) in self.links.iter_mut().enumerate().filter(|(index, _)| is_ready(*index)) {
-            debug_assert!(index < links);
-            if let Some(loss) = serve(&mut self.coordinator, *id, link, now) {
-                lost.push((*id, loss));
-            }
-        }
-        for (id, loss) in lost {
-            self.lose(id, &loss, now);
-        }
+        let links = self.polled_links().len();
+        self.serve_links(now, |index| index < links && is_ready(index));
         self.leaving.retain_mut(|link| link.service(now) == LinkState::Open);
         // The descriptors of the listener are behind those of the links.
         if (links + self.leaving.len()..ready.len()).any(is_ready)
@@ -106,6 +112,31 @@ impl Hosting {
         inputs
     }
 
+    /// Serves the links with these indices.
+    fn serve_links(&mut self, now: Instant, is_ready: impl Fn(usize) -> bool) {
+        let mut lost = Vec::new();
+        let mut has_served = false;
+        for (_, (id, link)) in self.links.iter_mut().enumerate().filter(|(index, _)| is_ready(*index)) {
+            has_served = true;
+            if let Some(loss) = serve(&mut self.coordinator, *id, link, now) {
+                lost.push((*id, loss));
+            }
+        }
+        for (id, loss) in lost {
+            self.lose(id, &loss, now);
+        }
+        let pause = PAUSE * (self.links.len() as u32 / LINKS_PER_PAUSE);
+        match self.paused_until {
+            Some(until) if until <= now => self.paused_until = None,
+            None if has_served && !pause.is_zero() => self.paused_until = Some(now + pause),
+            _ => {}
+        }
+    }
+
+    fn index_of(&self, id: MemberId) -> Option<usize> {
+        self.links.binary_search_by_key(&id, |(other, _)| *other).ok()
+    }
+
     /// Handles a message of this node's agent.
     pub(super) fn report(&mut self, message: FromAgent, now: Instant) {
         if let Err(why) = self.coordinator.handle(OWN, message, now) {
@@ -123,7 +154,7 @@ impl Hosting {
                 inputs.push(Input::Message(message));
                 continue;
             }
-            let Some(index) = self.links.iter().position(|(other, _)| *other == id) else { continue };
+            let Some(index) = self.index_of(id) else { continue };
             self.links[index].1.send(&message);
             if matches!(message, ToAgent::End { .. } | ToAgent::Refused { .. }) {
                 let (_, mut link) = self.links.remove(index);
@@ -135,7 +166,7 @@ impl Hosting {
     }
 
     fn lose(&mut self, id: MemberId, loss: &NodeLoss, now: Instant) {
-        if let Some(index) = self.links.iter().position(|(other, _)| *other == id) {
+        if let Some(index) = self.index_of(id) {
             let (_, mut link) = self.links.remove(index);
             if let NodeLoss::Failed(why) = loss {
                 link.send(&ToAgent::Refused { exit_code: exit_code::NODE_LOST, why: why.clone() });
