@@ -457,12 +457,13 @@ impl Supervisor {
             Signal::SIGQUIT => return vec![Action::Report],
             _ => {}
         }
+        // Also a run that is failing already: it must not be restarted.
+        self.interrupted = true;
         if let Stage::Terminating(_) | Stage::Killed = self.stage {
             self.stage = Stage::Killed;
             return self.to_all(Signal::SIGKILL);
         }
         self.outcome.get_or_insert_with(|| Outcome::interruption(signal));
-        self.interrupted = true;
         self.stage = Stage::Terminating(now + self.grace);
         [self.settle(), self.to_all(signal), self.to_all(Signal::SIGCONT)].concat()
     }

@@ -281,3 +281,16 @@ fn ranks_are_stopped_for_a_reason_outside_their_world() {
     run.handle(stop(), now);
     assert_eq!(run.handle(Event::Signalled(Signal::SIGINT), now), [Action::Send(0, Signal::SIGKILL)]);
 }
+
+#[test]
+fn a_signal_during_the_shutdown_prevents_a_restart() {
+    let (mut supervisor, now) = supervisor(2);
+    supervisor.handle(exited(1, 3), now);
+    supervisor.handle(Event::Tick, now + ERROR_TIME);
+    let actions = supervisor.handle(Event::Signalled(Signal::SIGINT), now + ERROR_TIME);
+    assert_eq!(actions, [Action::Send(0, Signal::SIGKILL)]);
+    let actions =
+        supervisor.handle(Event::Exited { rank: 0, exit: Exit::Signal(9), blame: None }, now + ERROR_TIME);
+    let outcome = finish(&actions).unwrap();
+    assert_eq!((outcome.exit_code, outcome.culprit, outcome.interrupted), (3, Some(1), true));
+}
