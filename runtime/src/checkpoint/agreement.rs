@@ -27,7 +27,8 @@ impl Failure {
             Error::Checkpoint { path, problem } => (false, &**path, problem.clone()),
             other => (false, folder, other.to_string()),
         };
-        let name = gethostname().map_or_else(|_| "unknown".into(), |name| name.to_string_lossy().into_owned());
+        let name =
+            gethostname().map_or_else(|_| "unknown".into(), |name| name.to_string_lossy().into_owned());
         let problem = format!("on host {name} (node {host}, rank {rank}): {problem}");
         Failure { is_damage, path: path.to_string_lossy().into_owned(), problem }
     }

@@ -204,10 +204,11 @@ impl ReplicatedWriter {
         let set_aside = self.set_damaged_aside();
         let set_aside = self.agree(set_aside)?;
         let sender = self.hosts[newest.host].start;
+        // As it is called on the sender.
+        let path = self.folder.join(newest.path.file_name().unwrap_or_default());
         let path = if sender == 0 {
-            newest.path.clone()
+            path
         } else {
-            let path = self.folder.join(newest.path.file_name().unwrap_or_default());
             let received = self.transfer(Route { from: sender, to: &[0] }, &path)?;
             let published = match (received, &self.writer) {
                 (Some(received), Some(writer)) => publish_received(writer.folder(), received, self.keep),
