@@ -114,6 +114,16 @@ pub(super) struct Args {
     /// Keep the newest N checkpoints.
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..))]
     keep: u16,
+    /// Keep each checkpoint on N hosts, which need not share a file system.
+    ///
+    /// After rank 0 has written a checkpoint, it is sent to the first ranks of N - 1 other hosts, at the next checkpoint
+    /// or at the end of the training. They verify it and keep it in --checkpoint-dir on their disks. --resume takes the
+    /// newest intact checkpoint that any host has, so the run survives the loss of N - 1 hosts with their disks.
+    ///
+    /// A copy that cannot be written is an error. If there are fewer hosts, or hosts share the folder, a line says on how
+    /// many hosts checkpoints are kept.
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "checkpoint_dir", value_parser = clap::value_parser!(u16).range(1..))]
+    checkpoint_copies: u16,
     /// Resume from the newest checkpoint in --checkpoint-dir; start at step 0 if there is none.
     ///
     /// Refused, with a list of the differences, if the checkpoint is of another run: another network, seed, global
@@ -178,7 +188,7 @@ pub(super) struct Args {
 }
 
 /// The flags that mean nothing without a training.
-const OF_TRAINING: [&str; 26] = [
+const OF_TRAINING: [&str; 27] = [
     "epochs",
     "steps",
     "global_batch",
@@ -199,6 +209,7 @@ const OF_TRAINING: [&str; 26] = [
     "checkpoint_dir",
     "checkpoint_every",
     "keep",
+    "checkpoint_copies",
     "resume",
     "log_every",
     "metrics",
@@ -280,6 +291,11 @@ impl Args {
         usize::from(self.keep)
     }
 
+    /// Number of hosts that keep each checkpoint.
+    pub(super) fn checkpoint_copies(&self) -> usize {
+        usize::from(self.checkpoint_copies)
+    }
+
     /// How kernels are chosen on a GPU or a CPU, in words.
     pub(super) fn choice_of_kernels(&self, on_gpu: bool) -> String {
         match (on_gpu, self.conv) {
@@ -341,6 +357,7 @@ impl Args {
             ("--log-every", given(self.log_every)),
             ("--checkpoint-dir", is_given(&self.checkpoint_dir)),
             ("--checkpoint-every", given(self.checkpoint_every)),
+            ("--checkpoint-copies", self.checkpoint_copies.to_string()),
             ("--resume", self.resume.to_string()),
             ("--timeline", is_given(&self.timeline)),
             ("--skip-test", self.skip_test.to_string()),

@@ -57,7 +57,7 @@ pub fn main() -> ExitCode {
     // waits.
     let mut trainer = None;
     let code = refused.unwrap_or_else(|| crate::exit::report("train_mnist", run(&args, &mut trainer)));
-    match trainer.as_mut().map_or(Ok(()), Trainer::finish_saving) {
+    match trainer.as_mut().map_or(Ok(()), Trainer::finish_saving_here) {
         Ok(()) => code,
         error => crate::exit::report("train_mnist", error),
     }
@@ -67,7 +67,7 @@ fn run(args: &Args, trainer: &mut Option<Trainer>) -> Result<(), Box<dyn Error>>
     let (mut session, device, comm) = Session::begin(args)?;
     let trainer = trainer.insert(session.trainer(device, comm)?);
     if let Some(folder) = &args.checkpoint_dir {
-        trainer.enable_checkpoints(folder, &session.world, args, &session.data, session.threads)?;
+        trainer.enable_checkpoints(folder, &mut session.world, args, &session.data, session.threads)?;
     }
     session.print_header(trainer);
     let begun = trainer.steps();

@@ -193,12 +193,12 @@ impl Trainer {
     pub(super) fn enable_checkpoints(
         &mut self,
         folder: &Path,
-        world: &World,
+        world: &mut World,
         args: &Args,
         data: &Mnist,
         threads: usize,
     ) -> Result<(), Box<dyn Error>> {
-        let mut checkpoints = Checkpoints::open(folder, args, world.rank())?;
+        let mut checkpoints = Checkpoints::open(folder, args, world)?;
         if world.rank() == 0 {
             self.run.describe(args, data, threads, self.engine.gpu().map(Device::name));
             self.run.launch = world.launch_id().map(str::to_owned);
@@ -374,9 +374,14 @@ impl Trainer {
         Ok(())
     }
 
-    /// Waits until the last checkpoint is written.
+    /// Waits until the last checkpoint is written, and its copies. Collective.
     pub(super) fn finish_saving(&mut self) -> mgpu::Result<()> {
         self.checkpoints.as_mut().map_or(Ok(()), Checkpoints::finish)
+    }
+
+    /// Waits until this rank has written what it is writing, also after an error.
+    pub(super) fn finish_saving_here(&mut self) -> mgpu::Result<()> {
+        self.checkpoints.as_mut().map_or(Ok(()), Checkpoints::finish_here)
     }
 
     /// The number of checkpoints, and the milliseconds that training was blocked by each.

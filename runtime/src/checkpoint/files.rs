@@ -50,7 +50,13 @@ pub(super) fn write(path: &Path, snapshot: Snapshot) -> Result<()> {
         );
         return Err(failed(&file, problem));
     }
-    create(&file, |output| output.write_all(&manifest)).map_err(|error| failed(&file, error))?;
+    write_manifest(path, &manifest)
+}
+
+/// Writes the text of a manifest, the last file of the checkpoint in folder `path`, and flushes both.
+pub(super) fn write_manifest(path: &Path, text: &[u8]) -> Result<()> {
+    let file = path.join(MANIFEST);
+    create(&file, |output| output.write_all(text)).map_err(|error| failed(&file, error))?;
     flush_folder(path)
 }
 
@@ -141,6 +147,11 @@ fn is_file_name(name: &str) -> bool {
 
 /// The manifest of the checkpoint at `path`.
 pub(super) fn read_manifest(path: &Path) -> Result<Manifest> {
+    parse_manifest(path, &read_manifest_text(path)?)
+}
+
+/// The text of that manifest.
+pub(super) fn read_manifest_text(path: &Path) -> Result<Vec<u8>> {
     let file = path.join(MANIFEST);
     let (mut input, bytes) = open(&file)?;
     if bytes > MAX_MANIFEST_BYTES as u64 {
@@ -151,7 +162,13 @@ pub(super) fn read_manifest(path: &Path) -> Result<Manifest> {
     }
     let mut text = Vec::new();
     input.read_to_end(&mut text).map_err(|error| unreadable(&file, &error))?;
-    let manifest = Manifest::parse(&file, &text)?;
+    Ok(text)
+}
+
+/// The manifest of the checkpoint at `path` from its text.
+pub(super) fn parse_manifest(path: &Path, text: &[u8]) -> Result<Manifest> {
+    let file = path.join(MANIFEST);
+    let manifest = Manifest::parse(&file, text)?;
     match manifest.files.keys().find(|name| !is_file_name(name)) {
         Some(name) => Err(damaged(&file, format!("{name:?} is not the name of a file"))),
         None => Ok(manifest),
@@ -159,7 +176,7 @@ pub(super) fn read_manifest(path: &Path) -> Result<Manifest> {
 }
 
 /// Opens a regular file and returns its length. Reading anything else could block, or never end.
-fn open(path: &Path) -> Result<(io::Take<File>, u64)> {
+pub(super) fn open(path: &Path) -> Result<(io::Take<File>, u64)> {
     let metadata = fs::metadata(path).map_err(|error| unreadable(path, &error))?;
     if !metadata.is_file() {
         return Err(damaged(path, "not a file"));
@@ -170,7 +187,7 @@ fn open(path: &Path) -> Result<(io::Take<File>, u64)> {
 }
 
 /// A missing file means damage: a checkpoint is complete before it gets its name.
-fn unreadable(path: &Path, error: &io::Error) -> crate::Error {
+pub(super) fn unreadable(path: &Path, error: &io::Error) -> crate::Error {
     match error.kind() {
         ErrorKind::NotFound => damaged(path, "there is no such file"),
         _ => failed(path, error),
@@ -202,14 +219,14 @@ fn compare(path: &Path, mut file: impl Read, entry: &FileEntry) -> Result<()> {
     }
 }
 
-fn check_size(path: &Path, entry: &FileEntry, bytes: u64) -> Result<()> {
+pub(super) fn check_size(path: &Path, entry: &FileEntry, bytes: u64) -> Result<()> {
     if entry.bytes != bytes {
         return Err(damaged(path, format!("{bytes} bytes instead of {}", entry.bytes)));
     }
     Ok(())
 }
 
-fn check_checksum(path: &Path, entry: &FileEntry, checksum: u64) -> Result<()> {
+pub(super) fn check_checksum(path: &Path, entry: &FileEntry, checksum: u64) -> Result<()> {
     let (found, expected) = (hexadecimal(checksum), &entry.xxh3);
     if found != *expected {
         return Err(damaged(path, format!("checksum {found} instead of {expected}")));

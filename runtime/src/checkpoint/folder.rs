@@ -26,6 +26,7 @@ use super::failed;
 use super::files::flush_folder;
 use super::manifest::MANIFEST;
 use super::removal::{is_folder, is_ours, is_taken, remove_written};
+use super::shared_folder;
 use crate::Result;
 
 const PREFIX: &str = "step-";
@@ -138,6 +139,7 @@ impl Folder {
                 if let Some(step) = step_of_leftover(&leftover) {
                     remove_written(&leftover, &folder.target(step))?;
                 }
+                shared_folder::remove_leftover(&leftover);
             }
         }
         Ok(folder)
@@ -193,7 +195,7 @@ fn step_of_leftover(path: &Path) -> Option<u64> {
 }
 
 /// Creates a folder and its parents, and flushes them so that they survive a power failure.
-fn make(path: &Path) -> Result<()> {
+pub(super) fn make(path: &Path) -> Result<()> {
     if is_taken(path) && !path.is_dir() {
         return Err(failed(path, "not a folder: choose another name for the checkpoints"));
     }

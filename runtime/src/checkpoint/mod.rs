@@ -18,6 +18,9 @@
 //! **Damaged files are never loaded.** The manifest has its own checksum, every file is compared with the manifest,
 //! and [`find`] reports the checkpoints that it skipped.
 //!
+//! **A lost disk need not lose a run.** [`ReplicatedWriter`] keeps each checkpoint on several hosts, which need not share
+//! a file system, and finds the newest one that any host has.
+//!
 //! Random numbers have no state to save: they are functions of seed, step and element. [`Position`] and the step are
 //! all that dropout and shuffling need.
 //!
@@ -63,18 +66,23 @@
 //! # }
 //! ```
 
+mod agreement;
 mod files;
 mod folder;
 mod manifest;
 mod publish;
 mod read;
 mod removal;
+mod replicated;
+mod shared_folder;
 mod snapshot;
+mod transfer;
 mod writer;
 
 pub use folder::latest;
 pub use manifest::{Manifest, Position};
 pub use read::{Checkpoint, Found, find};
+pub use replicated::{Fetched, Newest, ReplicatedWriter};
 pub use snapshot::Snapshot;
 pub use writer::Writer;
 

@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 use super::folder::{Folder, NamedCheckpoint, REMOVED, REPLACED, hidden, holds_checkpoint, list};
 use super::removal::{is_folder, is_ours, is_taken, remove_written, unused_name};
 use super::snapshot::Snapshot;
+use super::transfer::Received;
 use super::{failed, files};
 use crate::Result;
 
@@ -33,15 +34,39 @@ fn publish_with(
     exchange: impl Fn(&Path, &Path) -> io::Result<bool>,
 ) -> Result<PathBuf> {
     let step = snapshot.step;
-    let (partial, target) = (folder.partial(step), folder.target(step));
-    folder.check()?;
-    remove_written(&partial, &target)?;
-    fs::create_dir(&partial).map_err(|error| failed(&partial, error))?;
+    let partial = begin(folder, step)?;
     if let Err(error) = files::write(&partial, snapshot) {
         // The disk may be full: free the space of the incomplete checkpoint.
-        let _ = remove_written(&partial, &target);
+        let _ = remove_written(&partial, &folder.target(step));
         return Err(error);
     }
+    complete(folder, step, keep, exchange)
+}
+
+/// As [`publish`], for a checkpoint that came from another host.
+pub(super) fn publish_received(folder: &Folder, received: Received, keep: usize) -> Result<PathBuf> {
+    let step = received.step();
+    received.flush()?;
+    complete(folder, step, keep, exchange)
+}
+
+/// Creates the folder for the files of the checkpoint of `step`, with its hidden name.
+pub(super) fn begin(folder: &Folder, step: u64) -> Result<PathBuf> {
+    let partial = folder.partial(step);
+    folder.check()?;
+    remove_written(&partial, &folder.target(step))?;
+    fs::create_dir(&partial).map_err(|error| failed(&partial, error))?;
+    Ok(partial)
+}
+
+/// Gives the complete checkpoint of `step` its name and removes older ones.
+fn complete(
+    folder: &Folder,
+    step: u64,
+    keep: usize,
+    exchange: impl Fn(&Path, &Path) -> io::Result<bool>,
+) -> Result<PathBuf> {
+    let (partial, target) = (folder.partial(step), folder.target(step));
     // The folder may have been replaced in the meantime.
     folder.check()?;
     move_aside(&target, step)?;

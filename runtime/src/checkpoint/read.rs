@@ -80,13 +80,29 @@ pub struct Found {
 /// [`Error::Damaged`] if there are checkpoints and all are damaged; [`Error::Checkpoint`] if one cannot be read for
 /// another reason, such as an unknown format: silently using an older one would be a surprise.
 pub fn find(folder: &Path) -> Result<Option<Found>> {
+    let Survey { intact, damaged: bad } = survey(folder)?;
+    match (intact, bad.first()) {
+        (Some(checkpoint), _) => Ok(Some(Found { checkpoint, damaged: bad })),
+        (None, None) => Ok(None),
+        (None, Some(_)) => Err(all_damaged(folder, &bad)),
+    }
+}
+
+/// What is in a folder.
+#[derive(Debug, Default)]
+pub(super) struct Survey {
+    /// The newest checkpoint that is intact.
+    pub(super) intact: Option<Checkpoint>,
+    /// Newer checkpoints that are damaged, newest first, each with its error.
+    pub(super) damaged: Vec<(PathBuf, Error)>,
+}
+
+/// As [`find`], where it is no error that all checkpoints are damaged.
+pub(super) fn survey(folder: &Path) -> Result<Survey> {
     for _ in 0..MAX_ATTEMPTS {
         let listed = list(folder)?;
-        let found = newest_intact(folder, listed.clone());
-        let is_damaged = match &found {
-            Ok(found) => found.as_ref().is_some_and(|found| !found.damaged.is_empty()),
-            Err(error) => matches!(error, Error::Damaged { .. }),
-        };
+        let found = newest_intact(listed.clone());
+        let is_damaged = found.as_ref().is_ok_and(|found| !found.damaged.is_empty());
         if !is_damaged || list(folder)? == listed {
             return found;
         }
@@ -95,26 +111,26 @@ pub fn find(folder: &Path) -> Result<Option<Found>> {
 }
 
 /// Finds the newest intact checkpoint in `listed`.
-fn newest_intact(folder: &Path, listed: Vec<NamedCheckpoint>) -> Result<Option<Found>> {
-    let mut bad = Vec::new();
+fn newest_intact(listed: Vec<NamedCheckpoint>) -> Result<Survey> {
+    let mut survey = Survey::default();
     for named in listed.into_iter().rev() {
         let whole = Checkpoint::open(&named.path).and_then(|checkpoint| {
             checkpoint.verify()?;
             Ok(checkpoint)
         });
         match whole {
-            Ok(checkpoint) => return Ok(Some(Found { checkpoint, damaged: bad })),
-            Err(error @ Error::Damaged { .. }) => bad.push((named.path, error)),
+            Ok(checkpoint) => return Ok(Survey { intact: Some(checkpoint), ..survey }),
+            Err(error @ Error::Damaged { .. }) => survey.damaged.push((named.path, error)),
             Err(error) => return Err(error),
         }
     }
-    match bad.first() {
-        None => Ok(None),
-        Some((_, newest)) => {
-            let problem = format!("no intact checkpoint among {}; the newest: {newest}", bad.len());
-            Err(damaged(folder, problem))
-        }
-    }
+    Ok(survey)
+}
+
+/// The error of a folder with these checkpoints and no others.
+pub(super) fn all_damaged(folder: &Path, checkpoints: &[(PathBuf, Error)]) -> Error {
+    let newest = checkpoints.first().map_or(String::new(), |(_, error)| error.to_string());
+    damaged(folder, format!("no intact checkpoint among {}; the newest: {newest}", checkpoints.len()))
 }
 
 #[cfg(test)]

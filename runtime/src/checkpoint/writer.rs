@@ -10,9 +10,10 @@ use std::thread::JoinHandle;
 
 use super::failed;
 use super::folder::Folder;
-use super::publish::publish;
+use super::publish::{publish, publish_received};
 use super::removal::unused_name;
 use super::snapshot::Snapshot;
+use super::transfer::Received;
 use crate::process::{ForkDetector, block_sigxfsz, start_failure};
 use crate::{Error, Result};
 
@@ -79,12 +80,31 @@ impl Writer {
     /// thread can be started.
     pub fn save(&mut self, snapshot: Snapshot) -> Result<()> {
         self.check_process()?;
+        self.start(|folder, keep| publish(folder, snapshot, keep))
+    }
+
+    /// As [`save`](Self::save), for a checkpoint that came from another host.
+    pub(super) fn save_received(&mut self, received: Received) -> Result<()> {
+        self.check_process()?;
+        self.start(|folder, keep| publish_received(folder, received, keep))
+    }
+
+    /// The folder, for a checkpoint that comes from another host.
+    pub(super) fn folder(&self) -> &Folder {
+        &self.folder
+    }
+
+    /// Starts a write after the previous one, whose error it returns.
+    fn start(
+        &mut self,
+        write: impl FnOnce(&Folder, usize) -> Result<PathBuf> + Send + 'static,
+    ) -> Result<()> {
         let before = self.wait();
         let (folder, keep) = (Arc::clone(&self.folder), self.keep);
         let thread = std::thread::Builder::new().name("checkpoint".to_owned());
         let started = thread.spawn(move || {
             block_sigxfsz();
-            publish(&folder, snapshot, keep)
+            write(&folder, keep)
         });
         let started = started.map_err(|error| {
             Error::system("start the thread that writes a checkpoint", start_failure(&error))

@@ -12,6 +12,7 @@ mod other_launchers;
 mod threads;
 mod variable;
 
+use std::ops::Range;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -206,6 +207,14 @@ impl World {
     /// Number of ranks on this machine.
     pub fn local_size(&self) -> u32 {
         self.identity.local_world_size
+    }
+
+    /// The ranks of each host, in the order of the hosts; of one host if there is only one.
+    pub fn hosts(&self) -> Vec<Range<u32>> {
+        match self.store().and_then(Store::layout) {
+            Some(layout) => (0..layout.nodes()).map(|node| layout.ranks_of(node)).collect(),
+            None => std::iter::once(0..self.size()).collect(),
+        }
     }
 
     /// Identifier of the run; empty without a launcher.
