@@ -28,9 +28,9 @@ use crate::program::ProgramError;
 use crate::restart::RestartPolicy;
 use crate::status::runs;
 use crate::{exit_code, program, stdout, sweep};
+pub(crate) use args::parse_seconds;
 use args::{CommandLine, RankArgs};
 use jobs::{Job, Jobs, split};
-pub(crate) use args::parse_seconds;
 pub(crate) use node_args::NodeArgs;
 use rank_count::{RanksPerNode, requested};
 

@@ -51,7 +51,8 @@ impl Facts {
     /// This node's facts; nothing is opened or changed.
     pub(super) fn gather(address: Option<IpAddr>, port: u16) -> Facts {
         let host = Host::detect();
-        let name = gethostname().map_or_else(|_| "unknown".into(), |name| name.to_string_lossy().into_owned());
+        let name =
+            gethostname().map_or_else(|_| "unknown".into(), |name| name.to_string_lossy().into_owned());
         let mut interfaces = interfaces();
         // The one that is used counts.
         interfaces.sort_by_key(|interface| Some(interface.address) != address);
@@ -63,7 +64,9 @@ impl Facts {
             port,
             interfaces,
             mgpurun: env!("CARGO_PKG_VERSION").into(),
-            kernel: host.read("/proc/sys/kernel/osrelease").map_or("unknown".into(), |text| text.trim().to_owned()),
+            kernel: host
+                .read("/proc/sys/kernel/osrelease")
+                .map_or("unknown".into(), |text| text.trim().to_owned()),
             driver: nvidia::version(&host),
             nccl: libraries::nccl(&host),
             gpus: gpus.map(|gpu| gpu.model.unwrap_or_else(|| "unknown model".into())).collect(),

@@ -62,7 +62,11 @@ impl Report {
         let must: [(&str, Value, &str); 3] = [
             ("mgpurun", |node| Some(node.mgpurun.clone()), "install the same version on both"),
             ("the NVIDIA driver", |node| node.driver.clone(), "install the same version on both"),
-            ("NCCL", |node| node.nccl.clone(), "install the same version on both, or name the file in MGPU_NCCL_LIBRARY"),
+            (
+                "NCCL",
+                |node| node.nccl.clone(),
+                "install the same version on both, or name the file in MGPU_NCCL_LIBRARY",
+            ),
         ];
         for node in 1..self.nodes.len() {
             let (first, other) = (&self.nodes[0], &self.nodes[node]);
@@ -73,7 +77,8 @@ impl Report {
                 if ours != theirs {
                     let text = |value: Option<String>| value.unwrap_or_else(|| "none".into());
                     let (ours, theirs) = (text(ours), text(theirs));
-                    problems.push(format!("versions of {what} differ: {ours} on {a}, {theirs} on {b}; {remedy}"));
+                    problems
+                        .push(format!("versions of {what} differ: {ours} on {a}, {theirs} on {b}; {remedy}"));
                 }
             }
             let mut notes = Vec::new();
@@ -81,7 +86,8 @@ impl Report {
                 let (ours, theirs) = (first.gpus.len(), other.gpus.len());
                 notes.push(format!("{a} has {ours} GPUs and {b} has {theirs}: give -n, some versions of NCCL hang with unequal nodes"));
             } else if kinds(first) != kinds(other) {
-                notes.push(format!("{a} and {b} have different models of GPUs: the slower ones set the pace"));
+                notes
+                    .push(format!("{a} and {b} have different models of GPUs: the slower ones set the pace"));
             }
             if let (Some(ours), Some(theirs)) = (mtu(first), mtu(other))
                 && ours != theirs
@@ -97,7 +103,8 @@ impl Report {
         for pair in &self.pairs {
             let (from, to) = (self.name(pair.from), self.name(pair.to));
             let other = &self.nodes[pair.to as usize];
-            let address = other.address.map_or("an unknown address".to_owned(), |address| address.to_string());
+            let address =
+                other.address.map_or("an unknown address".to_owned(), |address| address.to_string());
             match &pair.names {
                 Err(why) => {
                     let host = &other.host;
@@ -130,7 +137,11 @@ impl Report {
 
     fn node_table(&self) -> Vec<Vec<String>> {
         let text = |value: Option<String>| value.unwrap_or_else(|| "none".into());
-        let mut rows = vec![["node", "host", "address", "interface", "MTU", "GPUs", "driver", "NCCL", "kernel", "mgpurun"].map(String::from).to_vec()];
+        let mut rows = vec![
+            ["node", "host", "address", "interface", "MTU", "GPUs", "driver", "NCCL", "kernel", "mgpurun"]
+                .map(String::from)
+                .to_vec(),
+        ];
         rows.extend(self.nodes.iter().enumerate().map(|(number, node)| {
             let interface = node.interface();
             vec![
@@ -156,7 +167,7 @@ impl Report {
                 Test::Measured(figures) => [
                     format!("{:.3} ms", figures.round_trip * 1e3),
                     format!("{:.2} GB/s", figures.bandwidth / 1e9),
-                    format!("{:+.3} s", figures.clock),
+                    format!("{:+.3} s", to_milliseconds(figures.clock)),
                 ],
                 Test::Unreachable(_) => ["no connection", "-", "-"].map(String::from),
                 Test::Stalled(_) => ["-", "stalled", "-"].map(String::from),
@@ -165,6 +176,11 @@ impl Report {
         }));
         rows
     }
+}
+
+/// Rounded, and without the sign of a zero.
+fn to_milliseconds(seconds: f64) -> f64 {
+    (seconds * 1e3).round() / 1e3 + 0.0
 }
 
 /// The addresses of a name, if none is one of the node's.
@@ -233,7 +249,12 @@ mod tests {
 
     fn pair(from: u32, to: u32) -> Pair {
         let names = Ok(vec![format!("10.0.0.{}", to + 1).parse().unwrap()]);
-        Pair { from, to, names, test: Test::Measured(Measured { round_trip: 1e-4, bandwidth: 2.5e9, clock: 0.0 }) }
+        Pair {
+            from,
+            to,
+            names,
+            test: Test::Measured(Measured { round_trip: 1e-4, bandwidth: 2.5e9, clock: 0.0 }),
+        }
     }
 
     #[test]
@@ -264,14 +285,23 @@ mod tests {
         let of_names = |names| Report::new(nodes(), vec![Pair { names, ..pair(0, 1) }]);
         let clock = |clock| Test::Measured(Measured { round_trip: 1e-4, bandwidth: 1e9, clock });
         for (report, text) in [
-            (with(|node| node.mgpurun = "2.0".into()), "versions of mgpurun differ: 1.0 on a, 2.0 on b; install"),
+            (
+                with(|node| node.mgpurun = "2.0".into()),
+                "versions of mgpurun differ: 1.0 on a, 2.0 on b; install",
+            ),
             (with(|node| node.driver = None), "versions of the NVIDIA driver differ: 580.1 on a, none on b"),
             (with(|node| node.nccl = Some("2.30".into())), "versions of NCCL differ: 2.31.2 on a, 2.30 on b"),
-            (of_test(Test::Unreachable("no answer within 3 s".into())), "a cannot connect to b at 10.0.0.2, port 4000: no answer within 3 s; open the firewall of b"),
+            (
+                of_test(Test::Unreachable("no answer within 3 s".into())),
+                "a cannot connect to b at 10.0.0.2, port 4000: no answer within 3 s; open the firewall of b",
+            ),
             (of_test(Test::Stalled("no answer within 3 s".into())), "the MTU may be too large"),
             (of_test(clock(2.5)), "the clock of b is 2.5 s ahead of that of a: start chrony"),
             (of_test(clock(-2.5)), "the clock of b is 2.5 s behind that of a"),
-            (of_names(Ok(vec!["127.0.1.1".parse().unwrap()])), "on a the name b is 127.0.1.1, and b has 10.0.0.2: correct /etc/hosts"),
+            (
+                of_names(Ok(vec!["127.0.1.1".parse().unwrap()])),
+                "on a the name b is 127.0.1.1, and b has 10.0.0.2: correct /etc/hosts",
+            ),
         ] {
             assert_eq!(report.problems.len(), 1, "{report}");
             assert!(report.to_string().contains(&format!("problem: {}", report.problems[0])));

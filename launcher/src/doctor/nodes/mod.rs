@@ -106,10 +106,14 @@ fn check(ranks: &Ranks) -> Result<Option<Report>, Box<dyn Error>> {
         0 => ranks.publish("token", &new_run_id()?)?,
         _ => ranks.read("token", 0)?,
     };
-    let server = wire::Server::start(&token).map_err(|error| format!("cannot listen for other nodes: {error}"))?;
-    let facts = ranks.publish(&format!("facts {}", ranks.rank), &Facts::gather(ranks.store.address(), server.port()))?;
+    let server =
+        wire::Server::start(&token).map_err(|error| format!("cannot listen for other nodes: {error}"))?;
+    let facts = ranks
+        .publish(&format!("facts {}", ranks.rank), &Facts::gather(ranks.store.address(), server.port()))?;
     let all: Vec<Facts> = (0..ranks.size)
-        .map(|other| if other == ranks.rank { Ok(facts.clone()) } else { ranks.read(&format!("facts {other}"), other) })
+        .map(|other| {
+            if other == ranks.rank { Ok(facts.clone()) } else { ranks.read(&format!("facts {other}"), other) }
+        })
         .collect::<Result<_, _>>()?;
     let names = names::look_up(&all);
     let mut pairs = Vec::new();
@@ -123,7 +127,12 @@ fn check(ranks: &Ranks) -> Result<Option<Report>, Box<dyn Error>> {
         for lower_begins in [true, false] {
             if let Some(partner) = partner.filter(|partner| (ranks.rank < *partner) == lower_begins) {
                 let test = wire::test(&all[partner as usize], &token);
-                pairs.push(Pair { from: ranks.rank, to: partner, names: names[partner as usize].clone(), test });
+                pairs.push(Pair {
+                    from: ranks.rank,
+                    to: partner,
+                    names: names[partner as usize].clone(),
+                    test,
+                });
             }
             ranks.meet()?;
         }
@@ -160,7 +169,9 @@ impl Ranks {
     fn join() -> Result<Ranks, Box<dyn Error>> {
         let variable = |name: &str| {
             std::env::var(name).map_err(|_| {
-                SettingsError::new(format!("--nodes-probe is for the ranks of doctor --nodes: {name} is not set"))
+                SettingsError::new(format!(
+                    "--nodes-probe is for the ranks of doctor --nodes: {name} is not set"
+                ))
             })
         };
         let number = |name: &str| -> Result<u32, Box<dyn Error>> {
@@ -187,7 +198,8 @@ impl Ranks {
 
     fn read<T: DeserializeOwned>(&self, key: &str, from: u32) -> Result<T, Box<dyn Error>> {
         let (value, _) = self.store.get(key, from, TIMEOUT)?;
-        Ok(serde_json::from_slice(&value).map_err(|error| format!("rank {from} has set a bad `{key}`: {error}"))?)
+        Ok(serde_json::from_slice(&value)
+            .map_err(|error| format!("rank {from} has set a bad `{key}`: {error}"))?)
     }
 
     fn meet(&self) -> Result<(), Box<dyn Error>> {

@@ -44,7 +44,8 @@ pub(super) fn run(commands: &[AgentCommand], secret: &str, grace: Duration, raw:
     let signals = SignalFd::with_flags(&handled, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
         .map_err(|error| failed("cannot wait for signals", error.into()))?;
     let (sender, readers) = mpsc::channel();
-    let mut agents = Agents { agents: Vec::new(), ending: Ending::new(grace), signals, is_interrupted: false };
+    let mut agents =
+        Agents { agents: Vec::new(), ending: Ending::new(grace), signals, is_interrupted: false };
     for command in commands {
         agents.start(command, secret, raw, &sender)?;
     }

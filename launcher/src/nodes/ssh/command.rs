@@ -1,8 +1,7 @@
 //! The command of each agent. Pure.
 //!
-//! ssh joins its arguments with spaces and gives the result to the user's shell on the other host. So everything behind
-//! the host is quoted for a shell first; for a program that does the same without a shell of its own, `sh -c` has to be
-//! part of it (see `docs/src/hosts.md`).
+//! ssh joins its arguments with spaces and gives the result to the user's shell on the other host. So the agent's command
+//! is one argument, quoted for that shell.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -79,12 +78,13 @@ impl FromStr for Hosts {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let names: Vec<HostName> = text.split(',').map(|name| name.trim().parse()).collect::<Result<_, _>>()?;
-        if let Some((index, name)) =
-            names.iter().enumerate().find(|(index, name)| names[..*index].iter().any(|other| other.host == name.host))
-        {
-            debug_assert!(index > 0);
-            return Err(format!("host {} is there twice; -n sets the number of ranks of each host", name.host));
+        let names: Vec<HostName> =
+            text.split(',').map(|name| name.trim().parse()).collect::<Result<_, _>>()?;
+        let is_repeated =
+            |index: &usize| names[..*index].iter().any(|other| other.host == names[*index].host);
+        if let Some(index) = (0..names.len()).find(is_repeated) {
+            let host = &names[index].host;
+            return Err(format!("host {host} is there twice; -n sets the number of ranks of each host"));
         }
         match names.len() {
             1 => Err(format!("one host, {}: --hosts is for at least two", names[0].host)),
@@ -169,7 +169,8 @@ impl Agents<'_> {
     }
 }
 
-/// The words without `--hosts a,b` and `--hosts=a,b`. No other option takes a value that begins with two dashes.
+/// The words without `--hosts a,b`, `--hosts=a,b` and `--dry-run`, which concern the starter alone. No other option takes
+/// a value that begins with two dashes.
 fn without_hosts(words: &[OsString]) -> Vec<OsString> {
     let mut kept = Vec::new();
     let mut words = words.iter();
@@ -177,6 +178,7 @@ fn without_hosts(words: &[OsString]) -> Vec<OsString> {
         match word.as_bytes().strip_prefix(FLAG) {
             Some(b"") => _ = words.next(),
             Some([b'=', ..]) => {}
+            None if word == "--dry-run" => {}
             _ => kept.push(word.clone()),
         }
     }
@@ -224,7 +226,8 @@ mod tests {
         let hosts: Hosts = "a, me@b.example,fd00::2".parse().unwrap();
         let names: Vec<_> = hosts.names().iter().map(|name| (name.login(), name.host())).collect();
         assert_eq!(names, [("a", "a"), ("me@b.example", "b.example"), ("fd00::2", "fd00::2")]);
-        let first: Vec<_> = hosts.with_first(Some(2)).names().iter().map(|name| name.host().to_owned()).collect();
+        let first: Vec<_> =
+            hosts.with_first(Some(2)).names().iter().map(|name| name.host().to_owned()).collect();
         assert_eq!(first, ["fd00::2", "a", "b.example"]);
         assert_eq!(hosts.with_first(None), hosts);
         for (text, expected) in [
@@ -246,7 +249,17 @@ mod tests {
     #[test]
     fn every_host_gets_the_same_command_line() {
         let hosts: Hosts = "a,me@b".parse().unwrap();
-        let options = words(&["-n", "2", "--hosts", "a,me@b", "--hosts=a,b", "--log-dir", "my logs", "--"]);
+        let options = words(&[
+            "-n",
+            "2",
+            "--hosts",
+            "a,me@b",
+            "--hosts=a,b",
+            "--dry-run",
+            "--log-dir",
+            "my logs",
+            "--",
+        ]);
         let program = words(&["train it", "--hosts", "x", "it's"]);
         let agents = Agents {
             hosts: &hosts,
@@ -269,8 +282,14 @@ mod tests {
         let commands = agents.commands();
         assert!(commands[0].is_here && !commands[1].is_here);
         assert_eq!(shell_line(&commands[0].words), *own(0));
-        assert_eq!(commands[1].words[..7], words(&["ssh", "-p", "2222", "-T", "-o", "BatchMode=yes", "me@b"]));
-        assert_eq!(commands[1].words[7..], [OsString::from(format!("cd '/home/me/a folder' || exit 126; exec {}", own(1)))]);
+        assert_eq!(
+            commands[1].words[..7],
+            words(&["ssh", "-p", "2222", "-T", "-o", "BatchMode=yes", "me@b"])
+        );
+        assert_eq!(
+            commands[1].words[7..],
+            [OsString::from(format!("cd '/home/me/a folder' || exit 126; exec {}", own(1)))]
+        );
     }
 
     #[test]

@@ -71,7 +71,10 @@ impl Remote<'_> {
         for (node, agent) in self.commands()?.iter().enumerate() {
             let host = &agent.host;
             let how = if agent.is_here { ", which is this one" } else { "" };
-            text += &format!("# node {node} is host {host}{how}\n{}\n", shell_line(&agent.words).to_string_lossy());
+            text += &format!(
+                "# node {node} is host {host}{how}\n{}\n",
+                shell_line(&agent.words).to_string_lossy()
+            );
         }
         text += "# each of them reads a secret, made for this job, from its standard input\n";
         stdout::print(&text, ExitCode::SUCCESS)
@@ -90,7 +93,9 @@ impl Remote<'_> {
         let endpoint = match self.endpoint {
             Some(endpoint) => endpoint.to_owned(),
             None if here.is_some() => hosts.names()[0].host().to_owned(),
-            None => name_of_alias(&ssh, hosts.names()[0].login()).unwrap_or(hosts.names()[0].host().to_owned()),
+            None => {
+                name_of_alias(&ssh, hosts.names()[0].login()).unwrap_or(hosts.names()[0].host().to_owned())
+            }
         };
         let folder = self.same_folder.then(std::env::current_dir).transpose();
         let agents = Agents {
