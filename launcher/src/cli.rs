@@ -18,6 +18,7 @@ use crate::doctor;
 use crate::error::LaunchError;
 use crate::guardian::{self, Role};
 use crate::launch::Launch;
+use crate::nodes::ssh::Remote;
 use crate::nodes::{
     NodeSettings, SettingsError, Surroundings, binding_notice, complete_by_pmi, ranks_variable, settings,
 };
@@ -27,13 +28,14 @@ use crate::program::ProgramError;
 use crate::restart::RestartPolicy;
 use crate::status::runs;
 use crate::{exit_code, program, stdout, sweep};
+pub(crate) use args::parse_seconds;
 use args::{CommandLine, RankArgs};
 use jobs::{Job, Jobs, split};
 pub(crate) use node_args::NodeArgs;
 use rank_count::{RanksPerNode, requested};
 
 /// Time for all ranks to join, unless it is set.
-const JOIN_TIMEOUT: Duration = Duration::from_secs(60);
+pub(crate) const JOIN_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The program `mgpurun`.
 pub fn main() -> ExitCode {
@@ -69,10 +71,26 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
         std::env::var_os("PATH").map(|path| std::env::split_paths(&path).collect()).unwrap_or_default();
     let own = std::env::current_exe().ok();
     let find = |name: &OsStr| program::find(name, &search, own.as_deref().and_then(|path| path.parent()));
+    let command_words = command.len();
     let Jobs { jobs, mut notices } = match split(ranks, command, words, |name| find(name).is_ok()) {
         Ok(jobs) => jobs,
         Err(error) => return stdout::refuse(&error),
     };
+    if let Some(hosts) = &nodes.hosts {
+        check_several_nodes(jobs.len(), args.one_world)?;
+        let (options, program) = words[1..].split_at(words.len() - 1 - command_words);
+        let remote = Remote {
+            hosts,
+            options,
+            program,
+            same_folder: true,
+            endpoint: nodes.rdzv_endpoint.as_deref(),
+            grace: args.grace,
+            raw: args.raw,
+        };
+        return if args.dry_run { remote.describe() } else { remote.run() };
+    }
+    let is_attached = nodes.attached;
     let surroundings = Surroundings { variable: &variable, file: &file };
     let mut nodes = settings(&nodes, &surroundings, &mut notices)?;
     check_single_job(nodes.as_ref(), jobs.len(), args.one_world)?;
@@ -115,7 +133,7 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
         return stdout::print(&describe(&lines, &launch.plan()?), ExitCode::SUCCESS);
     }
     if let Some(nodes) = nodes {
-        launch = launch.nodes(nodes);
+        launch = launch.nodes(nodes).attached(is_attached);
     }
     match guardian::fork_guardian()? {
         Role::Done(code) => Ok(code),
@@ -132,6 +150,23 @@ fn variable(name: &str) -> Option<String> {
 
 fn file(path: &str) -> Option<String> {
     std::fs::read_to_string(path).ok()
+}
+
+/// The settings of a job on several nodes, as far as this node can know them: for commands that take the same options.
+///
+/// # Errors
+/// If they make no sense.
+pub(crate) fn node_settings(
+    args: &NodeArgs,
+    join_timeout: Duration,
+    notices: &mut Vec<String>,
+) -> Result<Option<NodeSettings>, Box<dyn std::error::Error>> {
+    let surroundings = Surroundings { variable: &variable, file: &file };
+    let mut nodes = settings(args, &surroundings, notices)?;
+    if let Some(nodes) = nodes.as_mut().filter(|nodes| nodes.endpoint.is_none()) {
+        complete_by_pmi(nodes, &surroundings, join_timeout)?;
+    }
+    Ok(nodes)
 }
 
 /// Refuses `what`, which runs on one node, if this is one of several.
@@ -151,10 +186,15 @@ pub(crate) fn check_one_node(what: &str) -> Result<(), SettingsError> {
 
 /// Several jobs start together on one node only.
 fn check_single_job(nodes: Option<&NodeSettings>, jobs: usize, one_world: bool) -> Result<(), SettingsError> {
-    let what = match nodes {
-        Some(_) if one_world => "--one-world is for several programs".to_owned(),
-        Some(_) if jobs > 1 => format!("this command line has {jobs} jobs"),
-        _ => return Ok(()),
+    nodes.map_or(Ok(()), |_| check_several_nodes(jobs, one_world))
+}
+
+/// Several nodes have one job.
+fn check_several_nodes(jobs: usize, one_world: bool) -> Result<(), SettingsError> {
+    let what = match one_world {
+        true => "--one-world is for several programs".to_owned(),
+        false if jobs > 1 => format!("this command line has {jobs} jobs"),
+        false => return Ok(()),
     };
     Err(SettingsError::new(format!(
         "{what}, and on several nodes there is one job with one program: start an mgpurun for each, or add --standalone to stay on this node"

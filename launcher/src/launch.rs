@@ -16,6 +16,7 @@ use crate::error::LaunchError;
 use crate::event_loop::{EventLoop, JobId, JobPlan, LaunchEnd, NodeJob, flush, run_node};
 use crate::events::{Event, EventLog};
 use crate::interrupt::{Interrupter, Signals};
+use crate::nodes::ssh::attachment;
 use crate::nodes::{AuthChoice, Engine, NodeCard, NodeSettings};
 use crate::output::{Output, OutputOptions};
 use crate::placement::Bind;
@@ -49,6 +50,7 @@ pub struct Launch {
     requests: Vec<Request>,
     one_world: bool,
     nodes: Option<NodeSettings>,
+    is_attached: bool,
     notices: Vec<String>,
     fail: FailPolicy,
     output: OutputOptions,
@@ -83,6 +85,7 @@ impl Launch {
             requests,
             one_world,
             nodes: None,
+            is_attached: false,
             notices: Vec::new(),
             fail: FailPolicy::default(),
             report_bindings: false,
@@ -215,6 +218,12 @@ impl Launch {
         self
     }
 
+    /// Reads signals from standard input, and ends the run when it ends.
+    pub(crate) fn attached(mut self, is_attached: bool) -> Self {
+        self.is_attached = is_attached;
+        self
+    }
+
     /// Messages to print before the start.
     pub(crate) fn notices(mut self, notices: Vec<String>) -> Self {
         self.notices = notices;
@@ -286,6 +295,11 @@ impl Launch {
     /// If the ranks cannot be started; none is left running then.
     pub fn run(mut self) -> Result<Outcome, LaunchError> {
         let credentials = self.nodes.as_ref().map(credentials).transpose()?;
+        if self.is_attached {
+            // The secret was the first line.
+            attachment::follow(self.interrupter())
+                .map_err(|error| LaunchError::Network(format!("cannot follow standard input: {error}")))?;
+        }
         let injections = self.take_injections_of_nodes();
         let (mut plans, register) = self.choose()?;
         // Held until the ranks have ended.

@@ -303,7 +303,7 @@ fn parse_ranks(text: &str) -> Result<Ranks, String> {
     }
 }
 
-fn parse_seconds(text: &str) -> Result<Duration, String> {
+pub(crate) fn parse_seconds(text: &str) -> Result<Duration, String> {
     let seconds = text.parse().map(Duration::try_from_secs_f64);
     match seconds {
         Ok(Ok(seconds)) if seconds <= MAX_DURATION => Ok(seconds),

@@ -3,8 +3,10 @@
 
 use clap::Args;
 
+use crate::nodes::ssh::Hosts;
+
 /// Options of several nodes.
-#[derive(Debug, Default, Clone, Args)]
+#[derive(Debug, Default, Clone, PartialEq, Eq, Args)]
 #[command(next_help_heading = "Options of several nodes")]
 pub(crate) struct NodeArgs {
     /// Number of nodes (hosts) of the job: N, or MIN:MAX.
@@ -18,6 +20,20 @@ pub(crate) struct NodeArgs {
     /// set counts: flag, MGPU_*, PET_*, the engine's variables. --dry-run shows which.
     #[arg(long, value_name = "N|MIN:MAX")]
     pub(crate) nnodes: Option<String>,
+
+    /// Hosts of the job, such as a,b: starts mgpurun on each of them by ssh.
+    ///
+    /// For hosts without an engine. HOST or USER@HOST, separated by commas; -n is the number of ranks of each. This host
+    /// is node 0 if it is among them, else the first one is. mgpurun, the program and the working folder are at the same
+    /// paths on all hosts. `ssh HOST true` has to work without a password; the variable MGPU_SSH has another program
+    /// or options, such as MGPU_SSH="ssh -p 2222". The nodes' secret is made for the job. Variables of the environment
+    /// are not passed on: `--hosts a,b env NAME=VALUE PROGRAM`.
+    #[arg(long, value_name = "HOST,HOST...", conflicts_with_all = ["nnodes", "node_rank", "rdzv_id", "master_addr", "master_port", "local_addr", "standalone", "auth", "secret_file", "attached"])]
+    pub(crate) hosts: Option<Hosts>,
+
+    /// End when standard input ends, and read signals from it: for the agents of --hosts.
+    #[arg(long, hide = true)]
+    pub(crate) attached: bool,
 
     /// Which node this is, from 0.
     ///
@@ -76,7 +92,7 @@ pub(crate) struct NodeArgs {
     #[arg(long, value_name = "HOW")]
     pub(crate) auth: Option<String>,
 
-    /// File with the secret that all nodes of the job share.
+    /// File with the secret that all nodes of the job share, or - for a line of standard input.
     ///
     /// Make one with: umask 077; head -c 32 /dev/urandom | base64 > FILE. In Kubernetes mount a Secret. The
     /// variable MGPU_SECRET has the secret itself; it never reaches the ranks.

@@ -102,6 +102,13 @@ pub(super) fn section(host: &Host) -> Section {
     Section { title: "Libraries for GPUs", items }
 }
 
+/// The version of NCCL, or its file if nothing tells the version; `None` if a run would not find it.
+pub(super) fn nccl(host: &Host) -> Option<String> {
+    let library = LIBRARIES.iter().find(|library| library.names.contains(&nccl_sys::LIBRARY_NAME))?;
+    let found = look(host, &site_packages(&host.search), &toolkits(host), library, driver_cuda(host));
+    (found.mark == Mark::Ok).then_some(found.version.or(found.file)).flatten()
+}
+
 fn look(
     host: &Host,
     sites: &[SitePackages],

@@ -9,21 +9,26 @@
 //! | `nvidia` | driver, GPUs, device files |
 //! | `libraries` | the NVIDIA libraries |
 //! | `report` | findings → text |
+//! | `nodes` | `--nodes`: all nodes of a job, and every pair of them |
 //!
 //! The exit code is 0 if the CPU backend can be used, which works on every machine unless something is broken. A machine
 //! without GPUs is healthy.
 
 mod libraries;
 mod loader;
+mod nodes;
 mod nvidia;
 mod report;
 mod system;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
+use std::time::Duration;
 
-use clap::Parser;
+use clap::error::ErrorKind;
+use clap::{CommandFactory, Parser};
 
+use crate::cli::{NodeArgs, parse_seconds};
 use crate::plan::NCCL_IS_BUILT;
 use crate::{exit_code, stdout};
 use report::{Item, Mark, Report, Section};
@@ -33,6 +38,10 @@ pub(crate) use system::Host;
 ///
 /// Nothing is started or changed. The exit code is 0 if the cpu backend can be used, else 1.
 ///
+/// With --nodes the nodes of a job check each other: names, addresses, ports, clocks, versions, round trips and
+/// bandwidth. Start it in the same way as the job: `srun ... mgpurun doctor --nodes`, or mgpurun doctor --nodes --hosts a,b.
+/// The exit code is 0 if no problem is found, else 1.
+///
 /// To start a program named doctor: mgpurun -- doctor
 #[derive(Debug, Parser)]
 #[command(name = "mgpurun doctor", bin_name = "mgpurun doctor", max_term_width = 100)]
@@ -40,19 +49,43 @@ struct Args {
     /// Print the report as one JSON object.
     #[arg(long)]
     json: bool,
+
+    /// Check all nodes of a job, and every pair of them.
+    #[arg(long)]
+    nodes: bool,
+
+    /// Run as a rank of --nodes.
+    #[arg(long, hide = true, conflicts_with = "nodes")]
+    nodes_probe: bool,
+
+    /// Seconds for all nodes to join.
+    #[arg(long, value_name = "SECONDS", value_parser = parse_seconds, requires = "nodes")]
+    timeout: Option<Duration>,
+
+    #[command(flatten)]
+    of_nodes: NodeArgs,
 }
 
 /// The command, with the arguments from `doctor` on.
 pub(crate) fn main(arguments: &[OsString]) -> Result<ExitCode, Box<dyn std::error::Error>> {
-    match stdout::parse(arguments.iter().cloned())? {
-        Ok(Args { json }) => {
-            let (report, healthy) = examine(&Host::detect());
-            let code = if healthy { exit_code::SUCCESS } else { exit_code::LAUNCHER };
-            let text = if json { serde_json::to_string(&report)? + "\n" } else { report.to_string() };
-            stdout::print(&text, ExitCode::from(code))
-        }
-        Err(code) => Ok(code),
+    let args: Args = match stdout::parse(arguments.iter().cloned())? {
+        Ok(args) => args,
+        Err(code) => return Ok(code),
+    };
+    if args.nodes_probe {
+        return nodes::probe(args.json);
     }
+    if args.nodes {
+        return nodes::main(&args, arguments);
+    }
+    if args.of_nodes != NodeArgs::default() {
+        let text = "options of several nodes need --nodes";
+        return stdout::refuse(&Args::command().error(ErrorKind::MissingRequiredArgument, text));
+    }
+    let (report, healthy) = examine(&Host::detect());
+    let code = if healthy { exit_code::SUCCESS } else { exit_code::LAUNCHER };
+    let text = if args.json { serde_json::to_string(&report)? + "\n" } else { report.to_string() };
+    stdout::print(&text, ExitCode::from(code))
 }
 
 /// The report, and whether the CPU backend can be used.

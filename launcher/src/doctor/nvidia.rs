@@ -42,6 +42,12 @@ fn driver_version(line: &str) -> Option<&str> {
     line.split_whitespace().find(number)
 }
 
+/// The driver's version, if there is a driver.
+pub(super) fn version(host: &Host) -> Option<String> {
+    let text = host.read("/proc/driver/nvidia/version")?;
+    driver_version(text.lines().next()?).map(str::to_owned)
+}
+
 /// The newest major version of CUDA that the driver supports, if there is a driver: 13 from branch 580 on (CUDA Toolkit
 /// release notes, table of driver versions).
 pub(super) fn driver_cuda(host: &Host) -> Option<u32> {

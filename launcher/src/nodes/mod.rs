@@ -12,6 +12,7 @@
 //! | `arrangement` | which node has which number (pure) |
 //! | `coordinator` | agents + events → one job: epochs, orders, losses (pure) |
 //! | `message` | what agents and the coordinator say to each other |
+//! | `ssh` | `--hosts a,b`: starts the agents by ssh |
 //! | `engine_variables` | which variables of an engine are about the agent, and not about its ranks? (pure) |
 
 mod addresses;
@@ -24,6 +25,7 @@ mod host_list;
 mod message;
 mod pmi;
 mod settings;
+pub(crate) mod ssh;
 
 pub(crate) use card::NodeCard;
 pub(crate) use coordinator::{Config, Coordinator, MemberId, NodeLoss, OWN};

@@ -334,7 +334,12 @@ fn endpoint(
     }
     if let Some(given) = places.find(&args.rdzv_endpoint, "RDZV_ENDPOINT") {
         let (host, port) = parse_endpoint(&given)?;
-        return Ok(Some(Given::new((host, Ports::One(port.unwrap_or(ENDPOINT_PORT))), given.from)));
+        let ports = match port {
+            // Nobody has chosen one for a job that `--hosts` starts.
+            None if args.attached && has_run_id => Ports::OfJob,
+            port => Ports::One(port.unwrap_or(ENDPOINT_PORT)),
+        };
+        return Ok(Some(Given::new((host, ports), given.from)));
     }
     if let Some(address) = places.find(&args.master_addr, "MASTER_ADDR") {
         return at_master(address);

@@ -6,7 +6,8 @@
 
 use std::fmt;
 use std::fs::File;
-use std::io::Read;
+use std::io::{self, IsTerminal, Read};
+use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -19,6 +20,9 @@ use crate::{Error, Result};
 
 /// Length of a secret in bytes: least and most.
 const SECRET_LENGTH: (usize, usize) = (16, 4096);
+
+/// The path that means standard input.
+const STANDARD_INPUT: &str = "-";
 
 /// How the two ends of a connection authenticate each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -100,11 +104,15 @@ impl Secret {
         Err(Error::system(format!("use the secret of {source}"), format!("{problem}; {remedy}")))
     }
 
-    /// Reads the secret from a file that other users cannot access.
+    /// Reads the secret from a file that other users cannot access. The path `-` is the first line of standard input;
+    /// what follows it is left there.
     ///
     /// # Errors
-    /// If the file cannot be read or other users have access to it, or as [`new`](Self::new).
+    /// If the file cannot be read or other users have access to it, if `-` is a terminal, or as [`new`](Self::new).
     pub fn read(path: &Path) -> Result<Self> {
+        if path == Path::new(STANDARD_INPUT) {
+            return Self::read_line();
+        }
         let failed = |why: String| Error::system(format!("read the secret from {}", path.display()), why);
         let file = File::open(path).map_err(|error| failed(error.to_string()))?;
         let mode = file.metadata().map_err(|error| failed(error.to_string()))?.permissions().mode() & 0o7777;
@@ -120,6 +128,30 @@ impl Secret {
         let mut text = Zeroizing::new(Vec::with_capacity(2 * longest));
         file.take(longest as u64).read_to_end(&mut text).map_err(|error| failed(error.to_string()))?;
         Self::new(&text, &path.display().to_string())
+    }
+
+    /// Reads the secret from the first line of standard input.
+    fn read_line() -> Result<Self> {
+        let failed = |why: String| Error::system("read the secret from standard input", why);
+        if io::stdin().is_terminal() {
+            let why = "it is a terminal, which would show the secret; give it a file or a pipe";
+            return Err(failed(why.into()));
+        }
+        let input = io::stdin().as_fd().try_clone_to_owned().map_err(|error| failed(error.to_string()))?;
+        let mut input = File::from(input);
+        let mut text = Zeroizing::new(Vec::with_capacity(SECRET_LENGTH.1 + 1));
+        // Byte by byte: whoever reads on gets everything behind the line.
+        let mut byte = Zeroizing::new([0]);
+        while text.len() <= SECRET_LENGTH.1 {
+            match input.read(&mut byte[..]) {
+                Ok(0) => break,
+                Ok(_) if byte[0] == b'\n' => break,
+                Ok(_) => text.push(byte[0]),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(failed(error.to_string())),
+            }
+        }
+        Self::new(&text, "standard input")
     }
 
     pub(super) fn key(&self) -> &[u8; 32] {

@@ -1,0 +1,247 @@
+//! The agents of all hosts: starts them, passes on signals and output, and ends when all of them have.
+
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::time::{Duration, Instant};
+
+use mgpu_control::process::{kill_with_parent, pidfd_open, reset_sigchld, start_hint};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::Signal;
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+
+use super::command::AgentCommand;
+use super::ending::{Action, Ending, NOT_FOUND, NOT_STARTED, SSH_FAILED};
+use crate::exit_code;
+use crate::interrupt::{ends_the_run, handled_signals};
+
+/// Longest wait for output after all agents have ended. (A connection of ssh that is kept for later keeps it open.)
+const LAST_OUTPUT: Duration = Duration::from_secs(1);
+/// Longest line that is passed on as a whole, in bytes.
+const MAX_LINE: u64 = 64 << 10;
+
+/// An agent.
+struct Agent<'a> {
+    command: &'a AgentCommand,
+    child: Child,
+    pidfd: OwnedFd,
+    /// `None` once it is closed.
+    input: Option<ChildStdin>,
+    has_ended: bool,
+}
+
+/// Runs the agents to their end. Returns the exit code of the job.
+///
+/// # Errors
+/// If one cannot be started; none is left running then.
+pub(super) fn run(commands: &[AgentCommand], secret: &str, grace: Duration, raw: bool) -> Result<u8, String> {
+    let failed = |what: &str, error: io::Error| format!("{what}: {error}");
+    reset_sigchld().map_err(|error| failed("cannot wait for processes", error))?;
+    let handled = handled_signals();
+    handled.thread_block().map_err(|error| failed("cannot block signals", error.into()))?;
+    let signals = SignalFd::with_flags(&handled, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
+        .map_err(|error| failed("cannot wait for signals", error.into()))?;
+    let (sender, readers) = mpsc::channel();
+    let mut agents =
+        Agents { agents: Vec::new(), ending: Ending::new(grace), signals, is_interrupted: false };
+    for command in commands {
+        agents.start(command, secret, raw, &sender)?;
+    }
+    drop(sender);
+    let code = agents.wait();
+    wait_for_output(&readers);
+    Ok(code)
+}
+
+struct Agents<'a> {
+    agents: Vec<Agent<'a>>,
+    ending: Ending,
+    signals: SignalFd,
+    is_interrupted: bool,
+}
+
+impl<'a> Agents<'a> {
+    fn start(
+        &mut self,
+        command: &'a AgentCommand,
+        secret: &str,
+        raw: bool,
+        reader: &Sender<()>,
+    ) -> Result<(), String> {
+        let (program, arguments) = command.words.split_first().expect("a command has a program");
+        let failed = |error: io::Error| {
+            let (program, hint) = (program.to_string_lossy(), start_hint(&error));
+            format!("cannot start {program} for host {}: {error}{hint}", command.host)
+        };
+        let mut start = Command::new(program);
+        // In a group of its own: signals of the terminal arrive once, through the standard input.
+        start.args(arguments).process_group(0);
+        start.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        kill_with_parent(&mut start);
+        let mut child = start.spawn().map_err(failed)?;
+        let (stdout, stderr) = (child.stdout.take().expect("piped"), child.stderr.take().expect("piped"));
+        let mut input = child.stdin.take();
+        let pidfd = pidfd_open(child.id());
+        // A pipe has room for it. If the process has ended already, its exit code says more than this error.
+        let _ = input.as_mut().map(|input| input.write_all(format!("{secret}\n").as_bytes()));
+        pass_on(stdout, io::stdout, raw, reader.clone()).map_err(failed)?;
+        pass_on(stderr, io::stderr, raw, reader.clone()).map_err(failed)?;
+        let pidfd = pidfd.map_err(failed)?;
+        self.agents.push(Agent { command, child, pidfd, input, has_ended: false });
+        Ok(())
+    }
+
+    /// Waits until all agents have ended. Returns the exit code of the job.
+    fn wait(&mut self) -> u8 {
+        while self.agents.iter().any(|agent| !agent.has_ended) {
+            self.wait_for_something();
+            let now = Instant::now();
+            while let Ok(Some(info)) = self.signals.read_signal() {
+                if let Ok(signal) = Signal::try_from(info.ssi_signo as i32) {
+                    self.forward(signal, now);
+                }
+            }
+            for node in 0..self.agents.len() {
+                if let Some(status) = self.agents[node].poll_end() {
+                    let command = self.agents[node].command;
+                    explain(command, status).iter().for_each(|text| say(text));
+                    self.ending.ended(node, code_of(status), now);
+                }
+            }
+            match self.ending.act(now) {
+                Some(Action::Release) => self.agents.iter_mut().for_each(|agent| agent.input = None),
+                Some(Action::Kill) => self.kill_the_rest(),
+                None => {}
+            }
+        }
+        self.ending.exit_code()
+    }
+
+    fn wait_for_something(&self) {
+        let running = self.agents.iter().filter(|agent| !agent.has_ended);
+        let mut fds: Vec<PollFd<'_>> =
+            running.map(|agent| PollFd::new(agent.pidfd.as_fd(), PollFlags::POLLIN)).collect();
+        fds.push(PollFd::new(self.signals.as_fd(), PollFlags::POLLIN));
+        let timeout = self.ending.next_deadline().map_or(PollTimeout::NONE, |at| {
+            let left = at.saturating_duration_since(Instant::now()).as_millis() + 1;
+            PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)
+        });
+        // An interrupted call is repeated by the caller.
+        let _ = poll(&mut fds, timeout);
+    }
+
+    /// Tells node 0, which tells all others. A second signal that ends the job ends it without waiting.
+    fn forward(&mut self, signal: Signal, now: Instant) {
+        if ends_the_run(signal) && std::mem::replace(&mut self.is_interrupted, true) {
+            return self.ending.hurry(now);
+        }
+        let first = &mut self.agents[0];
+        let told = first.input.as_mut().filter(|_| !first.has_ended);
+        let told = told.is_some_and(|input| writeln!(input, "{}", signal.as_str()).is_ok());
+        if ends_the_run(signal) && !told {
+            self.ending.hurry(now);
+        }
+    }
+
+    fn kill_the_rest(&mut self) {
+        for agent in self.agents.iter_mut().filter(|agent| !agent.has_ended) {
+            say(&format!("host {} does not answer: its connection is given up", agent.command.host));
+            let _ = agent.child.kill();
+        }
+    }
+}
+
+impl Agent<'_> {
+    /// How it ended, once.
+    fn poll_end(&mut self) -> Option<ExitStatus> {
+        let status = self.child.try_wait().ok().flatten().filter(|_| !self.has_ended)?;
+        self.has_ended = true;
+        Some(status)
+    }
+}
+
+/// An early return leaves no agent behind.
+impl Drop for Agent<'_> {
+    fn drop(&mut self) {
+        if !self.has_ended {
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+    }
+}
+
+fn code_of(status: ExitStatus) -> u8 {
+    let killed = || exit_code::signalled(status.signal().unwrap_or(0));
+    status.code().map_or_else(killed, |code| code as u8)
+}
+
+/// What the end of an agent that was not started means; `None` if the agent has spoken for itself.
+fn explain(command: &AgentCommand, status: ExitStatus) -> Option<String> {
+    let AgentCommand { host, is_here, words } = command;
+    let program = words[0].to_string_lossy();
+    let text = match (status.code(), status.signal()) {
+        _ if *is_here => return None,
+        (Some(code), _) if code == i32::from(NOT_FOUND) => {
+            "no such program there: mgpurun has to be at the same path on every host".to_owned()
+        }
+        (Some(code), _) if code == i32::from(NOT_STARTED) => {
+            "mgpurun cannot be started there: the working folder and mgpurun have to be at the same paths on every host"
+                .to_owned()
+        }
+        (Some(code), _) if code == i32::from(SSH_FAILED) => format!(
+            "{program} has no connection to it (exit code 255); `{program} {host} true` has to work without a password"
+        ),
+        (None, Some(signal)) => {
+            let name = Signal::try_from(signal).map_or("a signal", Signal::as_str);
+            format!("{program} was killed by {name}")
+        }
+        _ => return None,
+    };
+    Some(format!("host {host}: {text}"))
+}
+
+fn say(text: &str) {
+    let _ = writeln!(io::stderr(), "mgpurun: {text}");
+}
+
+/// Copies `from` on a thread: whole lines, so that those of different hosts do not mix, or bytes as they come. The sender
+/// is dropped at the end.
+fn pass_on<W: Write + 'static>(
+    from: impl Read + Send + 'static,
+    to: fn() -> W,
+    raw: bool,
+    at_end: Sender<()>,
+) -> io::Result<()> {
+    let mut from = BufReader::with_capacity(MAX_LINE as usize, from);
+    let copy = move || {
+        let mut bytes = Vec::new();
+        loop {
+            bytes.clear();
+            let read = match raw {
+                true => from.fill_buf().map(|ready| {
+                    bytes.extend_from_slice(ready);
+                    ready.len()
+                }),
+                false => from.by_ref().take(MAX_LINE).read_until(b'\n', &mut bytes),
+            };
+            if raw {
+                from.consume(bytes.len());
+            }
+            let mut to = to();
+            // If nobody reads this process's output any more, closing `from` tells the agent.
+            if !matches!(read, Ok(1..)) || to.write_all(&bytes).and_then(|()| to.flush()).is_err() {
+                break;
+            }
+        }
+        drop(at_end);
+    };
+    std::thread::Builder::new().name("output".into()).spawn(copy).map(drop)
+}
+
+/// Waits until all threads that pass output on have ended.
+fn wait_for_output(readers: &Receiver<()>) {
+    // Nothing is ever sent: an error says that all have ended, or that it takes too long.
+    let _ = readers.recv_timeout(LAST_OUTPUT);
+}

@@ -1,0 +1,163 @@
+//! When all agents have to end because one has, and the exit code of the job. Pure.
+//!
+//! Agents that have found each other end together and say why, so there is nothing to do but to wait. But an agent that
+//! was never started, or whose ssh has lost its connection, may leave others behind that still wait for it. So when the
+//! first agent fails, or that of node 0 ends, the others have a moment; then their standard input is closed, which ends
+//! their ranks, and whoever is still there after that is killed.
+
+use std::time::{Duration, Instant};
+
+use crate::exit_code;
+
+/// Time for agents to end by themselves after one has.
+const OWN_TIME: Duration = Duration::from_secs(2);
+/// Time beyond the ranks' own for an agent to end.
+const MARGIN: Duration = Duration::from_secs(3);
+/// The code of an agent whose shell cannot start `mgpurun`, that of one that finds none, and that of ssh's own failures.
+pub(super) const NOT_STARTED: u8 = 126;
+pub(super) const NOT_FOUND: u8 = 127;
+pub(super) const SSH_FAILED: u8 = 255;
+
+/// What to do with the agents that are left.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Action {
+    /// Close their standard input.
+    Release,
+    /// Kill them.
+    Kill,
+}
+
+/// How far the end has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    Running,
+    /// Until then the others may end by themselves.
+    Waiting(Instant),
+    /// Their standard input is closed, and then they are killed.
+    Released(Instant),
+    Killed,
+}
+
+/// The end of all agents.
+pub(super) struct Ending {
+    stage: Stage,
+    grace: Duration,
+    /// The code of node 0, if it has ended by itself.
+    own_code: Option<u8>,
+    /// The code of the first agent that failed.
+    first_failure: Option<u8>,
+}
+
+impl Ending {
+    /// `grace` is the time that agents give their ranks.
+    pub(super) fn new(grace: Duration) -> Self {
+        Ending { stage: Stage::Running, grace, own_code: None, first_failure: None }
+    }
+
+    /// The agent of `node` has exited with `code`.
+    pub(super) fn ended(&mut self, node: usize, code: u8, now: Instant) {
+        if node == 0 && matches!(self.stage, Stage::Running | Stage::Waiting(_)) {
+            self.own_code = Some(code);
+        }
+        if code != exit_code::SUCCESS {
+            self.first_failure.get_or_insert(code);
+        }
+        if self.stage == Stage::Running && (node == 0 || code != exit_code::SUCCESS) {
+            self.stage = Stage::Waiting(now + OWN_TIME);
+        }
+    }
+
+    /// The user does not want to wait any longer.
+    pub(super) fn hurry(&mut self, now: Instant) {
+        match self.stage {
+            Stage::Running | Stage::Waiting(_) => self.stage = Stage::Waiting(now),
+            Stage::Released(_) => self.stage = Stage::Released(now),
+            Stage::Killed => {}
+        }
+    }
+
+    /// When [`act`](Self::act) has to be called.
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
+        match self.stage {
+            Stage::Waiting(at) | Stage::Released(at) => Some(at),
+            Stage::Running | Stage::Killed => None,
+        }
+    }
+
+    /// What is due.
+    pub(super) fn act(&mut self, now: Instant) -> Option<Action> {
+        match self.stage {
+            Stage::Waiting(at) if at <= now => {
+                self.stage = Stage::Released(now + self.grace + MARGIN);
+                Some(Action::Release)
+            }
+            Stage::Released(at) if at <= now => {
+                self.stage = Stage::Killed;
+                Some(Action::Kill)
+            }
+            _ => None,
+        }
+    }
+
+    /// The exit code: node 0's, which all agents of a job have in common, or, if node 0 had to be ended, that of the agent
+    /// that failed first.
+    pub(super) fn exit_code(&self) -> u8 {
+        match self.own_code.or(self.first_failure) {
+            Some(NOT_STARTED | NOT_FOUND | SSH_FAILED) if self.own_code.is_none() => exit_code::LAUNCHER,
+            Some(code) => code,
+            None => exit_code::SUCCESS,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GRACE: Duration = Duration::from_secs(5);
+
+    #[test]
+    fn agents_that_end_together_are_left_alone() {
+        let (mut ending, now) = (Ending::new(GRACE), Instant::now());
+        ending.ended(1, 0, now);
+        assert_eq!(ending.next_deadline(), None);
+        ending.ended(2, 3, now);
+        ending.ended(0, 3, now + OWN_TIME / 2);
+        assert_eq!((ending.act(now + OWN_TIME / 2), ending.exit_code()), (None, 3));
+        let mut ending = Ending::new(GRACE);
+        ending.ended(1, 137, now);
+        ending.ended(0, exit_code::NODE_LOST, now);
+        assert_eq!(ending.exit_code(), exit_code::NODE_LOST);
+    }
+
+    #[test]
+    fn agents_that_wait_for_one_that_is_missing_are_ended() {
+        let (mut ending, now) = (Ending::new(GRACE), Instant::now());
+        ending.ended(1, SSH_FAILED, now);
+        assert_eq!(ending.act(now), None);
+        let released = ending.next_deadline().unwrap();
+        assert_eq!(ending.act(released), Some(Action::Release));
+        ending.ended(0, 143, released);
+        assert_eq!(ending.exit_code(), exit_code::LAUNCHER);
+        let killed = ending.next_deadline().unwrap();
+        assert!(killed >= released + GRACE);
+        assert_eq!((ending.act(killed), ending.act(killed)), (Some(Action::Kill), None));
+        // A node that was refused says why by its code.
+        let mut ending = Ending::new(GRACE);
+        ending.ended(1, exit_code::AUTHENTICATION, now);
+        ending.act(now + OWN_TIME);
+        ending.ended(0, 143, now + OWN_TIME);
+        assert_eq!(ending.exit_code(), exit_code::AUTHENTICATION);
+    }
+
+    #[test]
+    fn a_user_in_a_hurry_does_not_wait() {
+        let (mut ending, now) = (Ending::new(GRACE), Instant::now());
+        ending.hurry(now);
+        assert_eq!(ending.act(now), Some(Action::Release));
+        ending.hurry(now);
+        assert_eq!(ending.act(now), Some(Action::Kill));
+        ending.hurry(now);
+        assert_eq!(ending.act(now), None);
+    }
+}
