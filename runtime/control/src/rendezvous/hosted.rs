@@ -165,7 +165,7 @@ impl HostedRun<'_> {
 #[derive(Debug)]
 pub struct HostedServer {
     alive: PipeWriter,
-    /// At its end when the thread ends; only with several hosts.
+    /// Readable when the thread has ended; only with several hosts.
     ended: Option<PipeReader>,
     patience: Duration,
 }

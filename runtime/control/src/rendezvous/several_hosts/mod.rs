@@ -19,7 +19,7 @@ mod gathering;
 mod host_link;
 mod relaying;
 
-use std::io::{PipeReader, PipeWriter, Read};
+use std::io::{PipeReader, PipeWriter, Read, Write};
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
@@ -74,12 +74,18 @@ impl HostRun {
     }
 }
 
-/// Starts the thread. It closes `ended` when it ends, and ends early when the writer of `attempt` is dropped without
+/// Starts the thread. It writes to `ended` when it ends, and ends early when the writer of `attempt` is dropped without
 /// having written.
-pub(super) fn start(run: HostRun, listener: Listener, attempt: PipeReader, ended: PipeWriter) -> Result<()> {
+pub(super) fn start(
+    run: HostRun,
+    listener: Listener,
+    attempt: PipeReader,
+    mut ended: PipeWriter,
+) -> Result<()> {
     let serve = move || {
-        let _ended = ended;
         serve(&run, listener, Attempt { pipe: Some(attempt) });
+        // Closing the pipe would not do: a forked child may have a copy.
+        let _ = ended.write(&[1]);
     };
     let thread = std::thread::Builder::new().name("mgpu-rendezvous".into()).spawn(serve);
     thread.map(drop).map_err(|error| Error::system("start the rendezvous thread", start_failure(&error)))

@@ -98,9 +98,10 @@ fn values_and_barriers_reach_all_hosts_and_goodbyes_are_no_failures() {
             let layout = member.store.layout().unwrap();
             assert_eq!(layout.first_ranks().len(), hosts.len());
             assert_eq!(member.store.address(), Some("127.0.0.1".parse().unwrap()));
-            member.store.set("a", &[member.rank as u8], &[], 1).unwrap();
-            let (value, _) = member.store.get("a", (member.rank + 1) % 4, LONG).unwrap();
-            assert_eq!(value, [((member.rank + 1) % 4) as u8]);
+            let (rank, next) = (member.rank, (member.rank + 1) % 4);
+            member.store.set(&format!("a{rank}"), &[rank as u8], &[], 1).unwrap();
+            let (value, _) = member.store.get(&format!("a{next}"), next, LONG).unwrap();
+            assert_eq!(value, [next as u8]);
             member.store.barrier("b", LONG).unwrap();
             if member.rank == 3 {
                 // The others are on their way out.
@@ -120,16 +121,19 @@ fn values_and_barriers_reach_all_hosts_and_goodbyes_are_no_failures() {
 fn a_rank_that_ends_without_a_goodbye_is_named_on_all_hosts() {
     for culprit in [1, 3] {
         let run = Run::new(&format!("test-ends-{culprit}"), 4);
-        run.start(&[(0, 2), (2, 2)], |member| {
+        let members = run.start(&[(0, 2), (2, 2)], |member| {
+            // The connection of the culprit ends here, without a goodbye.
             let member = member.unwrap();
             if member.rank == culprit {
-                // Its connection ends without a goodbye.
-                return;
+                return None;
             }
             let error = member.store.get("never", (member.rank + 1) % 4, LONG).unwrap_err().to_string();
-            let expected = format!("rank {culprit} ended without a goodbye");
-            assert!(error.contains(&expected), "{error}");
+            Some((member, error))
         });
+        for (member, error) in members.into_iter().flatten() {
+            assert_eq!(member.page.first_failed(), Some(culprit));
+            assert!(error.contains(&format!("rank {culprit} ended without a goodbye")), "{error}");
+        }
     }
 }
 
