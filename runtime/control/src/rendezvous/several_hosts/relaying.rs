@@ -18,6 +18,7 @@ pub(super) struct Relay {
 }
 
 /// The links of a host.
+#[expect(clippy::large_enum_variant, reason = "a process has one")]
 enum Star {
     /// Node 0 has one to each other node; `None` for one that is closed or lost.
     Hub { hub: Hub, links: Vec<Option<HostLink>>, flush_at: Option<Instant> },
