@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::comm::Members;
 use crate::inject::{InjectionPoint, ScheduledInjection};
 use crate::progress::{self, Blame, Ending, Phase, ProgressPage, RankState};
-use crate::rendezvous::Store;
+use crate::rendezvous::{RunningServer, Store};
 use crate::survivor::wait_until_culprit_reaped;
 use crate::{Error, Result};
 
@@ -25,6 +25,8 @@ pub(crate) struct Membership {
     pub(crate) listener: crate::comm::hosts::Listener,
     /// Faults to inject into this rank.
     injections: Vec<ScheduledInjection>,
+    /// The server of the ranks of this host, if this rank runs it.
+    server: Option<RunningServer>,
     /// How many collectives this rank's NCCL communicators have begun.
     #[cfg(feature = "cuda")]
     pub(crate) collectives: crate::comm::nccl::CollectiveCounters,
@@ -49,9 +51,16 @@ impl Membership {
             page,
             listener: crate::comm::hosts::Listener::default(),
             injections,
+            server: None,
             #[cfg(feature = "cuda")]
             collectives: crate::comm::nccl::CollectiveCounters::default(),
         }
+    }
+
+    /// The same rank, which runs the server of the ranks of this host.
+    pub(crate) fn with_server(mut self, server: Option<RunningServer>) -> Self {
+        self.server = server;
+        self
     }
 
     pub(crate) fn rank(&self) -> u32 {
@@ -95,7 +104,9 @@ impl Membership {
     /// Delays the error about a lost peer under other launchers, until the launcher has seen the peer's end (see
     /// [`survivor`](crate::survivor)).
     pub(crate) fn delay_error(&self, error: &Error) {
-        if self.store.is_served_by_a_rank() {
+        // Each host has a launcher process of its own, which sees the ends of its own ranks only.
+        let is_here = |rank| self.store.layout().is_none_or(|layout| layout.is_local(rank));
+        if self.store.is_served_by_a_rank() && error.culprit().is_none_or(is_here) {
             let process = |peer| Some(self.page.progress(peer).pid).filter(|pid| *pid > 0);
             wait_until_culprit_reaped(error, process);
         }
@@ -146,9 +157,12 @@ impl Membership {
     /// The error of waiting for `awaited`, if the wait cannot succeed: some rank has failed, or one of `awaited` has
     /// left. It names the rank that failed first, as far as known.
     pub(crate) fn lost_peer(&self, awaited: &[u32], operation: impl FnOnce() -> String) -> Option<Error> {
-        // The server records how ranks end, but rank 0, which hosts it, cannot record its own end.
-        if self.store.rank_zero_is_gone() && self.page.state(0) == RankState::Joined {
-            self.page.record_end(0, Ending::Failed("ended without a goodbye"));
+        // The server records how ranks end, but the rank that runs it cannot record its own end.
+        if self.store.serving_rank_is_gone()
+            && let Some(serving) = self.store.serving_rank()
+            && self.page.state(serving) == RankState::Joined
+        {
+            self.page.record_end(serving, Ending::Failed("ended without a goodbye"));
         }
         let failed = self.page.first_failed();
         let left = || awaited.iter().copied().find(|peer| self.page.state(*peer) == RankState::Left);
@@ -243,6 +257,9 @@ impl Drop for Membership {
             self.inject_faults(InjectionPoint::Finalise);
         }
         self.store.leave();
+        if let Some(server) = &self.server {
+            server.wait_until_idle(|| self.page.first_failed().is_some());
+        }
     }
 }
 

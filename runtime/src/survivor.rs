@@ -6,7 +6,7 @@
 //! the launcher has reaped the failed process: the kernel keeps an ended process (a zombie) until its parent has
 //! waited for it. A shell between the two may reap it first and end a moment later. A parent that waits for its ranks
 //! one after the other may never reap it; hence the limit. A launcher that kills all ranks after the first failure,
-//! as torchrun does, kills the survivor during this wait.
+//! as torchrun does, kills the survivor during this wait. On several hosts only survivors on the culprit's host wait.
 
 use std::time::{Duration, Instant};
 

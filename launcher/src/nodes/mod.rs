@@ -5,7 +5,6 @@
 //! |---|---|
 //! | `settings` | flags + environment → which node is this, and where is node 0? (pure) |
 //! | `engine` | the environment of the innermost engine → what it says about the nodes (pure) |
-//! | `host_list` | Slurm's `node[003-7,9]` → its first host (pure) |
 //! | `pmi` | where is node 0? asks the starter of MPICH and Intel MPI, whose variables do not tell |
 //! | `addresses` | which of a host's addresses reaches it? |
 //! | `card` | what a node says about itself, and whether two nodes contradict each other (pure) |
@@ -21,7 +20,6 @@ mod card;
 mod coordinator;
 mod engine;
 mod engine_variables;
-mod host_list;
 mod message;
 mod pmi;
 mod settings;

@@ -9,6 +9,7 @@ use std::time::Duration;
 use mgpu_kernels::level;
 
 use super::other_launchers::{LaunchEnvironment, LaunchedRank};
+use super::several_hosts::HostOfRank;
 use super::variable::{check_size, number, variable_error};
 use crate::Result;
 use crate::inject::{self, ScheduledInjection};
@@ -36,12 +37,14 @@ const JOIN_TIMEOUT: Duration = Duration::from_secs(60);
 pub(super) enum Rendezvous {
     /// The launcher serves it at this address.
     Launcher(String),
-    /// Rank 0 serves it, because the launcher is not `mgpurun`.
-    RankZero {
+    /// The first rank of each host serves it, because the launcher is not `mgpurun`.
+    Ranks {
         /// The run's name for error texts.
         title: String,
         /// How long ranks wait for each other to join.
         patience: Duration,
+        /// This host, if there are others.
+        host: Option<HostOfRank>,
     },
 }
 
@@ -227,7 +230,8 @@ impl Identity {
 
     fn of_another_launcher(settings: Self, environment: &LaunchEnvironment<'_>) -> Result<Self> {
         let Some(launched) = environment.launched()? else { return Ok(settings) };
-        let LaunchedRank { launcher, rank, world_size, local_rank, restart_count, job, threads } = launched;
+        let LaunchedRank { launcher, rank, world_size, local_rank, restart_count, job, threads, host } =
+            launched;
         if world_size > 1 && job.is_none() {
             let problem = format!(
                 "is missing, and {launcher} does not say which job this rank belongs to; \
@@ -243,8 +247,8 @@ impl Identity {
             rank,
             world_size,
             local_rank,
-            local_world_size: world_size,
-            rendezvous: rendezvous.map(|job| Rendezvous::RankZero { title: job.title(), patience }),
+            local_world_size: host.as_ref().map_or(world_size, |host| host.ranks),
+            rendezvous: rendezvous.map(|job| Rendezvous::Ranks { title: job.title(), patience, host }),
             launch_id: job.as_ref().and_then(|job| job.launch_id(environment.parent)),
             run_id: job.map(|job| job.run_id(restart_count)).unwrap_or_default(),
             restart_count,
@@ -383,14 +387,16 @@ mod tests {
     #[test]
     fn user_settings_apply_under_other_launchers() {
         let plain = foreign("2", &[]);
-        let Some(Rendezvous::RankZero { title, patience }) = &plain.rendezvous else { panic!("{plain:?}") };
+        let Some(Rendezvous::Ranks { title, patience, host: None }) = &plain.rendezvous else {
+            panic!("{plain:?}")
+        };
         assert_eq!((title.as_str(), *patience), ("torchrun job localhost.29500", JOIN_TIMEOUT));
         assert!(plain.backend_is_auto && plain.injections.is_empty());
         let set = foreign(
             "2",
             &[(MGPU_TIMEOUT, "5"), (MGPU_BACKEND, "cpu"), (MGPU_INJECT, "rank=1,step=2,fault=abort")],
         );
-        let Some(Rendezvous::RankZero { patience, .. }) = set.rendezvous else { panic!("{set:?}") };
+        let Some(Rendezvous::Ranks { patience, .. }) = set.rendezvous else { panic!("{set:?}") };
         assert_eq!((patience, set.timeout), (Duration::from_secs(5), Duration::from_secs(5)));
         assert_eq!((set.backend_is_auto, set.injections.len()), (false, 1));
     }

@@ -2,13 +2,14 @@
 //!
 //! [`World::from_env`] reads the launcher's environment variables and joins the run; without a launcher it is a world
 //! of one, in which every collective is the identity. Ranks started by torchrun, Slurm or an MPI launcher join
-//! through a rendezvous that rank 0 serves. [`World::threads`] creates ranks as threads of one process, for tests:
+//! through a rendezvous that rank 0 serves, or the first rank of each host. [`World::threads`] creates ranks as threads of one process, for tests:
 //! they use the same server, sockets and shared memory as processes.
 
 mod env;
 #[cfg(feature = "cuda")]
 mod gpu;
 mod other_launchers;
+mod several_hosts;
 mod threads;
 mod variable;
 
@@ -60,7 +61,7 @@ const PROCESS_ENVIRONMENT: LaunchEnvironment<'static> = LaunchEnvironment {
     parent: &other_launchers::parent,
 };
 
-/// Connects to the rendezvous. Under another launcher, rank 0 starts it first.
+/// Connects to the rendezvous. Under another launcher, the first rank of the host starts it first.
 fn connect(
     identity: &Identity,
     rendezvous: &Rendezvous,
@@ -68,16 +69,19 @@ fn connect(
     let rank = identity.rank;
     match rendezvous {
         Rendezvous::Launcher(address) => Ok((Store::connect(address, rank)?, ServedBy::Launcher, None)),
-        Rendezvous::RankZero { title, patience } => {
+        Rendezvous::Ranks { title, patience, host } => {
+            let host = host.as_ref().map(|host| host.complete(&identity.run_id)).transpose()?;
             let run = HostedRun {
                 run_id: &identity.run_id,
                 title,
                 world_size: identity.world_size,
                 restart_count: identity.restart_count,
                 join_timeout: *patience,
+                host: host.as_ref(),
             };
-            let server = (rank == 0).then(|| run.serve()).transpose()?;
-            Ok((run.connect(rank)?, ServedBy::RankZero { join_timeout: *patience }, server))
+            let leader = run.leader();
+            let server = (rank == leader).then(|| run.serve()).transpose()?;
+            Ok((run.connect(rank)?, ServedBy::Rank { rank: leader, join_timeout: *patience }, server))
         }
     }
 }
@@ -94,10 +98,8 @@ fn join(identity: &Identity, rendezvous: &Rendezvous, manifest: Manifest) -> Res
         }
     });
     let (store, page) = admitted?;
-    if let Some(server) = server {
-        server.keep_running();
-    }
-    Ok(Membership::new(rank, store, page, injections))
+    let server = server.map(HostedServer::keep_running);
+    Ok(Membership::new(rank, store, page, injections).with_server(server))
 }
 
 impl World {
@@ -105,14 +107,14 @@ impl World {
     /// ranks have joined and were found compatible.
     ///
     /// The environment is that of `mgpurun`, or else of torchrun, Open MPI's or hydra's `mpirun` (MPICH, Intel MPI),
-    /// or Slurm's `srun`, with all ranks on one host. Under these other launchers: rank 0 serves the rendezvous on a
-    /// thread; ranks wait for each other for `MGPU_TIMEOUT` (default: 60 s); `MGPU_RUN_ID` names the run if the
+    /// or Slurm's `srun`. Under these other launchers: rank 0 serves the rendezvous on a thread, and so does the first
+    /// rank of each other host, which needs a secret or munge (`docs/src/hosts.md`); ranks wait for each other for `MGPU_TIMEOUT` (default: 60 s); `MGPU_RUN_ID` names the run if the
     /// launcher does not; without `MGPU_BACKEND`, the number of GPUs decides. The error about a lost peer is delayed
-    /// there by 0.3 to 1 s, so that the launcher sees the failed rank's end first.
+    /// there by 0.3 to 1 s on the peer's host, so that the launcher sees the failed rank's end first. On several hosts
+    /// the first rank of a host waits at its end until the others of the host have left, rank 0 until all have.
     ///
     /// # Errors
-    /// If the variables are incomplete, contradict each other or describe several hosts (the text names the
-    /// variable); if the launcher rejects this rank; if another rank ends before it has joined, or does not join in
+    /// If the variables are incomplete or contradict each other (the text names the variable); if the launcher rejects this rank; if another rank ends before it has joined, or does not join in
     /// time. Under the nccl backend, if there is no GPU for this rank, or a library is missing.
     pub fn from_env() -> Result<Self> {
         #[cfg_attr(not(feature = "cuda"), expect(unused_mut))]

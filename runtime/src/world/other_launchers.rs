@@ -2,7 +2,7 @@
 //!
 //! Each launcher says which rank a process is and how many ranks there are. None says where the ranks meet, so they
 //! need a name that is the same on all ranks of a job and different from other jobs: rank 0 serves the rendezvous
-//! under it.
+//! under it. What is needed on several hosts, [`several_hosts`](super::several_hosts) finds.
 //!
 //! | | rank, size, on this host | the job's name |
 //! |---|---|---|
@@ -19,11 +19,12 @@
 use std::fmt;
 use std::num::NonZeroUsize;
 
+use super::several_hosts::{Finding, HostOfRank, Place};
 use super::variable::{self, check_size, variable_error};
+use crate::Result;
 use crate::protocol::*;
-use crate::{Error, Result};
 
-/// A rank as its launcher describes it: validated, and on one host with all others.
+/// A rank as its launcher describes it: validated.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct LaunchedRank {
     pub(super) launcher: Launcher,
@@ -35,6 +36,8 @@ pub(super) struct LaunchedRank {
     pub(super) job: Option<Job>,
     /// Number of cores that the launcher has reserved for this rank, if it says so.
     pub(super) threads: Option<NonZeroUsize>,
+    /// This host, if there are others.
+    pub(super) host: Option<HostOfRank>,
 }
 
 /// The launcher that started the ranks.
@@ -154,7 +157,7 @@ impl LaunchEnvironment<'_> {
     /// The rank that another launcher describes; `None` if no launcher started this process.
     ///
     /// # Errors
-    /// If variables are missing, contradict each other, or describe several hosts.
+    /// If variables are missing or contradict each other.
     pub(super) fn launched(&self) -> Result<Option<LaunchedRank>> {
         let Some(names) = self.launcher() else { return Ok(None) };
         let (size_name, world_size) = match self.first(names.size)? {
@@ -173,30 +176,20 @@ impl LaunchEnvironment<'_> {
                 format!("is {rank} in a world of {world_size}; ranks count from 0"),
             ));
         }
-        if let Some(local_size_name) = names.local_size
-            && let Some(local_size) = self.number(local_size_name)?
-            && local_size != world_size
+        let local_size = names.local_size.map(|name| self.number(name)).transpose()?.flatten();
+        if let (Some(name), Some(local_size)) = (names.local_size, local_size)
+            && local_size > world_size
         {
-            return Err(match local_size < world_size {
-                true => several_hosts(
-                    local_size_name,
-                    format!("is {local_size} where {size_name} is {world_size}"),
-                ),
-                false => variable_error(
-                    local_size_name,
-                    format!("is {local_size} where {size_name} is {world_size}"),
-                ),
-            });
+            return Err(variable_error(name, format!("is {local_size} where {size_name} is {world_size}")));
         }
-        if names.launcher == Launcher::Slurm
-            && let Some((name, nodes)) = self.first(&SLURM_NODES)?
-            && nodes > 1
-        {
-            return Err(several_hosts(name, format!("is {nodes}")));
-        }
-        let local_rank = self.number(names.local_rank)?.unwrap_or(rank);
-        if local_rank >= world_size {
-            let problem = format!("is {local_rank} where {world_size} ranks are on this host");
+        let local_rank = self.number(names.local_rank)?;
+        let finding = self.several_hosts(&names, local_size, (size_name, world_size))?;
+        let place = Place { rank, world_size, local_rank, local_size };
+        let host = finding.map(|finding| self.host_of_rank(names.launcher, place, &finding)).transpose()?;
+        let (local_rank, ranks_here) =
+            (local_rank.unwrap_or(rank), host.as_ref().map_or(world_size, |host| host.ranks));
+        if host.is_none() && local_rank >= ranks_here {
+            let problem = format!("is {local_rank} where {ranks_here} ranks are on this host");
             return Err(variable_error(names.local_rank, problem));
         }
         let restarts = names.restarts.map(|name| self.number(name)).transpose()?.flatten();
@@ -206,8 +199,27 @@ impl LaunchEnvironment<'_> {
             world_size,
             local_rank,
             restart_count: restarts.unwrap_or(0),
-            job: self.job(&names),
+            job: self.job(&names, host.as_ref()),
             threads: self.threads(&names),
+            host,
+        }))
+    }
+
+    /// The variable that says that the ranks are on several hosts, if one does.
+    fn several_hosts(
+        &self,
+        names: &VariableNames,
+        local_size: Option<u32>,
+        (size_name, world_size): (&str, u32),
+    ) -> Result<Option<Finding>> {
+        if names.launcher == Launcher::Slurm {
+            let nodes = self.first(&SLURM_NODES)?.filter(|(_, nodes)| *nodes > 1);
+            return Ok(nodes.map(|(name, nodes)| Finding { name, text: format!("is {nodes}") }));
+        }
+        let several = names.local_size.zip(local_size).filter(|(_, local_size)| *local_size < world_size);
+        Ok(several.map(|(name, local_size)| {
+            let text = format!("is {local_size} where {size_name} is {world_size}");
+            Finding { name, text }
         }))
     }
 
@@ -234,7 +246,7 @@ impl LaunchEnvironment<'_> {
     }
 
     /// The job's name: the same on all ranks of this job, and only there.
-    fn job(&self, names: &VariableNames) -> Option<Job> {
+    fn job(&self, names: &VariableNames, host: Option<&HostOfRank>) -> Option<Job> {
         let text = |name: &str| (self.variable)(name).filter(|value| !value.is_empty());
         let all = |wanted: &[&str]| -> Option<String> {
             let values: Option<Vec<String>> = wanted.iter().map(|name| text(name)).collect();
@@ -250,6 +262,8 @@ impl LaunchEnvironment<'_> {
             Launcher::OpenMpi => text("PMIX_NAMESPACE")
                 .or_else(|| text("OMPI_MCA_ess_base_jobid"))
                 .or_else(|| text("OMPI_MCA_orte_ess_jobid")),
+            // On each host hydra has another process and another port.
+            Launcher::Hydra if host.is_some() => host.map(|host| host.endpoint.to_string()),
             Launcher::Hydra => text("PMI_PORT").or_else(|| (self.hydra)()),
             Launcher::Slurm => all(&["SLURM_JOB_ID", "SLURM_STEP_ID"]),
         })?;
@@ -272,18 +286,9 @@ impl LaunchEnvironment<'_> {
         Ok(None)
     }
 
-    fn number(&self, name: &'static str) -> Result<Option<u32>> {
+    pub(super) fn number(&self, name: &'static str) -> Result<Option<u32>> {
         variable::number(self.variable, name)
     }
-}
-
-fn several_hosts(name: &'static str, finding: String) -> Error {
-    variable_error(
-        name,
-        format!(
-            "{finding}: the ranks are on several hosts, but must all be on one host; start all of them there"
-        ),
-    )
 }
 
 /// Shells that may lie between the launcher and this process.

@@ -2,7 +2,8 @@
 //!
 //! Slurm was seen running, the others not: their readers follow manuals and sources.
 
-use super::super::host_list::first_host;
+use mgpu_control::nodes::host_list::first_host;
+
 use super::super::settings::{Ports, SettingsError, Surroundings};
 use super::{Engine, Given, Reading, Tasks, Told, several_elsewhere, several_here};
 

@@ -28,6 +28,7 @@ pub mod channel;
 mod dialer;
 #[doc(hidden)]
 pub mod handshake;
+pub mod host_list;
 pub mod layout;
 mod link;
 mod listener;

@@ -60,8 +60,10 @@ pub(super) fn connect(address: &UnixAddr) -> io::Result<UnixStream> {
 pub enum ServedBy {
     /// The launcher, whose ranks end with it.
     Launcher,
-    /// Rank 0, which may die like any other rank.
-    RankZero {
+    /// A rank, which may die like any other rank.
+    Rank {
+        /// The first rank of this host.
+        rank: u32,
         /// How long it waits for the ranks of the run.
         join_timeout: Duration,
     },
@@ -174,7 +176,7 @@ impl Store {
         let mut connection = store.connection.lock().unwrap_or_else(PoisonError::into_inner);
         let join_timeout = match served_by {
             ServedBy::Launcher => JOIN_TIMEOUT,
-            ServedBy::RankZero { join_timeout } => join_timeout,
+            ServedBy::Rank { join_timeout, .. } => join_timeout,
         };
         let hello = store.begin(&mut connection, &request, &[], JOIN, join_timeout)?;
         drop(connection);
@@ -302,7 +304,7 @@ impl Store {
         })
     }
 
-    /// True if rank 0 runs the server, which is so under launchers other than `mgpurun`.
+    /// True if a rank runs the server, which is so under launchers other than `mgpurun`.
     pub fn is_served_by_a_rank(&self) -> bool {
         self.served_by != ServedBy::Launcher
     }
@@ -361,9 +363,17 @@ impl Store {
         Ok(pending)
     }
 
-    /// True if another rank (rank 0) runs the rendezvous server and has ended.
-    pub fn rank_zero_is_gone(&self) -> bool {
-        if self.served_by == ServedBy::Launcher || self.rank == 0 || self.closed.load(Ordering::Relaxed) {
+    /// The other rank that runs the rendezvous server of this host, if one does.
+    pub fn serving_rank(&self) -> Option<u32> {
+        match self.served_by {
+            ServedBy::Rank { rank, .. } => Some(rank).filter(|rank| *rank != self.rank),
+            ServedBy::Launcher => None,
+        }
+    }
+
+    /// True if another rank runs the rendezvous server of this host and has ended.
+    pub fn serving_rank_is_gone(&self) -> bool {
+        if self.serving_rank().is_none() || self.closed.load(Ordering::Relaxed) {
             return false;
         }
         if self.server_pidfd.as_ref().is_some_and(has_ended) {
@@ -375,15 +385,15 @@ impl Store {
 
     /// The error of a server that is gone.
     fn gone(&self, operation: &str, reason: &str) -> Error {
-        match self.served_by {
-            ServedBy::RankZero { .. } if self.rank != 0 => Error::PeerLost {
+        match self.serving_rank() {
+            Some(peer) => Error::PeerLost {
                 rank: self.rank,
-                peer: 0,
+                peer,
                 operation: operation.to_owned(),
                 how: format!("has ended, and with it the rendezvous that it served ({reason})"),
                 silent: false,
             },
-            _ => self.unserved(operation, format!("{} is gone ({reason})", self.server())),
+            None => self.unserved(operation, format!("{} is gone ({reason})", self.server())),
         }
     }
 
@@ -392,12 +402,12 @@ impl Store {
         // A late reply would be mistaken for the reply to the next request.
         self.close(connection);
         let (operation, after) = (&pending.operation, pending.started.elapsed());
-        match self.served_by {
-            ServedBy::RankZero { .. } if self.rank != 0 => {
+        match self.serving_rank() {
+            Some(serving) => {
                 let operation = operation.clone();
-                Error::Timeout { rank: self.rank, waited_for: vec![0], operation, after }
+                Error::Timeout { rank: self.rank, waited_for: vec![serving], operation, after }
             }
-            _ => self.unserved(operation, format!("{} did not answer for {after:.1?}", self.server())),
+            None => self.unserved(operation, format!("{} did not answer for {after:.1?}", self.server())),
         }
     }
 
@@ -413,7 +423,7 @@ impl Store {
     fn server(&self) -> &'static str {
         match self.served_by {
             ServedBy::Launcher => "the launcher",
-            ServedBy::RankZero { .. } => "its own rendezvous thread",
+            ServedBy::Rank { .. } => "its own rendezvous thread",
         }
     }
 
@@ -472,11 +482,11 @@ impl Store {
     /// connection is closed.
     fn bad_message(&self, connection: &Connection, problem: String) -> Error {
         self.close(connection);
-        let peer = match self.served_by {
-            ServedBy::RankZero { .. } if self.rank != 0 => "rank 0",
-            _ => self.server(),
+        let peer = match self.serving_rank() {
+            Some(rank) => format!("rank {rank}"),
+            None => self.server().into(),
         };
-        Error::Protocol { peer: peer.into(), problem }
+        Error::Protocol { peer, problem }
     }
 
     fn unexpected(&self, connection: &Connection, reply: &Reply) -> Error {
@@ -525,14 +535,17 @@ mod tests {
         let refusal = Reply::Refused { why: "no room".into() };
         for (reply, is_gone) in [(Some(Reply::Done), false), (Some(refusal), false), (None, true)] {
             let (store, rank_0) = store(reply.as_slice());
-            let store =
-                Store { served_by: ServedBy::RankZero { join_timeout: Duration::ZERO }, rank: 1, ..store };
-            assert!(!store.rank_zero_is_gone());
+            let store = Store {
+                served_by: ServedBy::Rank { rank: 0, join_timeout: Duration::ZERO },
+                rank: 1,
+                ..store
+            };
+            assert!(!store.serving_rank_is_gone());
             if reply.is_some() {
                 store.get("a", 0, Duration::ZERO).unwrap_err();
             }
             drop(rank_0);
-            assert_eq!(store.rank_zero_is_gone(), is_gone);
+            assert_eq!(store.serving_rank_is_gone(), is_gone);
         }
     }
 
@@ -543,15 +556,15 @@ mod tests {
             std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
         let server_pidfd = pidfd_open(rank_0.id()).ok();
         let store = Store {
-            served_by: ServedBy::RankZero { join_timeout: Duration::ZERO },
+            served_by: ServedBy::Rank { rank: 0, join_timeout: Duration::ZERO },
             rank: 1,
             server_pidfd,
             ..store
         };
-        assert!(!store.rank_zero_is_gone());
+        assert!(!store.serving_rank_is_gone());
         rank_0.kill().unwrap();
         rank_0.wait().unwrap();
-        assert!(store.rank_zero_is_gone());
+        assert!(store.serving_rank_is_gone());
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use proptest::prelude::*;
 
 use super::*;
+use crate::Error;
 
 type Variables = BTreeMap<&'static str, String>;
 

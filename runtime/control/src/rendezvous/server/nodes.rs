@@ -40,7 +40,6 @@ impl Server {
 
     /// The rendezvous that the first rank of a node serves at `listener` if no launcher does; see
     /// [`unattended`](Self::unattended). It tells the hub how the ranks of its node end.
-    #[allow(dead_code, reason = "the thread that drives it over several hosts is made later")]
     pub(in crate::rendezvous) fn unattended_of_node(
         layout: Layout,
         node_address: Option<IpAddr>,

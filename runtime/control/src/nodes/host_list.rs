@@ -4,7 +4,7 @@
 //! list, which may have thousands of hosts, or to ask `scontrol`.
 
 /// The first host of a list, `None` if the text is not a list. Numbers keep their leading zeros.
-pub(super) fn first_host(list: &str) -> Option<String> {
+pub fn first_host(list: &str) -> Option<String> {
     let mut host = String::new();
     let mut rest = list.trim();
     loop {
