@@ -700,3 +700,6 @@ fn its_ranks(ranks: &Range<u32>) -> String {
         _ => format!("its ranks {}-{} are", ranks.start, ranks.end - 1),
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -25,7 +25,7 @@ fn ranks_are_numbered_over_all_hosts_and_know_their_node() {
     }
 }
 
-/// As PyTorch's ranks do: rank 0 listens at `MASTER_PORT`, the others connect to `MASTER_ADDR`.
+/// As PyTorch's ranks do: rank 0 listens at all addresses, also of IPv6, at `MASTER_PORT`, the others connect to `MASTER_ADDR`.
 #[test]
 fn ranks_reach_rank_0_at_the_master_address() {
     let Some(hosts) = Hosts::start(3) else { return };
@@ -33,7 +33,7 @@ fn ranks_reach_rank_0_at_the_master_address() {
 import os, socket, time
 rank, size, port = (int(os.environ[name]) for name in ('RANK', 'WORLD_SIZE', 'MASTER_PORT'))
 if rank == 0:
-    listener = socket.create_server(('', port))
+    listener = socket.create_server(('', port), family=socket.AF_INET6, dualstack_ipv6=True)
     for _ in range(size - 1):
         listener.accept()[0].sendall(b'x')
 else:
@@ -81,7 +81,7 @@ fn logs_events_and_filters_count_ranks_of_the_world() {
     for (host, name) in ["a", "b"].into_iter().enumerate() {
         let place = |what: &str| folder.path().join(format!("{what}-{name}")).to_str().unwrap().to_owned();
         let (events, logs) = (place("events"), place("logs"));
-        let options = ["-n", "2", "--events", &events, "--log-dir", &logs, "--rank-filter", "1,2"];
+        let options = ["-n", "2", "--events", &events, "--log-dir", &logs, "--tee", "--rank-filter", "1,2"];
         job.add(host, &options, &["sh", "-c", "echo rank $RANK speaks; test $RANK != 3 || exit 3"]);
     }
     let finished = job.finish();
