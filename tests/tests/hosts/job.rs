@@ -9,26 +9,26 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tempfile::TempDir;
 
-pub const MGPURUN: &str = env!("CARGO_BIN_EXE_t-mgpurun");
+pub(crate) const MGPURUN: &str = env!("CARGO_BIN_EXE_t-mgpurun");
 /// Joins, makes steps with an all-reduce each; the argument is their number.
-pub const STEPS: &str = env!("CARGO_BIN_EXE_t-job");
-pub const SECRET: &str = "a secret of the tests";
+pub(crate) const STEPS: &str = env!("CARGO_BIN_EXE_t-job");
+pub(crate) const SECRET: &str = "a secret of the tests";
 
 /// Ranks that report their start to [`Job::wait_for_ranks`] and run until they are stopped.
-pub const SLEEP: [&str; 3] = ["sh", "-c", "touch $STARTED/$RANK.$MGPU_RESTART_COUNT; exec sleep 1000"];
+pub(crate) const SLEEP: [&str; 3] = ["sh", "-c", "touch $STARTED/$RANK.$MGPU_RESTART_COUNT; exec sleep 1000"];
 
 /// A job with one agent on each host, or on some of them.
-pub struct Job<'a> {
-    pub hosts: &'a Hosts,
+pub(crate) struct Job<'a> {
+    pub(crate) hosts: &'a Hosts,
     /// With their hosts.
-    pub agents: Vec<(usize, Child)>,
+    pub(crate) agents: Vec<(usize, Child)>,
     /// A folder for each host's temporary files, and `started` with a file for each rank that has started.
     folder: TempDir,
 }
 
 impl<'a> Job<'a> {
     /// A job without agents.
-    pub fn new(hosts: &'a Hosts) -> Self {
+    pub(crate) fn new(hosts: &'a Hosts) -> Self {
         let folder = tempfile::tempdir().unwrap();
         create_dir(folder.path().join("started")).unwrap();
         for host in 0..hosts.count() {
@@ -38,20 +38,20 @@ impl<'a> Job<'a> {
     }
 
     /// Starts an agent on each host. Host `a` has the endpoint.
-    pub fn start(hosts: &'a Hosts, options: &[&str], command: &[&str]) -> Self {
+    pub(crate) fn start(hosts: &'a Hosts, options: &[&str], command: &[&str]) -> Self {
         let mut job = Job::new(hosts);
         (0..hosts.count()).for_each(|host| job.add(host, options, command));
         job
     }
 
     /// Starts an agent on `host`.
-    pub fn add(&mut self, host: usize, options: &[&str], command: &[&str]) {
+    pub(crate) fn add(&mut self, host: usize, options: &[&str], command: &[&str]) {
         let agent = self.command(host, options, command);
         self.spawn(host, agent);
     }
 
     /// The command of an agent. Unless `options` has them, it gets the number of hosts and the endpoint.
-    pub fn command(&self, host: usize, options: &[&str], command: &[&str]) -> Command {
+    pub(crate) fn command(&self, host: usize, options: &[&str], command: &[&str]) -> Command {
         let mut agent = self.hosts.command(host, MGPURUN);
         let count = self.hosts.count().to_string();
         for (option, value) in [("--nnodes", count.as_str()), ("--rdzv-endpoint", "a:29400")] {
@@ -66,30 +66,30 @@ impl<'a> Job<'a> {
     }
 
     /// Starts a command as an agent.
-    pub fn spawn(&mut self, host: usize, mut agent: Command) {
+    pub(crate) fn spawn(&mut self, host: usize, mut agent: Command) {
         let agent = agent.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
         self.agents.push((host, agent.expect("nsenter starts")));
     }
 
     /// Waits until so many ranks have started, over all restarts. No agent may end before.
     #[track_caller]
-    pub fn wait_for_ranks(&mut self, count: usize) {
+    pub(crate) fn wait_for_ranks(&mut self, count: usize) {
         self.wait_until(|job| job.started() >= count);
     }
 
     /// Creates a file beside those of [`wait_for_ranks`](Self::wait_for_ranks), for ranks that wait for it.
-    pub fn report_start(&self, name: &str) {
+    pub(crate) fn report_start(&self, name: &str) {
         std::fs::write(self.folder.path().join("started").join(name), "").unwrap();
     }
 
     /// Number of ranks that have started, over all restarts.
-    pub fn started(&self) -> usize {
+    pub(crate) fn started(&self) -> usize {
         read_dir(self.folder.path().join("started")).unwrap().count()
     }
 
     /// Waits until `condition` holds; no agent may end before.
     #[track_caller]
-    pub fn wait_until(&mut self, condition: impl Fn(&Self) -> bool) {
+    pub(crate) fn wait_until(&mut self, condition: impl Fn(&Self) -> bool) {
         until(|| {
             for (_, agent) in &mut self.agents {
                 let end = agent.try_wait().unwrap();
@@ -100,24 +100,24 @@ impl<'a> Job<'a> {
     }
 
     /// The process that the user has started on a host, the guardian, and its child, which is the agent.
-    pub fn mgpuruns(&self, host: usize) -> [Pid; 2] {
+    pub(crate) fn mgpuruns(&self, host: usize) -> [Pid; 2] {
         let (_, started) = self.agents.iter().find(|(of, _)| *of == host).expect("an agent");
         let guardian = self.hosts.program(started);
         [guardian, self.hosts.child(guardian)]
     }
 
     /// Ctrl-C on a host.
-    pub fn interrupt(&self, host: usize) {
+    pub(crate) fn interrupt(&self, host: usize) {
         kill(self.mgpuruns(host)[0], Signal::SIGINT).unwrap();
     }
 
     /// Stops guardian and agent of a host.
-    pub fn stop(&self, host: usize) {
+    pub(crate) fn stop(&self, host: usize) {
         self.mgpuruns(host).iter().for_each(|pid| kill(*pid, Signal::SIGSTOP).unwrap());
     }
 
     /// Continues what [`stop`](Self::stop) has stopped. `nsenter` has stopped itself when its child was stopped.
-    pub fn resume(&self, host: usize) {
+    pub(crate) fn resume(&self, host: usize) {
         let processes = self.mgpuruns(host);
         let nsenter = self.agents.iter().filter(|(of, _)| *of == host).map(|(_, started)| started.id());
         let nsenter = nsenter.map(|pid| Pid::from_raw(pid as i32));
@@ -126,7 +126,7 @@ impl<'a> Job<'a> {
 
     /// The result of the agent of one host, which takes no further part in the job.
     #[track_caller]
-    pub fn finish_one(&mut self, host: usize) -> Finished {
+    pub(crate) fn finish_one(&mut self, host: usize) -> Finished {
         let index = self.agents.iter().position(|(of, _)| *of == host).expect("an agent");
         let (_, mut agent) = self.agents.remove(index);
         finish(&mut agent)
@@ -134,7 +134,7 @@ impl<'a> Job<'a> {
 
     /// The results of the agents, by host. Nothing is left on any host that is still there.
     #[track_caller]
-    pub fn finish(mut self) -> Vec<Finished> {
+    pub(crate) fn finish(mut self) -> Vec<Finished> {
         self.agents.sort_by_key(|(host, _)| *host);
         let finished: Vec<Finished> = self.agents.iter_mut().map(|(_, agent)| finish(agent)).collect();
         for host in 0..self.hosts.count() {
@@ -156,14 +156,14 @@ impl<'a> Job<'a> {
 
 /// All agents exited with this code, and said these texts.
 #[track_caller]
-pub fn expect_all(finished: &[Finished], code: i32, texts: &[&str]) {
+pub(crate) fn expect_all(finished: &[Finished], code: i32, texts: &[&str]) {
     for finished in finished {
         finished.expect(code, texts);
     }
 }
 
 /// Runs `test` on each number of hosts with each number of ranks of a host. The numbers of hosts run at the same time.
-pub fn at_sizes(hosts: &[usize], ranks: &[usize], test: impl Fn(&Hosts, usize) + Sync) {
+pub(crate) fn at_sizes(hosts: &[usize], ranks: &[usize], test: impl Fn(&Hosts, usize) + Sync) {
     std::thread::scope(|scope| {
         for count in hosts {
             scope.spawn(|| {
