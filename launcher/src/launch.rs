@@ -319,14 +319,16 @@ impl Launch {
         notices.iter().for_each(|notice| output.say(notice));
         let jobs = name_jobs(&plans, &requests, supervision)?;
         for JobPlan { id, plan, .. } in &jobs {
-            let locations = plan.ranks.iter().map(|rank| &rank.location).filter(|_| report_bindings);
+            let locations =
+                plan.ranks.iter().map(|rank| &rank.location).filter(|_| report_bindings && nodes.is_none());
             plan.notices.iter().chain(locations).for_each(|line| id.say_to(&mut output, line));
         }
         let result = match (&nodes, credentials) {
             (Some(settings), Some(credentials)) => {
                 let (plan, injections) = (&plans[0], &injections[..]);
                 let card = node_card(plan, settings);
-                let job = NodeJob { plan, settings, supervision, injections, card, credentials };
+                let job =
+                    NodeJob { plan, settings, supervision, injections, report_bindings, card, credentials };
                 run_node(&job, &signals, &mut output, &mut events)
             }
             _ => EventLoop::start(&jobs, fail, &signals, &mut output, &mut events).and_then(EventLoop::run),

@@ -27,7 +27,7 @@ pub struct Hosts {
     /// Holds the bridge.
     switch: Namespaces,
     /// Holds the hosts' `/etc/hosts`.
-    _folder: tempfile::TempDir,
+    folder: tempfile::TempDir,
 }
 
 /// One host.
@@ -157,7 +157,7 @@ impl Hosts {
             ))?;
             hosts.push(Host { name: name.clone(), namespaces });
         }
-        Ok(Hosts { hosts, switch, _folder: folder })
+        Ok(Hosts { hosts, switch, folder })
     }
 
     /// The name of a host.
@@ -181,14 +181,15 @@ impl Hosts {
     /// # Panics
     /// If it does not start within 10 s.
     pub fn program(&self, started: &Child) -> Pid {
-        let deadline = Instant::now() + Duration::from_secs(10);
-        loop {
-            if let [pid] = children(started.id() as i32)[..] {
-                return Pid::from_raw(pid);
-            }
-            assert!(Instant::now() < deadline, "nothing was started");
-            std::thread::yield_now();
-        }
+        only_child(Pid::from_raw(started.id() as i32))
+    }
+
+    /// The only child of a process.
+    ///
+    /// # Panics
+    /// If it has none within 10 s.
+    pub fn child(&self, pid: Pid) -> Pid {
+        only_child(pid)
     }
 
     /// The processes of a host, without the one that keeps its namespaces: their ids outside, and their command lines.
@@ -229,6 +230,23 @@ impl Hosts {
         self.hosts[from].namespaces.ip(&routes).expect("a route");
     }
 
+    /// Runs lines of `ip -batch` on a host, for another network than the usual one.
+    ///
+    /// # Panics
+    /// If one fails.
+    pub fn ip(&self, host: usize, script: &str) {
+        self.hosts[host].namespaces.ip(script).expect("lines of `ip`");
+    }
+
+    /// Replaces the `/etc/hosts` of a host.
+    ///
+    /// # Panics
+    /// If that fails.
+    pub fn set_names(&self, host: usize, text: &str) {
+        // In place: the file is mounted.
+        std::fs::write(self.folder.path().join(self.name(host)), text).expect("the hosts' names");
+    }
+
     /// Turns a host off: its link goes down first, so that nobody hears of the end of its processes.
     pub fn power_off(&self, host: usize) {
         self.set_link(host, false);
@@ -244,6 +262,18 @@ pub fn address(host: usize) -> String {
 /// The IPv6 address of a host.
 pub fn address_v6(host: usize) -> String {
     format!("fd99::{}", host + 1)
+}
+
+/// The child of a process that starts one.
+fn only_child(pid: Pid) -> Pid {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    loop {
+        if let [child] = children(pid.as_raw())[..] {
+            return Pid::from_raw(child);
+        }
+        assert!(Instant::now() < deadline, "process {pid} has started nothing");
+        std::thread::park_timeout(Duration::from_millis(1));
+    }
 }
 
 /// The children of a process.

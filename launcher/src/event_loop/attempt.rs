@@ -404,7 +404,7 @@ impl<'a> Attempt<'a> {
         let page = self.server.page();
         match self.process_of(rank) {
             Some(process) => Row::of(page, rank, Some(self.pid_of(process, rank)), process.ended.clone()),
-            None => Row::elsewhere(page, rank),
+            None => Row::of(page, rank, None, page.process_end_description(rank)),
         }
     }
 

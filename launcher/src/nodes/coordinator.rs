@@ -533,21 +533,26 @@ impl Coordinator {
         let is_first = !std::mem::replace(&mut self.members[index].is_interrupted, true);
         let others =
             self.members.iter().enumerate().any(|(other, member)| other != index && member.is_interrupted);
-        match &self.stage {
+        match &mut self.stage {
             Stage::Running if is_first && others => {}
             Stage::Running => self.supervise(Event::Signalled(signal), now),
-            Stage::Ending(_) | Stage::Over => {}
+            // Not restarted.
+            Stage::Ending(outcome) => outcome.interrupt(signal),
+            Stage::Over => {}
             Stage::Gathering(_) | Stage::Pausing(_) => self.end(Outcome::interruption(signal)),
         }
     }
 
     /// Removes a node that was lost.
     fn lose(&mut self, index: usize, loss: &NodeLoss, now: Instant) {
+        if self.members[index].id == OWN {
+            // It is still there, to be told that the job is over.
+            let host = self.members[index].card.as_ref().map_or_else(String::new, |card| card.host.clone());
+            let message = format!("{}; it coordinates the job, which ends", loss.describe(&host));
+            return self.end(failure(exit_code::NODE_LOST, message));
+        }
         let member = self.members.remove(index);
         let Some(card) = member.card else { return };
-        if member.id == OWN {
-            return self.end(failure(exit_code::LAUNCHER, loss.describe(&card.host)));
-        }
         if loss.may_have_ranks() && member.node.is_some() && !member.is_gone {
             self.not_before = self.not_before.max(Some(now + DETECTION_TIME + self.config.grace));
         }

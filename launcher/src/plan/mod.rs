@@ -244,6 +244,12 @@ impl LaunchPlan {
 }
 
 impl RankPlan {
+    /// [`location`](Self::location) with the rank's number in a world on several hosts.
+    pub(crate) fn location_as(&self, rank: u32) -> String {
+        let place = self.location.strip_prefix(&format!("rank {}", self.rank)).unwrap_or_default();
+        format!("rank {rank}{place}")
+    }
+
     /// All environment variables that are set for the rank.
     ///
     /// They include those that torchrun sets; the ranks of a host form a group, and all have the same role. Scripts

@@ -22,23 +22,20 @@ pub(crate) struct Row {
     pid: u32,
     /// How it ended.
     ended: Option<String>,
+    /// Its host, if that is another one.
+    host: Option<String>,
     threads: Threads,
 }
 
 impl Row {
-    /// Reads the progress of a rank from its page, and the state of process `pid` unless it has `ended`.
+    /// Reads the progress of a rank from its page, and the state of process `pid` unless it has `ended` or runs on another
+    /// host, whose processes this kernel does not know.
     pub(crate) fn of(page: &ProgressPage, rank: u32, pid: Option<u32>, ended: Option<String>) -> Self {
-        let progress = page.progress(rank);
+        let (progress, host) = (page.progress(rank), page.host(rank));
         let pid = pid.unwrap_or(progress.pid);
-        let threads = if ended.is_none() && pid != 0 { Threads::of(pid) } else { Threads::default() };
-        Row { rank, progress, pid, ended, threads }
-    }
-
-    /// Reads the progress of a rank on another host, whose kernel is not asked.
-    pub(crate) fn elsewhere(page: &ProgressPage, rank: u32) -> Self {
-        let progress = page.progress(rank);
-        let ended = page.process_end_description(rank);
-        Row { rank, progress, pid: progress.pid, ended, threads: Threads::default() }
+        let is_here = ended.is_none() && host.is_none() && pid != 0;
+        let threads = if is_here { Threads::of(pid) } else { Threads::default() };
+        Row { rank, progress, pid, ended, host, threads }
     }
 
     /// Its last known action, as a phrase.
@@ -62,11 +59,15 @@ impl Row {
     }
 
     fn state(&self) -> String {
+        let state = match &self.host {
+            Some(host) => format!("on host {host}"),
+            None => self.threads.state().to_owned(),
+        };
         match (&self.ended, self.progress.state) {
             (Some(ended), _) => ended.clone(),
-            (None, RankState::Absent) => format!("{}, not joined", self.threads.state()),
-            (None, RankState::Left) => format!("{}, left the run", self.threads.state()),
-            (None, _) => self.threads.state().to_owned(),
+            (None, RankState::Absent) => format!("{state}, not joined"),
+            (None, RankState::Left) => format!("{state}, left the run"),
+            (None, _) => state,
         }
     }
 
@@ -136,7 +137,7 @@ mod tests {
             changed: Duration::from_secs(5),
         };
         let ended = ended.map(str::to_owned);
-        Row { rank, progress, pid: 100 + rank, ended, threads: Threads::default() }
+        Row { rank, progress, pid: 100 + rank, ended, host: None, threads: Threads::default() }
     }
 
     #[test]

@@ -36,6 +36,8 @@ pub(crate) struct NodeJob<'a> {
     pub(crate) supervision: Supervision,
     /// Faults to inject into ranks of the world.
     pub(crate) injections: &'a [Injection],
+    /// Print where the ranks run once their numbers are known.
+    pub(crate) report_bindings: bool,
     pub(crate) card: NodeCard,
     pub(crate) credentials: Credentials,
 }
@@ -236,16 +238,17 @@ impl<'a> Node<'a> {
             if signal == Signal::SIGKILL {
                 let why = "its guardian was killed, and its ranks are killed with it".to_owned();
                 self.network.report(FromAgent::Failed { why }, now);
+                return self.end(Outcome::interruption(signal));
             }
             match (&mut self.attempt, is_connected) {
                 // The coordinator may be out of reach: whoever asks twice does not wait for it.
-                (Some(attempt), _) if is_second || signal == Signal::SIGKILL => {
-                    attempt.signal_all(Signal::SIGKILL);
-                }
-                (Some(_), _) => {}
-                (None, true) if !is_second => {
+                (Some(attempt), _) if is_second => attempt.signal_all(Signal::SIGKILL),
+                // Reported as an event of the ranks.
+                (Some(attempt), _) if attempt.leftovers.is_none() => {}
+                (_, true) if !is_second => {
                     self.network.report(FromAgent::Signalled { signal: signal as i32 }, now);
                 }
+                (Some(_), _) => {}
                 (None, _) => self.end(Outcome::interruption(signal)),
             }
         }

@@ -63,6 +63,8 @@ struct AgentLink {
     heard: Instant,
     /// The job is over for this node, or the coordinator is lost.
     is_over: bool,
+    /// The coordinator is lost: nobody hears a goodbye.
+    is_lost: bool,
 }
 
 impl<'a> Network<'a> {
@@ -210,7 +212,7 @@ impl<'a> Network<'a> {
         match dialer.service(now) {
             None => Vec::new(),
             Some(Ok(link)) => {
-                self.role = Role::Agent(AgentLink { link, heard: now, is_over: false });
+                self.role = Role::Agent(AgentLink { link, heard: now, is_over: false, is_lost: false });
                 let card = Box::new(self.job.card.clone());
                 self.report(FromAgent::Join(card), now);
                 Vec::new()
@@ -259,6 +261,7 @@ impl<'a> Network<'a> {
         if let Some(loss) = loss
             && !std::mem::replace(&mut agent.is_over, true)
         {
+            agent.is_lost = true;
             inputs.push(Input::CoordinatorLost(loss));
         }
         inputs
@@ -317,6 +320,7 @@ impl<'a> Network<'a> {
     /// Ends all connections, so that everything that was sent arrives. Waits a few seconds at most.
     pub(super) fn say_goodbye(&mut self) {
         let mut leaving = match std::mem::replace(&mut self.role, Role::Left) {
+            Role::Agent(agent) if agent.is_lost => Vec::new(),
             Role::Agent(agent) => vec![agent.link],
             Role::Coordinator(hosting) => hosting.into_links(),
             Role::Deciding(..) | Role::Dialing(_) | Role::Left => Vec::new(),

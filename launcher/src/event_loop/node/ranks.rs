@@ -60,6 +60,10 @@ impl<'a> Node<'a> {
         let (first, ranks) = (layout.local_ranks().start, plan.ranks.len() as u32);
         let server = Server::of_node(layout.clone(), self.network.own_address(), &order.run_id)?;
         server.describe(&plan.command_line(), order.restarts);
+        for rank in (0..layout.world_size()).filter(|rank| layout.node_of(*rank) != layout.node()) {
+            let host = order.hosts.get(layout.node_of(rank) as usize);
+            host.into_iter().for_each(|host| server.page().set_host(rank, host));
+        }
         self.shared.output.set_ranks(first, ranks)?;
         let context = RunContext {
             rendezvous: server.address().to_owned(),
@@ -78,6 +82,10 @@ impl<'a> Node<'a> {
                 injections: mgpu_control::inject::join(self.job.injections),
             }),
         };
+        if self.job.report_bindings {
+            let locations = (first..).zip(&plan.ranks).map(|(rank, plan)| plan.location_as(rank));
+            locations.for_each(|line| JOB.say(&mut self.shared, &line));
+        }
         let start = |rank| spawn(plan.command_of(rank), rank, &context);
         let processes: Vec<Process> = plan.ranks.iter().map(start).collect::<Result<_, _>>()?;
         for (process, rank) in processes.iter().zip(first..) {

@@ -1,5 +1,6 @@
 //! The coordinator without network, clock and processes.
 
+mod endings;
 mod hostile;
 mod scale;
 
@@ -301,15 +302,6 @@ fn a_silent_agent_is_refused_and_a_heartbeat_keeps_it() {
     job.end_node(OWN, 0..2);
     let (_, outcome) = job.end();
     assert!(message(&outcome).starts_with("mgpurun on b has been silent for 30 s, though"), "{outcome:?}");
-}
-
-#[test]
-fn the_own_node_fails_with_the_job() {
-    let mut job = Job::running(2, 2, 3);
-    job.say(OWN, FromAgent::Failed { why: "no memory".into() });
-    let (ids, outcome) = job.end();
-    assert_eq!((ids, outcome.exit_code), (vec![1], exit_code::LAUNCHER));
-    assert_eq!(message(&outcome), "mgpurun on a failed: no memory");
 }
 
 #[test]

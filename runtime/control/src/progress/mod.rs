@@ -56,7 +56,7 @@ struct Header {
 }
 
 /// Distinguishes a page of this layout from other memory.
-const MAGIC: u64 = 0x6d67_7075_0000_0006;
+const MAGIC: u64 = 0x6d67_7075_0000_0007;
 
 /// The record of one rank. Its size is a multiple of the cache line, so that ranks do not share lines (false sharing).
 #[repr(C, align(128))]
@@ -94,7 +94,12 @@ struct RankRecord {
     blamed: AtomicU32,
     blame: SharedText,
     failure: SharedText,
+    /// Its host, if that is another one than that of the page.
+    host: SharedText<HOST_CAPACITY>,
 }
+
+/// Longest name of a host in bytes; a longer one is truncated.
+const HOST_CAPACITY: usize = 124;
 
 // SAFETY: atomics and arrays and structs of atomics only.
 unsafe impl Shared for Header {}
@@ -197,6 +202,16 @@ impl ProgressPage {
     fn record(&self, rank: u32) -> &RankRecord {
         assert!(rank < self.world_size, "rank {rank} in a world of {}", self.world_size);
         self.memory.view(size_of::<Header>() + rank as usize * size_of::<RankRecord>())
+    }
+
+    /// Notes that a rank runs on another host than that of the page: its process ids mean nothing here.
+    pub fn set_host(&self, rank: u32, host: &str) {
+        self.record(rank).host.set_once(host);
+    }
+
+    /// The host of a rank, if that is another one than that of the page.
+    pub fn host(&self, rank: u32) -> Option<String> {
+        Some(self.record(rank).host.get()).filter(|host| !host.is_empty())
     }
 
     /// Sets the command that the ranks run and their number of restarts.

@@ -30,6 +30,8 @@ pub(super) struct Hosting {
     paused_until: Option<Instant>,
     /// Links whose last message was sent.
     leaving: Vec<Link>,
+    /// Links of nodes that have been silent. They are told so, and are not waited for.
+    silent: Vec<Link>,
     next_id: MemberId,
     /// Reserved until the job is over.
     _port: ReservedPort,
@@ -61,6 +63,7 @@ impl Hosting {
             links: Vec::new(),
             paused_until: None,
             leaving: Vec::new(),
+            silent: Vec::new(),
             next_id: OWN + 1,
             _port: port,
         })
@@ -156,11 +159,14 @@ impl Hosting {
             }
             let Some(index) = self.index_of(id) else { continue };
             self.links[index].1.send(&message);
-            if matches!(message, ToAgent::End { .. } | ToAgent::Refused { .. }) {
-                let (_, mut link) = self.links.remove(index);
-                link.close();
-                self.leaving.push(link);
-            }
+            let place = match message {
+                ToAgent::Refused { exit_code: exit_code::NODE_LOST, .. } => &mut self.silent,
+                ToAgent::End { .. } | ToAgent::Refused { .. } => &mut self.leaving,
+                _ => continue,
+            };
+            let (_, mut link) = self.links.remove(index);
+            link.close();
+            place.push(link);
         }
         inputs
     }

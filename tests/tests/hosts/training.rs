@@ -1,0 +1,66 @@
+//! Training on several hosts has the bits of one host, also when it goes on with fewer nodes and grows again.
+
+use std::path::Path;
+
+use mgpu_tests::hosts::Hosts;
+use mgpu_tests::process::{Program, run};
+use nix::sys::signal::{Signal, kill};
+
+use crate::job::{Job, MGPURUN, expect_all};
+
+const TRAIN: &str = env!("CARGO_BIN_EXE_t-train_mnist");
+
+#[test]
+fn two_hosts_with_two_ranks_train_as_one_with_four() {
+    let Some(hosts) = Hosts::start(2) else { return };
+    let arguments = ["--synthetic", "--json", "--steps", "20", "--batch", "4", "--threads", "1"];
+    let finished =
+        Job::start(&hosts, &["-n", "2", "--no-prefix"], &[&[TRAIN], &arguments[..]].concat()).finish();
+    expect_all(&finished, 0, &[]);
+    let one_host = Program { launcher: MGPURUN, path: TRAIN };
+    assert_eq!(finished[0].weights(), run(one_host.launched(4).args(arguments)).weights());
+}
+
+#[test]
+fn a_training_that_shrinks_and_grows_again_ends_with_the_weights_of_one_that_did_not() {
+    let Some(hosts) = Hosts::start(4) else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let arguments = |checkpoints: &str| {
+        let text = "--synthetic --json --steps 24 --global-batch 8 --world-size-invariant 8 --threads 1 --checkpoint-every 4";
+        let mut words: Vec<String> = text.split(' ').map(String::from).collect();
+        let place = folder.path().join(checkpoints).to_str().unwrap().to_owned();
+        words.extend(["--checkpoint-dir".into(), place, "--resume".into()]);
+        words
+    };
+    let whole = Program { launcher: MGPURUN, path: TRAIN };
+    let whole = run(whole.launched(4).args(arguments("whole"))).weights();
+
+    // The ranks hang in step 6, and two nodes are lost there. The others go on and hang in step 14, where the two are
+    // replaced and a rank is killed.
+    let words = arguments("shrinks");
+    let command: Vec<&str> = [TRAIN].into_iter().chain(words.iter().map(String::as_str)).collect();
+    let text = "-n 1 --no-prefix --nnodes 2:4 --max-restarts 3 --timeout 4 --grace 0.1 --inject rank=2,step=6,fault=hang \
+                --inject rank=0,step=14,restart=1,fault=hang";
+    let options: Vec<&str> = text.split_ascii_whitespace().collect();
+    let mut job = Job::start(&hosts, &options, &command);
+    let has_checkpoint = |step: u64| newest_checkpoint(&folder.path().join("shrinks")) == Some(step);
+    job.wait_until(|_| has_checkpoint(4));
+    for host in [2, 3] {
+        job.mgpuruns(host).iter().for_each(|pid| kill(*pid, Signal::SIGKILL).unwrap());
+        job.finish_one(host);
+    }
+    job.wait_until(|_| has_checkpoint(12));
+    [2, 3].into_iter().for_each(|host| job.add(host, &options, &command));
+    let ranks = hosts.processes(0).into_iter().filter(|(_, line)| line.starts_with(TRAIN));
+    ranks.for_each(|(pid, _)| kill(pid, Signal::SIGKILL).unwrap());
+    let finished = job.finish();
+    expect_all(&finished, 0, &[]);
+    assert_eq!(finished[0].weights(), whole, "{finished:#?}");
+    finished[0].expect(0, &["restart 1 of 3", "restart 2 of 3"]);
+}
+
+/// The step of the newest checkpoint in a folder.
+fn newest_checkpoint(folder: &Path) -> Option<u64> {
+    let names = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.file_name());
+    names.filter_map(|name| name.to_str()?.strip_prefix("step-")?.parse().ok()).max()
+}
