@@ -585,6 +585,6 @@ mod tests {
     fn long_texts_are_truncated_at_a_character_boundary() {
         let (page, _fd) = ProgressPage::create(1).unwrap();
         page.record_end(0, Ending::Failed(&"é".repeat(300)));
-        assert_eq!(page.end_description(0), "é".repeat(SharedText::CAPACITY / 2));
+        assert_eq!(page.end_description(0), "é".repeat(text::CAPACITY / 2));
     }
 }
