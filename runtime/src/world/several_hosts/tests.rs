@@ -78,12 +78,12 @@ fn credentials_are_a_secret_or_munge_under_slurm() {
     let missing = authentication(&TORCHRUN).unwrap_err();
     assert_eq!(
         missing,
-        "LOCAL_WORLD_SIZE is 1 where WORLD_SIZE is 4: the ranks are on several hosts, which authenticate each other by a \
+        "environment variable LOCAL_WORLD_SIZE is 1 where WORLD_SIZE is 4: the ranks are on several hosts, which authenticate each other by a \
          secret, and there is none: set MGPU_SECRET_FILE or MGPU_SECRET alike on all hosts (`openssl rand -hex 32` makes a \
          secret), or MGPU_AUTH=none on a network where nobody else can connect"
     );
     let wrong = authentication(&[&TORCHRUN[..], &[("MGPU_AUTH", "ssh")]].concat()).unwrap_err();
-    assert_eq!(wrong, "MGPU_AUTH is `ssh`; known are auto, secret, munge and none");
+    assert_eq!(wrong, "environment variable MGPU_AUTH is `ssh`; known are auto, secret, munge and none");
 }
 
 #[test]
@@ -96,7 +96,7 @@ fn errors_say_what_to_do() {
         (&MPI, OPEN, "Open MPI does not say where rank 0 is: set MGPU_RDZV_ENDPOINT=HOST:PORT"),
         (&HYDRA, OPEN, "hydra does not say where rank 0 is: set MGPU_RDZV_ENDPOINT=HOST:PORT"),
         (&HYDRA, ("PMI_RANK", "0"), "rank 0 of 4 is number 1 of 2 on its host"),
-        (&HYDRA, ("MPI_LOCALRANKID", "2"), "MPI_LOCALRANKID is 2 where 2 ranks are on this host"),
+        (&HYDRA, ("MPI_LOCALRANKID", "2"), "rank 1 of 4 is number 2 of 2 on its host"),
         (&TORCHRUN, ("MGPU_RDZV_ENDPOINT", "a:b"), "MGPU_RDZV_ENDPOINT is wrong: \"a:b\" is no HOST"),
     ] {
         let error = read(&[pairs, &[change]].concat()).unwrap_err().to_string();
