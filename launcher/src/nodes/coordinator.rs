@@ -23,7 +23,7 @@ use super::message::{
 };
 use crate::exit_code;
 use crate::restart::{Decision, Reached, RestartPolicy};
-use crate::supervisor::{Action, Event, Outcome, RankHosts, Supervisor};
+use crate::supervisor::{Action, Event, Exit, Outcome, RankHosts, Supervisor};
 
 /// A node that has connected; the coordinator's own is [`OWN`].
 pub(crate) type MemberId = u64;
@@ -33,6 +33,11 @@ pub(crate) const OWN: MemberId = 0;
 
 /// Longest time until the kernel of an agent reports that the coordinator does not answer.
 const DETECTION_TIME: Duration = Duration::from_secs(6);
+
+/// A node that has not confirmed for so long that it hears the coordinator may be about to be lost.
+const DOUBT: Duration = Duration::from_millis(2500);
+/// Longest time for which the end of a rank is not judged because of that: the kernel gives a connection up in it.
+const MAX_HOLD: Duration = Duration::from_secs(3);
 
 /// What stays the same for the whole job.
 #[derive(Debug, Clone)]
@@ -102,6 +107,8 @@ struct Member {
     is_interrupted: bool,
     /// When its last message arrived.
     heard: Instant,
+    /// When it confirmed last that it hears the coordinator.
+    confirmed: Instant,
 }
 
 #[derive(Debug)]
@@ -146,6 +153,8 @@ struct Epoch {
     hub: Hub,
     blames: BTreeMap<u32, Blame>,
     last_lines: BTreeMap<u32, Vec<String>>,
+    /// Ends of ranks that are not judged yet, and since when.
+    held: Vec<(Event, Instant)>,
     /// Some rank has completed a training step.
     has_made_a_step: bool,
 }
@@ -214,6 +223,7 @@ impl Coordinator {
             is_gone: true,
             is_interrupted: false,
             heard: now,
+            confirmed: now,
         });
     }
 
@@ -225,6 +235,9 @@ impl Coordinator {
     pub(crate) fn handle(&mut self, id: MemberId, message: FromAgent, now: Instant) -> Result<(), String> {
         let Some(index) = self.index_of(id) else { return Ok(()) };
         self.members[index].heard = now;
+        if let FromAgent::Progress { has_heard: true, .. } = message {
+            self.members[index].confirmed = now;
+        }
         if let FromAgent::Join(card) = message {
             return self.join(index, *card, now);
         }
@@ -237,7 +250,7 @@ impl Coordinator {
             }
             FromAgent::Failed { why } => self.lose(index, &NodeLoss::Failed(why), now),
             // Only the heartbeat.
-            FromAgent::Progress { entries, stopped } if entries.is_empty() && stopped.is_empty() => {}
+            FromAgent::Progress { entries, stopped, .. } if entries.is_empty() && stopped.is_empty() => {}
             message => {
                 let node =
                     self.members[index].node.ok_or("sent a message of a run in which it takes no part")?;
@@ -280,9 +293,13 @@ impl Coordinator {
             FromAgent::Exited { rank, exit, blame, last_lines } => {
                 let rank = check(rank)?;
                 epoch.note_exit(rank, blame.as_ref(), last_lines);
-                self.supervise(Event::Exited { rank, exit, blame }, now);
+                let exited = Event::Exited { rank, exit, blame };
+                match self.must_wait_for_doubtful_nodes(exit, now) {
+                    true => self.epoch_mut().held.push((exited, now)),
+                    false => self.supervise(exited, now),
+                }
             }
-            FromAgent::Progress { entries, stopped } => {
+            FromAgent::Progress { entries, stopped, .. } => {
                 for rank in entries.iter().map(|(rank, _)| rank).chain(&stopped) {
                     check(*rank)?;
                 }
@@ -336,6 +353,7 @@ impl Coordinator {
             let others = self.members.iter().filter(|member| member.id != OWN);
             self.outbox.extend(others.map(|member| (member.id, ToAgent::Beat)));
         }
+        self.release_held(now);
         if matches!(self.stage, Stage::Running) {
             self.supervise(Event::Tick, now);
         }
@@ -521,6 +539,7 @@ impl Coordinator {
             supervisor: supervisor.on_hosts(RankHosts { hosts: names }),
             blames: BTreeMap::new(),
             last_lines: BTreeMap::new(),
+            held: Vec::new(),
             has_made_a_step: false,
         });
         self.not_before = None;
@@ -571,6 +590,32 @@ impl Coordinator {
                 self.outbox.push((OWN, ToAgent::Say { text }));
             }
             (Stage::Running, None) | (Stage::Over, _) => {}
+        }
+    }
+
+    /// Whether the end of a rank has to be judged later: a node may be about to be lost. Its peers would then fail only
+    /// because of that, and may have noticed it first: packets to a node can be lost while those from it arrive.
+    fn must_wait_for_doubtful_nodes(&self, exit: Exit, now: Instant) -> bool {
+        let Some(epoch) = &self.epoch else { return false };
+        !epoch.held.is_empty()
+            || exit != Exit::Code(0) && epoch.supervisor.is_undecided() && self.has_doubtful_node(now)
+    }
+
+    /// True if a node has not confirmed for a while that it hears the coordinator, or has not been heard itself.
+    fn has_doubtful_node(&self, now: Instant) -> bool {
+        let is_doubtful = |member: &Member| now.saturating_duration_since(member.confirmed) >= DOUBT;
+        self.members.iter().any(|member| member.id != OWN && member.node.is_some() && is_doubtful(member))
+    }
+
+    /// Passes the ends of ranks on that were held back, once it is clear which nodes are lost.
+    fn release_held(&mut self, now: Instant) {
+        let Some(epoch) = &self.epoch else { return };
+        let Some((_, since)) = epoch.held.first() else { return };
+        let is_over = now.saturating_duration_since(*since) >= MAX_HOLD;
+        if is_over || !epoch.supervisor.is_undecided() || !self.has_doubtful_node(now) {
+            for (event, _) in std::mem::take(&mut self.epoch_mut().held) {
+                self.supervise(event, now);
+            }
         }
     }
 

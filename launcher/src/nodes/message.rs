@@ -41,8 +41,9 @@ pub(crate) enum FromAgent {
     Silent { rank: u32, idle: Duration, doing: String },
     /// A rank has ended. The lines are the last ones that it wrote, if it failed.
     Exited { rank: u32, exit: Exit, blame: Option<Blame>, last_lines: Vec<String> },
-    /// The heartbeat: what has changed on the node's progress page, and the ranks whose process is stopped.
-    Progress { entries: Vec<(u32, ProgressEntry)>, stopped: Vec<u32> },
+    /// The heartbeat: what has changed on the node's progress page, the ranks whose process is stopped, and whether the
+    /// node has heard the coordinator since the last heartbeat.
+    Progress { entries: Vec<(u32, ProgressEntry)>, stopped: Vec<u32>, has_heard: bool },
     /// The agent got this signal, which ends the run.
     Signalled { signal: i32 },
     /// No process of the ranks is left. The job is not to be restarted if the reader of this node's output has exited.

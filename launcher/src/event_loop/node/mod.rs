@@ -207,7 +207,7 @@ impl<'a> Node<'a> {
                     attempt.note_progress_elsewhere(node, &entries, stopped);
                 }
             }
-            ToAgent::Beat => {}
+            ToAgent::Beat => self.progress.note_beat(),
             ToAgent::Refused { exit_code, why } => self.end(failure(exit_code, why)),
             ToAgent::End { outcome } => self.end(outcome),
         }

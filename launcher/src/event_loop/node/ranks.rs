@@ -26,15 +26,22 @@ const JOB: JobId = JobId { number: None, first_rank: 0 };
 pub(super) struct ProgressReport {
     snapshot: Snapshot,
     next: Instant,
+    /// The coordinator's heartbeat has arrived since the last report.
+    has_heard: bool,
 }
 
 impl ProgressReport {
     pub(super) fn new() -> Self {
-        ProgressReport { snapshot: Snapshot::of(0..0), next: Instant::now() + HEARTBEAT }
+        ProgressReport { snapshot: Snapshot::of(0..0), next: Instant::now() + HEARTBEAT, has_heard: false }
     }
 
     pub(super) fn next_deadline(&self) -> Instant {
         self.next
+    }
+
+    /// Notes a heartbeat of the coordinator.
+    pub(super) fn note_beat(&mut self) {
+        self.has_heard = true;
     }
 }
 
@@ -184,7 +191,8 @@ impl<'a> Node<'a> {
             }
             None => (Vec::new(), Vec::new()),
         };
-        self.network.report(FromAgent::Progress { entries, stopped }, now);
+        let has_heard = std::mem::take(&mut self.progress.has_heard);
+        self.network.report(FromAgent::Progress { entries, stopped, has_heard }, now);
     }
 
     /// Handles the end of an attempt: no process of the ranks is left.

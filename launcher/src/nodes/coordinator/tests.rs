@@ -165,7 +165,7 @@ fn entry(steps_begun: u64) -> ProgressEntry {
 }
 
 fn heartbeat() -> FromAgent {
-    FromAgent::Progress { entries: Vec::new(), stopped: Vec::new() }
+    FromAgent::Progress { entries: Vec::new(), stopped: Vec::new(), has_heard: true }
 }
 
 proptest! {
@@ -339,7 +339,10 @@ fn ranks_that_joined_and_made_no_step_are_not_restarted() {
     for (steps, is_restarted) in [(1, false), (2, true)] {
         let mut job = Job::running(2, 2, 3);
         job.say(1, FromAgent::Joined { rank: 2 });
-        job.say(1, FromAgent::Progress { entries: vec![(2, entry(steps))], stopped: Vec::new() });
+        job.say(
+            1,
+            FromAgent::Progress { entries: vec![(2, entry(steps))], stopped: Vec::new(), has_heard: true },
+        );
         job.exit(1, 2, 1);
         job.end_node(1, 3..4);
         job.end_node(OWN, 0..2);
@@ -400,8 +403,8 @@ fn a_node_speaks_for_its_own_ranks() {
         FromAgent::Joined { rank: 1 },
         FromAgent::Incompatible { rank: 1, exit_code: 65, why: "x".into() },
         FromAgent::Exited { rank: 1, exit, blame: None, last_lines: Vec::new() },
-        FromAgent::Progress { entries: vec![(1, entry(1))], stopped: Vec::new() },
-        FromAgent::Progress { entries: Vec::new(), stopped: vec![1] },
+        FromAgent::Progress { entries: vec![(1, entry(1))], stopped: Vec::new(), has_heard: true },
+        FromAgent::Progress { entries: Vec::new(), stopped: vec![1], has_heard: true },
     ] {
         let why = job.refusal(1, foreign);
         assert_eq!(why, "sent a message about rank 1, which is not on host b");
@@ -458,4 +461,46 @@ fn ranks_that_end_one_after_another_are_told_together() {
     }
     let (ids, outcome) = job.end();
     assert_eq!((ids, outcome), (vec![OWN, 1, 2], Outcome::success()));
+}
+
+/// The outcome that all agents are told to print.
+fn settled(job: &mut Job) -> Option<Outcome> {
+    job.sent().into_iter().find_map(|(_, message)| match message {
+        ToAgent::Do { orders } => orders.into_iter().find_map(|order| match order {
+            Order::Settle { outcome } => Some(outcome),
+            _ => None,
+        }),
+        _ => None,
+    })
+}
+
+#[test]
+fn a_rank_that_fails_because_its_peers_host_is_lost_is_not_the_culprit() {
+    for (is_lost, exit_code) in [(true, exit_code::NODE_LOST), (false, 9)] {
+        let mut job = Job::running(2, 2, 0);
+        // Packets to host b are lost, those from it arrive.
+        for _ in 0..3 {
+            job.pass(HEARTBEAT);
+            job.say(1, FromAgent::Progress { entries: Vec::new(), stopped: Vec::new(), has_heard: false });
+        }
+        job.exit(OWN, 0, 9);
+        job.pass(ERROR_TIME);
+        assert_eq!(settled(&mut job), None);
+        match is_lost {
+            true => job.lose(1, &NodeLoss::Unreachable),
+            false => job.say(1, heartbeat()),
+        }
+        job.pass(ERROR_TIME);
+        assert_eq!(settled(&mut job).unwrap().exit_code, exit_code);
+    }
+}
+
+#[test]
+fn the_end_of_a_rank_is_not_held_back_for_long() {
+    let mut job = Job::running(2, 2, 0);
+    job.pass(DOUBT);
+    job.exit(OWN, 0, 9);
+    job.pass(MAX_HOLD);
+    job.pass(ERROR_TIME);
+    assert_eq!(settled(&mut job).unwrap().exit_code, 9);
 }

@@ -37,7 +37,8 @@ fn anything() -> impl Strategy<Value = FromAgent> {
         }),
         (rank(), rank()).prop_map(|(rank, stopped)| FromAgent::Progress {
             entries: vec![(rank, entry(2))],
-            stopped: vec![stopped]
+            stopped: vec![stopped],
+            has_heard: true,
         }),
         any::<i32>().prop_map(|signal| FromAgent::Signalled { signal: signal % 70 }),
         any::<bool>().prop_map(|reader_is_gone| FromAgent::Gone { reader_is_gone }),

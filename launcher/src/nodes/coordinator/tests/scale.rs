@@ -168,7 +168,7 @@ fn a_thousand_agents() {
         swarm.now += HEARTBEAT;
         for id in 1..=AGENTS {
             let entries = ranks_of(id).map(|rank| (rank, busy_entry(second))).collect();
-            swarm.say(id, &FromAgent::Progress { entries, stopped: Vec::new() });
+            swarm.say(id, &FromAgent::Progress { entries, stopped: Vec::new(), has_heard: true });
         }
         assert_eq!(swarm.flush().len(), AGENTS as usize);
     }
