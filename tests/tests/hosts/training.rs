@@ -1,6 +1,7 @@
 //! Training on several hosts has the bits of one host, also when it goes on with fewer nodes and grows again.
 
 use std::path::Path;
+use std::thread::scope;
 
 use mgpu_tests::hosts::Hosts;
 use mgpu_tests::process::{Program, run};
@@ -57,6 +58,29 @@ fn a_training_that_shrinks_and_grows_again_ends_with_the_weights_of_one_that_did
     expect_all(&finished, 0, &[]);
     assert_eq!(finished[0].weights(), whole, "{finished:#?}");
     finished[0].expect(0, &["restart 1 of 3", "restart 2 of 3"]);
+}
+
+/// Ranks exchange gradients and notice a dead link as soon as the agents do, on both sides; the side that hears nothing
+/// may fail first and close its connections. The host is the culprit all the same.
+#[test]
+fn ranks_that_train_are_not_the_culprits_of_lost_packets() {
+    scope(|scope| {
+        for directions in [&[(0, 1)][..], &[(1, 0)], &[(0, 1), (1, 0)]] {
+            scope.spawn(move || {
+                let Some(hosts) = Hosts::start(2) else { return };
+                let folder = tempfile::tempdir().unwrap();
+                let checkpoints = folder.path().to_str().unwrap();
+                let words = "--synthetic --steps 100000000 --batch 4 --threads 1 --checkpoint-every 4";
+                let words: Vec<&str> = words.split(' ').chain(["--checkpoint-dir", checkpoints]).collect();
+                let mut job = Job::start(&hosts, &["-n", "1"], &[&[TRAIN], &words[..]].concat());
+                job.wait_until(|_| newest_checkpoint(folder.path()).is_some());
+                directions.iter().for_each(|(from, to)| hosts.drop_packets(*from, *to));
+                let finished = job.finish();
+                finished[0].expect(71, &["host b does not answer; its rank 1 is lost"]);
+                finished[1].expect(71, &["host a does not answer; it coordinates the job"]);
+            });
+        }
+    });
 }
 
 /// The step of the newest checkpoint in a folder.

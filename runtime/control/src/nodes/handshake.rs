@@ -42,7 +42,7 @@ const REFUSE: u8 = b'R';
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Fault {
     /// The other side is not mgpurun.
-    Stranger(String),
+    NotMgpurun(String),
     /// It is mgpurun, of another run.
     OtherRun(String),
     /// It has another version.
@@ -58,7 +58,7 @@ pub enum Fault {
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Fault::Stranger(why)
+            Fault::NotMgpurun(why)
             | Fault::OtherRun(why)
             | Fault::Version(why)
             | Fault::Authentication(why)

@@ -96,7 +96,7 @@ impl Preamble {
             )));
         }
         if nonce == RunTag(self.nonce).to_string() {
-            return Err(Fault::Stranger("is not mgpurun: it sends back what it receives".into()));
+            return Err(Fault::NotMgpurun("is not mgpurun: it sends back what it receives".into()));
         }
         Ok(())
     }
@@ -107,7 +107,7 @@ pub(super) fn preamble_length(input: &[u8]) -> Result<Option<usize>, Fault> {
     let start = format!("{MAGIC} ");
     let common = input.len().min(start.len());
     if input[..common] != start.as_bytes()[..common] {
-        return Err(Fault::Stranger(describe_stranger(input)));
+        return Err(Fault::NotMgpurun(describe_program(input)));
     }
     match input.iter().take(MAX_PREAMBLE).position(|byte| *byte == b'\n') {
         Some(end) if input[..end].iter().all(|byte| byte.is_ascii_graphic() || *byte == b' ') => {
@@ -119,7 +119,7 @@ pub(super) fn preamble_length(input: &[u8]) -> Result<Option<usize>, Fault> {
 }
 
 /// A predicate for a program that begins with `input`.
-fn describe_stranger(input: &[u8]) -> String {
+fn describe_program(input: &[u8]) -> String {
     let kinds: &[(&[u8], &str)] = &[
         (b"HTTP/", "an HTTP server"),
         (b"GET ", "an HTTP client"),
@@ -183,7 +183,7 @@ mod tests {
         )));
         let open = Preamble { method: Method::None, ..preamble("a", 1) }.line();
         assert!(text(own.check(&open)).starts_with("wants authentication by `none`, here it is `secret`;"));
-        assert!(matches!(own.check(&own.line()), Err(Fault::Stranger(_))), "an echo");
+        assert!(matches!(own.check(&own.line()), Err(Fault::NotMgpurun(_))), "an echo");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 mod dialing;
 mod links;
-mod strangers;
+mod unauthenticated;
 
 use std::io::{Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};

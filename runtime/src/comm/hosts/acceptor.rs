@@ -143,8 +143,8 @@ impl Acceptor {
                 Progress::More if now.duration_since(connection.since) < HELLO_TIME => {
                     io.connections.push(connection);
                 }
-                // Says nothing: a stranger learns as little as possible.
-                Progress::More | Progress::Stranger => {}
+                // Says nothing: an unauthenticated peer learns as little as possible.
+                Progress::More | Progress::Unknown => {}
                 Progress::Hello(hello) => self.admit(&hello, connection.stream),
             }
         }
@@ -202,7 +202,7 @@ impl Unknown {
 /// What is known of a connection after reading.
 enum Progress {
     More,
-    Stranger,
+    Unknown,
     Hello(Hello),
 }
 
@@ -210,17 +210,17 @@ impl Connection {
     fn read(&mut self) -> Progress {
         loop {
             match self.stream.read(&mut self.hello[self.have..]) {
-                Ok(0) => return Progress::Stranger,
+                Ok(0) => return Progress::Unknown,
                 Ok(bytes) => self.have += bytes,
                 Err(error) if error.kind() == ErrorKind::Interrupted => continue,
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Progress::More,
-                Err(_) => return Progress::Stranger,
+                Err(_) => return Progress::Unknown,
             }
             if !may_be_hello(&self.hello[..self.have]) {
-                return Progress::Stranger;
+                return Progress::Unknown;
             }
             if self.have == HELLO_BYTES {
-                return Hello::decode(&self.hello).map_or(Progress::Stranger, Progress::Hello);
+                return Hello::decode(&self.hello).map_or(Progress::Unknown, Progress::Hello);
             }
         }
     }
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn strangers_get_no_answer_and_a_peer_gets_one() {
+    fn unauthenticated_peers_get_no_answer_and_a_rank_gets_one() {
         for address in ["127.0.0.1", "::1"] {
             let acceptor = acceptor(address);
             let hello = HELLO.encode();
@@ -280,11 +280,11 @@ mod tests {
                 Hello { from: 2, ..HELLO },
                 Hello { to: 1, ..HELLO },
             ];
-            let mut strangers: Vec<Vec<u8>> = wrong.iter().map(|hello| hello.encode().to_vec()).collect();
-            strangers.push(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n".to_vec());
-            strangers.push(vec![0; 1000]);
-            for stranger in strangers {
-                assert_eq!(outcome(&acceptor, &mut connect(&acceptor, &stranger)), b"", "{stranger:?}");
+            let mut unknown: Vec<Vec<u8>> = wrong.iter().map(|hello| hello.encode().to_vec()).collect();
+            unknown.push(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n".to_vec());
+            unknown.push(vec![0; 1000]);
+            for hello in unknown {
+                assert_eq!(outcome(&acceptor, &mut connect(&acceptor, &hello)), b"", "{hello:?}");
             }
             let _silent: Vec<_> = (0..100).map(|_| connect(&acceptor, b"")).collect();
             let _slow = connect(&acceptor, &hello[..HELLO_BYTES - 1]);

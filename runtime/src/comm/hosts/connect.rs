@@ -3,7 +3,7 @@
 //! Every rank publishes the address of its [`Acceptor`] with a ticket at the rendezvous, for the higher ranks; reads
 //! those of the lower ranks; and connects to all of them at once while it accepts the others. A connection counts only
 //! after both sides have shown that they know the ticket ([`hello`](super::hello)). One that ends before that is tried
-//! again: strangers may have taken its place. While a rank waits here it watches the progress page as in any wait.
+//! again: unauthenticated peers may have taken its place. While a rank waits here it watches the progress page as in any wait.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};

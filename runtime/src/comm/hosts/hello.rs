@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn strangers_are_known_by_their_first_byte() {
+    fn other_programs_are_known_by_their_first_byte() {
         assert!(may_be_hello(b"") && may_be_hello(b"mgpu") && may_be_hello(&MAGIC));
         assert!(!may_be_hello(b"GET / HTTP/1.1\r\n") && !may_be_hello(b"mgpu data v2\r\n\x1a\n"));
     }

@@ -6,7 +6,7 @@
 //!
 //! | file | question |
 //! |---|---|
-//! | [`connect`], [`acceptor`], [`hello`] | how do ranks connect, and who is turned away? |
+//! | [`connect`], [`acceptor`], [`hello`] | how do ranks connect, and who is rejected? |
 //! | [`frame`] | what do the bytes of a connection mean? |
 //! | [`transfer`], [`mesh`], [`wire`] | how do posted sends and receives progress without blocking? |
 //! | [`wait`], [`deadlock`] | how does a wait end if a peer fails, or calls can never meet? |

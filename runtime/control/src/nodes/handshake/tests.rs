@@ -227,7 +227,7 @@ fn a_mirror_is_not_a_coordinator() {
         feed(&mut dialer, &mut outcome, &line, 1000);
         assert_eq!(
             fault_of(outcome),
-            Fault::Stranger("is not mgpurun: it sends back what it receives".into())
+            Fault::NotMgpurun("is not mgpurun: it sends back what it receives".into())
         );
     }
 }

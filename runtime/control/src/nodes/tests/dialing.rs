@@ -91,7 +91,7 @@ fn dial_until(dialer: &mut Dialer, text: &str) -> String {
 }
 
 /// A server that answers every connection with these bytes and closes it.
-fn stranger(answer: &'static [u8]) -> u16 {
+fn other_program(answer: &'static [u8]) -> u16 {
     let server = TcpListener::bind((V4, 0)).unwrap();
     let port = server.local_addr().unwrap().port();
     std::thread::spawn(move || {
@@ -113,7 +113,7 @@ fn programs_at_the_port_are_named() {
         (b"SSH-2.0-OpenSSH_9.2p1\r\n", "is not mgpurun, it is SSH: it sent \"SSH-2.0-"),
         (b"", "closed the connection without a word of mgpurun"),
     ] {
-        let port = stranger(answer);
+        let port = other_program(answer);
         let reasons = dial_until(&mut dial(good(), &endpoint(V4, port)), said);
         assert!(reasons.starts_with(&format!("127.0.0.1:{port}: {said}")), "{reasons}");
     }
@@ -128,7 +128,7 @@ fn a_silent_program_is_left_after_five_seconds() {
 
 #[test]
 fn another_version_at_the_only_port_is_final() {
-    let port = stranger(b"mgpurun-nodes 7 9.0.0 something else\n");
+    let port = other_program(b"mgpurun-nodes 7 9.0.0 something else\n");
     let mut dialer = dial(good(), &endpoint(V4, port));
     let error = loop {
         match dialer.service(Instant::now()) {
@@ -143,10 +143,10 @@ fn another_version_at_the_only_port_is_final() {
 #[test]
 fn ports_are_tried_in_turn() {
     let mut other = NodeListener::bind(Some(V4), &[0], good(), RunTag::of("another run")).unwrap();
-    let newer = stranger(b"mgpurun-nodes 7 9.0.0 something else\n");
+    let newer = other_program(b"mgpurun-nodes 7 9.0.0 something else\n");
     let silent = TcpListener::bind((V4, 0)).unwrap();
     let silent_port = silent.local_addr().unwrap().port();
-    let taken = [silent_port, stranger(b"SSH-2.0-x\r\n"), newer, other.port()];
+    let taken = [silent_port, other_program(b"SSH-2.0-x\r\n"), newer, other.port()];
     // The coordinator takes the first port that is free.
     let mut listener = NodeListener::bind(Some(V4), &[&taken[..], &[0]].concat(), good(), run()).unwrap();
     let ports = [&taken[..], &[listener.port()]].concat();

@@ -37,13 +37,13 @@ fn other_programs_are_turned_down_at_once() {
         (&[0xff; 5000], "is not mgpurun: it sent \"\\xff\\xff"),
         (b"mgpurun-nodes 1 0.1.0 secret\n", "sent an incomplete preamble"),
     ] {
-        let mut stranger = TcpStream::connect((V4, listener.port())).unwrap();
-        stranger.write_all(sent).unwrap();
+        let mut peer = TcpStream::connect((V4, listener.port())).unwrap();
+        peer.write_all(sent).unwrap();
         let why = &rejections(&mut listener)[0].why;
         assert!(why.starts_with("127.0.0.1:") && why.contains(said), "{why}");
         let mut answer = Vec::new();
-        let _ = stranger.read_to_end(&mut answer);
-        assert!(answer.is_empty() || sent.starts_with(b"mgpurun"), "a stranger gets no answer");
+        let _ = peer.read_to_end(&mut answer);
+        assert!(answer.is_empty() || sent.starts_with(b"mgpurun"), "an unauthenticated peer gets no answer");
     }
 }
 
@@ -146,7 +146,10 @@ fn without_descriptors_the_listener_does_not_spin() {
     const ALONE: &str = "MGPU_TEST_ALONE";
     if std::env::var_os(ALONE).is_none() {
         let mut alone = Command::new(std::env::current_exe().unwrap());
-        alone.args(["--exact", "nodes::tests::strangers::without_descriptors_the_listener_does_not_spin"]);
+        alone.args([
+            "--exact",
+            "nodes::tests::unauthenticated::without_descriptors_the_listener_does_not_spin",
+        ]);
         let output = alone.env(ALONE, "1").output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
         return;
