@@ -171,9 +171,13 @@ impl Hosts {
     }
 
     /// A command that runs `program` on a host. The started process is one that has entered the host's namespaces; the
-    /// program is its [child](Hosts::program).
+    /// program is its [child](Hosts::program). Signals that this process ignores, as a background job of a script does
+    /// with SIGINT, are not ignored there.
     pub fn command(&self, host: usize, program: impl AsRef<Path>) -> Command {
-        self.hosts[host].namespaces.enter(&["--net", "--uts", "--pid", "--mount"], program.as_ref())
+        let namespaces = ["--net", "--uts", "--pid", "--mount"];
+        let mut command = self.hosts[host].namespaces.enter(&namespaces, Path::new("env"));
+        command.arg("--default-signal").arg(program.as_ref());
+        command
     }
 
     /// The process of the program that a command of [`command`](Hosts::command) has started.
