@@ -26,7 +26,7 @@ pub(crate) struct Elasticity {
 }
 
 impl Elasticity {
-    /// Of a job that starts with `most` ranks, and goes on with at least `fewest`.
+    /// For a job that starts with `most` ranks and goes on with at least `fewest`.
     pub(crate) fn new(fewest: u32, most: u32) -> Self {
         let current = (0..most).collect();
         Elasticity { fewest, most, current, left_out: Vec::new(), suspect: None, has_advanced: false }

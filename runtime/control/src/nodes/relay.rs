@@ -195,7 +195,7 @@ pub struct NodeProgram {
     pub digest: Option<u64>,
 }
 
-/// Of the ranks that failed, this many are told to all nodes.
+/// Number of failed ranks that are told to all nodes.
 pub const MAX_FAILURES_TOLD: usize = 16;
 
 /// What the driver of a [`Hub`] has to do.

@@ -4,15 +4,15 @@
 //! that does not point to the cause. Here it fails at once, with one line that names both ranks.
 
 use std::fmt;
-use std::fs::{File, Metadata};
-use std::hash::Hasher;
-use std::io::{self, Read};
+use std::fs::Metadata;
+use std::io;
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
-use xxhash_rust::xxh3::Xxh3;
 
 use super::message::Manifest;
+use crate::digest;
 
 /// How two ranks, or a rank and the launcher, are incompatible.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -59,16 +59,7 @@ impl Program {
     }
 
     pub(super) fn hash(&self) -> io::Result<u64> {
-        let (mut file, mut hash) = (File::open(&self.link)?, Xxh3::new());
-        let mut bytes = vec![0; 1 << 20];
-        loop {
-            match file.read(&mut bytes) {
-                Ok(0) => return Ok(hash.finish()),
-                Ok(count) => hash.write(&bytes[..count]),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
-        }
+        digest::of_file(Path::new(&self.link))
     }
 
     /// True unless the programs are known to differ.
@@ -187,8 +178,10 @@ mod tests {
     #[test]
     fn programs_are_compared_by_content() {
         let folder = tempfile::tempdir().unwrap();
-        let sleep =
-            ["/bin/sleep", "/usr/bin/sleep"].into_iter().find(|path| File::open(path).is_ok()).unwrap();
+        let sleep = ["/bin/sleep", "/usr/bin/sleep"]
+            .into_iter()
+            .find(|path| std::fs::File::open(path).is_ok())
+            .unwrap();
         let start = |name: &str, more: &[u8]| {
             let path = folder.path().join(name);
             let bytes = [std::fs::read(sleep).unwrap(), more.to_vec()].concat();
