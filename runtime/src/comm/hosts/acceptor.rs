@@ -17,7 +17,7 @@ use nix::sys::socket::{Backlog, listen};
 
 use super::frame::Stamp;
 use super::hello::{HELLO_BYTES, Hello, Ticket, may_be_hello};
-use super::wire::configure;
+use super::wire::tcp::configure;
 use crate::{Error, Result};
 
 /// How long a connection has for its hello.

@@ -5,9 +5,9 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use super::HostsTransport;
 use super::frame::{FrameKind, Header};
-use super::mesh::Frame;
 use super::messages::Incoming;
 use super::wait::{Aborted, Awaited};
+use super::wire::Frame;
 use crate::clock::now;
 use crate::comm::signature::{SIGNATURE_WORDS, Signature, describe};
 use crate::{Error, Result};
@@ -52,7 +52,7 @@ impl HostsTransport {
         self.sequence = self.sequence.wrapping_add(1);
         let header = Header::new(FrameKind::Arrival, self.sequence, call.encode());
         for peer in self.others() {
-            self.mesh.wires().queue(peer, header, payload(peer));
+            self.wire.sender().queue(peer, header, payload(peer));
         }
         let mut nothing = self.empty_transfer();
         self.wait(Awaited::Arrivals, call, &mut nothing)?;

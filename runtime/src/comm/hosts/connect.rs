@@ -17,7 +17,7 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, SockaddrStorage, socke
 use super::acceptor::Acceptor;
 use super::frame::Stamp;
 use super::hello::{ANSWER_BYTES, HELLO_BYTES, Hello, TICKET_BYTES, Ticket};
-use super::wire::configure;
+use super::wire::tcp::configure;
 use crate::comm::Members;
 use crate::membership::Membership;
 use crate::{Error, Result};

@@ -92,7 +92,7 @@ impl HostsTransport {
         for peer in absent {
             let probe = Probe { origin: self.members.rank(), wait: wait.number, first: *peer, awaited };
             let header = Header::new(FrameKind::Probe, 0, [0; SIGNATURE_WORDS]);
-            self.mesh.wires().queue(*peer, header, &probe.encode());
+            self.wire.sender().queue(*peer, header, &probe.encode());
         }
     }
 
@@ -122,13 +122,13 @@ impl HostsTransport {
         let call = if from == probe.origin { wait.call } else { header.call };
         let passed_on = Probe { awaited, ..probe }.encode();
         let absent = self.absent(wait.awaited, &self.empty_transfer());
-        let wires = self.mesh.wires();
+        let sender = self.wire.sender();
         if let Some(peer) = absent.first() {
             let note = Header::new(FrameKind::Waiting, probe.wait, wait.call);
-            wires.queue(probe.origin, note.with_argument((*peer).into()), &[]);
+            sender.queue(probe.origin, note.with_argument((*peer).into()), &[]);
         }
         for peer in absent {
-            wires.queue(peer, Header::new(FrameKind::Probe, 0, call), &passed_on);
+            sender.queue(peer, Header::new(FrameKind::Probe, 0, call), &passed_on);
         }
         Ok(())
     }

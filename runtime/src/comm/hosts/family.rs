@@ -2,21 +2,21 @@
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use super::wire::Wires;
+use super::wire::Sender;
 
 /// The connections of all of them that exist on this rank.
 #[derive(Default)]
-pub(super) struct Family(Mutex<Vec<Weak<Wires>>>);
+pub(super) struct Family(Mutex<Vec<Weak<dyn Sender>>>);
 
 impl Family {
-    pub(super) fn add(&self, wires: &Arc<Wires>) {
+    pub(super) fn add(&self, sender: &Arc<dyn Sender>) {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        all.retain(|wires| wires.strong_count() > 0);
-        all.push(Arc::downgrade(wires));
+        all.retain(|sender| sender.strong_count() > 0);
+        all.push(Arc::downgrade(sender));
     }
 
     /// Those that are in use.
-    pub(super) fn wires(&self) -> Vec<Arc<Wires>> {
+    pub(super) fn senders(&self) -> Vec<Arc<dyn Sender>> {
         let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         all.iter().filter_map(Weak::upgrade).collect()
     }

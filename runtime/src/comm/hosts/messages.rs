@@ -48,10 +48,10 @@ impl HostsTransport {
         let number = peer.sent;
         if peer.has_room_for(bytes.len()) {
             peer.in_flight.push_back((number, bytes.len()));
-            self.mesh.wires().queue(to, Header::new(FrameKind::Message, number, words), bytes);
+            self.wire.sender().queue(to, Header::new(FrameKind::Message, number, words), bytes);
             return self.wait(Awaited::Room { of: to }, call, &mut self.empty_transfer());
         }
-        self.mesh.wires().queue(to, Header::new(FrameKind::Offer, number, words), &[]);
+        self.wire.sender().queue(to, Header::new(FrameKind::Offer, number, words), &[]);
         self.wait(Awaited::Accept { by: to }, call, &mut self.empty_transfer())?;
         self.record_arrival();
         let mut transfer = Transfer::new(self.members.size(), number, words, words);
@@ -70,7 +70,7 @@ impl HostsTransport {
             return Err(self.mismatch_error(from, number, call, message.call));
         }
         peer.taken = number;
-        self.mesh.wires().queue(from, Header::new(FrameKind::Accept, number, call.encode()), &[]);
+        self.wire.sender().queue(from, Header::new(FrameKind::Accept, number, call.encode()), &[]);
         let bytes = buffer.as_bytes_mut();
         if let Some(payload) = message.payload {
             // A payload has the length that its call says (see `receive_incoming`).

@@ -8,11 +8,11 @@
 //! |---|---|
 //! | [`connect`], [`acceptor`], [`hello`] | how do ranks connect, and who is rejected? |
 //! | [`frame`] | what do the bytes of a connection mean? |
-//! | [`transfer`], [`mesh`], [`wire`] | how do posted sends and receives progress without blocking? |
+//! | [`transfer`], [`wire`] | how do posted sends and receives progress without blocking? |
 //! | [`wait`], [`deadlock`] | how does a wait end if a peer fails, or calls can never meet? |
 //! | [`agree`], [`collectives`], [`moves`], [`reductions`], [`messages`] | what does each operation exchange? |
 //!
-//! Ranks of one host use the same connections, over its loopback interface. Nothing but [`mesh`] and what it uses knows
+//! Ranks of one host use the same connections, over its loopback interface. Nothing but [`wire`] and [`connect`] knows
 //! of sockets: operations post transfers and wait for them.
 
 mod acceptor;
@@ -23,14 +23,12 @@ mod deadlock;
 mod family;
 mod frame;
 mod hello;
-mod mesh;
 mod messages;
 mod moves;
 mod reductions;
 #[cfg(test)]
 mod tests;
 mod transfer;
-mod unconfirmed;
 mod wait;
 mod wire;
 
@@ -44,9 +42,10 @@ use acceptor::Acceptor;
 use agree::Peer;
 use family::Family;
 use frame::{SMALL_BYTES, Stamp};
-use mesh::Mesh;
 use transfer::Transfer;
 use wait::Wait;
+use wire::Wire;
+use wire::tcp::TcpWire;
 
 use super::call::{Call, Request};
 use super::rules::FailureHandler;
@@ -101,7 +100,7 @@ pub(crate) struct HostsTransport {
     /// Names it in messages.
     title: String,
     family: Arc<Family>,
-    mesh: Mesh,
+    wire: Box<dyn Wire>,
     timeout: Duration,
     /// Sequence number of the last collective that was entered.
     sequence: u32,
@@ -171,15 +170,15 @@ impl HostsTransport {
         let acceptor = membership.listener.get(host, membership.rank())?;
         let place = (&members, stamp, host.run);
         let streams = connect::connect(membership, &acceptor, place, (key, title), timeout)?;
-        let mesh = Mesh::new(stamp, streams);
-        family.add(mesh.wires());
+        let wire: Box<dyn Wire> = Box::new(TcpWire::new(stamp, streams));
+        family.add(wire.sender());
         Ok(HostsTransport {
             membership: Arc::clone(membership),
             host,
             number,
             title: title.to_owned(),
             family,
-            mesh,
+            wire,
             timeout,
             sequence: 0,
             peers: (0..members.size()).map(|_| Peer::default()).collect(),
@@ -304,7 +303,7 @@ impl Drop for HostsTransport {
     fn drop(&mut self) {
         // A forked child has copies of the connections; they are the parent's.
         if self.membership.check_process().is_ok() {
-            self.mesh.wires().close(if self.failed.get() { ABORT_PATIENCE } else { CLOSE_PATIENCE });
+            self.wire.sender().close(if self.failed.get() { ABORT_PATIENCE } else { CLOSE_PATIENCE });
         }
     }
 }

@@ -5,8 +5,8 @@ use std::collections::VecDeque;
 use super::frame::{FrameKind, HEADER_BYTES, Header, PIECE_BYTES, Stamp};
 use crate::comm::signature::SIGNATURE_WORDS;
 
-/// The payload of one operation, or of one part of it. Each peer gets what is posted for it in the order of the posts,
-/// so both ends of a connection post in the same order.
+/// The payload of one operation, or of one part of it. Each peer gets what is posted for it in the order of the posts:
+/// both ends of a connection post in the same order, and the two posts of a piece of payload have the same length.
 pub(super) struct Transfer<'a> {
     sequence: u32,
     /// The call in the headers that are sent, and the one that received headers must have.

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use super::HostsTransport;
 use super::frame::{FrameKind, Header};
-use super::mesh::BadFrame;
 use super::transfer::Transfer;
+use super::wire::BadFrame;
 use crate::comm::signature::{SIGNATURE_WORDS, Signature};
 use crate::progress::Blame;
 use crate::{Error, Result};
@@ -62,6 +62,9 @@ impl HostsTransport {
         self.cycle = None;
         self.waiting = Some(Wait { awaited, number: self.waits, call: call.encode() });
         let result = self.drive(awaited, call, transfer);
+        if result.is_err() {
+            self.wire.abandon(transfer);
+        }
         self.waiting = None;
         if std::mem::take(&mut self.has_noted_wait) {
             self.membership.page().stop_waiting(self.membership.rank());
@@ -78,7 +81,7 @@ impl HostsTransport {
 
     /// Waits for at most `patience` until anything moves, and handles what has arrived.
     fn poll(&mut self, transfer: &mut Transfer<'_>, patience: Duration, call: &Signature) -> Result<()> {
-        self.mesh.poll(transfer, patience).map_err(|bad| self.bad_frame(bad))?;
+        self.wire.poll(transfer, patience).map_err(|bad| self.bad_frame(bad))?;
         self.handle_received(call)
     }
 
@@ -88,7 +91,7 @@ impl HostsTransport {
         // Peers may have come before this rank.
         self.check_disagreement(call)?;
         loop {
-            self.mesh.advance(transfer).map_err(|bad| self.bad_frame(bad))?;
+            self.wire.advance(transfer).map_err(|bad| self.bad_frame(bad))?;
             self.handle_received(call)?;
             if self.is_over(awaited, transfer) {
                 return Ok(());
@@ -113,7 +116,7 @@ impl HostsTransport {
         match awaited {
             Awaited::Message { from } => !self.peers[from as usize].incoming.is_empty(),
             Awaited::Accept { by } => self.peers[by as usize].is_accepted(),
-            Awaited::Room { of } => self.mesh.wires().is_flushed(of),
+            Awaited::Room { of } => self.wire.sender().is_flushed(of),
             Awaited::Arrivals | Awaited::Transfer => {
                 self.others().all(|peer| !self.is_absent(peer, awaited, transfer))
             }
@@ -121,7 +124,7 @@ impl HostsTransport {
     }
 
     fn is_absent(&self, peer: u32, awaited: Awaited, transfer: &Transfer<'_>) -> bool {
-        let is_done = || transfer.is_done_with(peer) && self.mesh.wires().is_flushed(peer);
+        let is_done = || transfer.is_done_with(peer) && self.wire.sender().is_flushed(peer);
         match awaited {
             Awaited::Arrivals => self.peers[peer as usize].arrivals.is_empty() || !is_done(),
             Awaited::Transfer => !is_done(),
@@ -137,14 +140,13 @@ impl HostsTransport {
 
     /// Handles all small frames that have arrived.
     fn handle_received(&mut self, call: &Signature) -> Result<()> {
-        if self.mesh.received.is_empty() {
-            return Ok(());
-        }
-        while let Some(frame) = self.mesh.received.pop_front() {
+        let mut any = false;
+        while let Some(frame) = self.wire.next_frame() {
             let from = frame.from;
             self.handle(frame).map_err(|problem| self.bad_frame(BadFrame { from, problem }))?;
+            any = true;
         }
-        self.check_disagreement(call)
+        if any { self.check_disagreement(call) } else { Ok(()) }
     }
 
     /// The error of a peer that sends something invalid.
@@ -199,7 +201,7 @@ impl HostsTransport {
             return Err(self.membership.lost_error(peer, self.operation(call)));
         }
         for peer in absent {
-            let Some(ended) = self.mesh.ended(*peer).filter(|ended| ended.at.elapsed() >= GRACE) else {
+            let Some(ended) = self.wire.ended(*peer).filter(|ended| ended.at.elapsed() >= GRACE) else {
                 continue;
             };
             return Err(Error::PeerLost {
@@ -219,11 +221,11 @@ impl HostsTransport {
         let blame = self.membership.page().blame_of(self.membership.rank());
         let payload = encode_blame(blame.as_ref());
         let differing_call = self.differing_call.get();
-        for wires in self.family.wires() {
-            let own = std::sync::Arc::ptr_eq(&wires, self.mesh.wires());
+        for sender in self.family.senders() {
+            let own = std::sync::Arc::ptr_eq(&sender, self.wire.sender());
             let call = differing_call.filter(|_| own);
             let header = Header::new(FrameKind::Abort, 0, call.unwrap_or_default());
-            wires.abort(header.with_argument(call.is_some().into()), &payload);
+            sender.abort(header.with_argument(call.is_some().into()), &payload);
         }
     }
 

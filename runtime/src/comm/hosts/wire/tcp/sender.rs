@@ -1,4 +1,4 @@
-//! The write side of the connections of a communicator, which the thread of an operation shares with whoever aborts.
+//! The connections of a communicator, and their write side.
 
 use std::io::{self, ErrorKind, IoSlice};
 use std::net::{Shutdown, TcpStream};
@@ -10,19 +10,20 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{MsgFlags, sendmsg, setsockopt, sockopt};
 
-use super::frame::{Header, Stamp};
-use super::transfer::Transfer;
+use crate::comm::hosts::frame::{Header, Stamp};
+use crate::comm::hosts::transfer::Transfer;
+use crate::comm::hosts::wire::Sender;
 
 /// How long an abort waits for room in the connections.
 const ABORT_PATIENCE: Duration = Duration::from_millis(200);
 
 /// The connections of one communicator, by rank; none at the own rank.
-pub(super) struct Wires {
+pub(super) struct TcpSender {
     pub(super) stamp: Stamp,
-    wires: Vec<Option<Wire>>,
+    connections: Vec<Option<Connection>>,
 }
 
-struct Wire {
+struct Connection {
     stream: TcpStream,
     outgoing: Mutex<Outgoing>,
 }
@@ -54,7 +55,7 @@ impl Outgoing {
 ///
 /// There is no TCP_USER_TIMEOUT: it also ends connections whose receiver is alive and reads nothing for a while
 /// (tcp_probe_timer in the kernel), as a rank that is stopped in a debugger does.
-pub(super) fn configure(stream: &TcpStream) -> io::Result<()> {
+pub(in super::super::super) fn configure(stream: &TcpStream) -> io::Result<()> {
     stream.set_nonblocking(true)?;
     stream.set_nodelay(true)?;
     setsockopt(stream, sockopt::KeepAlive, &true)?;
@@ -78,7 +79,7 @@ fn write(stream: &TcpStream, parts: &[&[u8]]) -> io::Result<Option<usize>> {
     }
 }
 
-impl Wire {
+impl Connection {
     fn outgoing(&self) -> MutexGuard<'_, Outgoing> {
         self.outgoing.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -97,47 +98,33 @@ impl Wire {
     }
 }
 
-impl Wires {
+impl TcpSender {
     pub(super) fn new(stamp: Stamp, streams: Vec<Option<TcpStream>>) -> Self {
-        let wire = |stream| Wire { stream, outgoing: Mutex::default() };
-        Wires { stamp, wires: streams.into_iter().map(|stream| stream.map(wire)).collect() }
+        let connection = |stream| Connection { stream, outgoing: Mutex::default() };
+        TcpSender { stamp, connections: streams.into_iter().map(|stream| stream.map(connection)).collect() }
     }
 
     /// Number of ranks.
     pub(super) fn size(&self) -> u32 {
-        self.wires.len() as u32
+        self.connections.len() as u32
     }
 
     /// The ranks with a connection.
     pub(super) fn peers(&self) -> impl Iterator<Item = u32> {
-        (0..self.size()).filter(|peer| self.wires[*peer as usize].is_some())
+        (0..self.size()).filter(|peer| self.connections[*peer as usize].is_some())
     }
 
-    fn wire(&self, peer: u32) -> &Wire {
-        self.wires[peer as usize].as_ref().expect("a connection to every other rank")
+    fn connection(&self, peer: u32) -> &Connection {
+        self.connections[peer as usize].as_ref().expect("a connection to every other rank")
     }
 
     pub(super) fn fd(&self, peer: u32) -> BorrowedFd<'_> {
-        self.wire(peer).stream.as_fd()
+        self.connection(peer).stream.as_fd()
     }
 
     /// The connection to `peer`, for reading.
     pub(super) fn stream(&self, peer: u32) -> &TcpStream {
-        &self.wire(peer).stream
-    }
-
-    /// Queues a frame for `peer`. It is lost if the connection has ended.
-    pub(super) fn queue(&self, peer: u32, header: Header, payload: &[u8]) {
-        let mut outgoing = self.wire(peer).outgoing();
-        if !outgoing.closed {
-            outgoing.queued.extend_from_slice(&header.with_length(payload.len()).encode(self.stamp));
-            outgoing.queued.extend_from_slice(payload);
-        }
-    }
-
-    /// Whether there is nothing queued for `peer`.
-    pub(super) fn is_flushed(&self, peer: u32) -> bool {
-        !self.wire(peer).outgoing().has_queued()
+        &self.connection(peer).stream
     }
 
     /// Writes as much as there is room for: queued frames first, then those of `transfer`.
@@ -145,12 +132,12 @@ impl Wires {
     /// # Errors
     /// If the connection cannot be written to, which does not mean that all of its bytes were read.
     pub(super) fn write(&self, peer: u32, transfer: &mut Transfer<'_>) -> io::Result<()> {
-        let wire = self.wire(peer);
-        let mut outgoing = wire.outgoing();
+        let connection = self.connection(peer);
+        let mut outgoing = connection.outgoing();
         if outgoing.closed {
             return Ok(());
         }
-        let written = self.write_all(wire, &mut outgoing, peer, transfer);
+        let written = self.write_all(connection, &mut outgoing, peer, transfer);
         if written.is_err() {
             outgoing.close();
         }
@@ -159,31 +146,18 @@ impl Wires {
 
     fn write_all(
         &self,
-        wire: &Wire,
+        connection: &Connection,
         outgoing: &mut Outgoing,
         peer: u32,
         transfer: &mut Transfer<'_>,
     ) -> io::Result<()> {
         loop {
-            if !outgoing.within_frame && !wire.write_queued(outgoing)? {
+            if !outgoing.within_frame && !connection.write_queued(outgoing)? {
                 return Ok(());
             }
             let Some(frame) = transfer.next_frame(peer, self.stamp) else { return Ok(()) };
-            let Some(bytes) = write(&wire.stream, &frame)? else { return Ok(()) };
+            let Some(bytes) = write(&connection.stream, &frame)? else { return Ok(()) };
             outgoing.within_frame = transfer.advance(peer, bytes);
-        }
-    }
-
-    /// Ends the write side of all connections with an abort frame, after what was queued. Other threads that write
-    /// are interrupted.
-    pub(super) fn abort(&self, header: Header, payload: &[u8]) {
-        for peer in self.peers() {
-            self.queue(peer, header, payload);
-        }
-        self.flush(ABORT_PATIENCE);
-        for wire in self.wires.iter().flatten() {
-            wire.outgoing().close();
-            let _ = wire.stream.shutdown(Shutdown::Write);
         }
     }
 
@@ -192,14 +166,14 @@ impl Wires {
         let deadline = Instant::now() + patience;
         loop {
             let mut waiting = Vec::new();
-            for wire in self.wires.iter().flatten() {
-                let mut outgoing = wire.outgoing();
+            for connection in self.connections.iter().flatten() {
+                let mut outgoing = connection.outgoing();
                 if outgoing.within_frame || outgoing.closed {
                     continue;
                 }
-                match wire.write_queued(&mut outgoing) {
+                match connection.write_queued(&mut outgoing) {
                     Ok(true) => {}
-                    Ok(false) => waiting.push(PollFd::new(wire.stream.as_fd(), PollFlags::POLLOUT)),
+                    Ok(false) => waiting.push(PollFd::new(connection.stream.as_fd(), PollFlags::POLLOUT)),
                     Err(_) => outgoing.close(),
                 }
             }
@@ -210,18 +184,44 @@ impl Wires {
             let _ = poll(&mut waiting, PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX));
         }
     }
+}
 
-    /// Ends all connections so that peers get everything that was written. A connection that is closed with unread
-    /// bytes is reset, and what the kernel has not delivered by then is lost. So this reads, and waits for at most
-    /// `patience` until the peers' hosts have confirmed all bytes.
-    pub(super) fn close(&self, patience: Duration) {
+impl Sender for TcpSender {
+    fn queue(&self, peer: u32, header: Header, payload: &[u8]) {
+        let mut outgoing = self.connection(peer).outgoing();
+        if !outgoing.closed {
+            outgoing.queued.extend_from_slice(&header.with_length(payload.len()).encode(self.stamp));
+            outgoing.queued.extend_from_slice(payload);
+        }
+    }
+
+    fn is_flushed(&self, peer: u32) -> bool {
+        !self.connection(peer).outgoing().has_queued()
+    }
+
+    fn abort(&self, header: Header, payload: &[u8]) {
+        for peer in self.peers() {
+            self.queue(peer, header, payload);
+        }
+        self.flush(ABORT_PATIENCE);
+        for connection in self.connections.iter().flatten() {
+            connection.outgoing().close();
+            let _ = connection.stream.shutdown(Shutdown::Write);
+        }
+    }
+
+    /// A connection that is closed with unread bytes is reset, and what the kernel has not delivered by then is lost. So
+    /// this reads, and waits until the peers' hosts have confirmed all bytes.
+    fn close(&self, patience: Duration) {
         let deadline = Instant::now() + patience;
         self.flush(patience);
-        for wire in self.wires.iter().flatten() {
-            let _ = wire.stream.shutdown(Shutdown::Write);
+        for connection in self.connections.iter().flatten() {
+            let _ = connection.stream.shutdown(Shutdown::Write);
         }
         let mut pause = Duration::from_micros(50);
-        while self.wires.iter().flatten().any(|wire| !is_drained(&wire.stream)) && Instant::now() < deadline {
+        while self.connections.iter().flatten().any(|connection| !is_drained(&connection.stream))
+            && Instant::now() < deadline
+        {
             std::thread::sleep(pause);
             pause = (pause * 2).min(Duration::from_millis(5));
         }

@@ -1,56 +1,39 @@
-//! The wire: one connection to every other rank of a communicator, driven without blocking.
+//! TCP: one connection to every other rank of a communicator, driven without blocking.
 //!
-//! A [`Transfer`] has the payload that is posted; all other frames are small, are queued when they are sent, and are
-//! kept in [`Mesh::received`] when they arrive. A piece for which nothing is posted yet stays in the connection, which
-//! is not read until then: its sender is ahead of this rank, and waits when the kernel's buffers are full.
-//!
-//! The end of a connection is not an error here. It is noted, because a peer that needs nothing more may leave.
+//! A piece of payload for which nothing is posted yet stays in the connection, which is not read until then: its sender
+//! is ahead of this rank, and waits when the kernel's buffers are full.
+
+mod sender;
+mod unconfirmed;
 
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read};
 use std::net::TcpStream;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use smallvec::SmallVec;
 
-use super::frame::{FrameKind, HEADER_BYTES, Header, SMALL_BYTES, Stamp};
-use super::transfer::Transfer;
-use super::wire::Wires;
+use sender::TcpSender;
+pub(in super::super) use sender::configure;
+
+use super::{BadFrame, Ended, Frame, Sender, Wire};
+use crate::comm::hosts::frame::{FrameKind, HEADER_BYTES, Header, SMALL_BYTES, Stamp};
+use crate::comm::hosts::transfer::Transfer;
 
 /// Size of the memory for bytes that have no other place: at least a small frame.
 const INPUT_BYTES: usize = 2 * SMALL_BYTES;
 
 /// The connections of one rank.
-pub(super) struct Mesh {
-    wires: Arc<Wires>,
+pub(in super::super) struct TcpWire {
+    connections: Arc<TcpSender>,
+    /// The same.
+    sender: Arc<dyn Sender>,
     /// By peer.
     inputs: Vec<Input>,
     /// Frames that are no pieces of a transfer, in the order of their arrival.
-    pub(super) received: VecDeque<Frame>,
-}
-
-/// A small frame from `from`.
-pub(super) struct Frame {
-    pub(super) from: u32,
-    pub(super) header: Header,
-    pub(super) payload: Vec<u8>,
-}
-
-/// Bytes from `from` that are no valid frame.
-#[derive(Debug)]
-pub(super) struct BadFrame {
-    pub(super) from: u32,
-    pub(super) problem: String,
-}
-
-/// How a connection ended.
-#[derive(Debug)]
-pub(super) struct Ended {
-    pub(super) at: Instant,
-    /// As a predicate of the peer.
-    pub(super) how: String,
+    received: VecDeque<Frame>,
 }
 
 /// What was read from one peer.
@@ -76,7 +59,7 @@ impl Input {
 
     /// Notes how the connection has ended, unless that is known.
     fn end(&mut self, how: impl FnOnce() -> String) {
-        self.ended.get_or_insert_with(|| Ended { at: Instant::now(), how: how() });
+        self.ended.get_or_insert_with(|| Ended::now(how()));
     }
 
     /// Reads more bytes, if there is room. Returns whether the kernel may have more still.
@@ -154,64 +137,101 @@ impl Input {
     }
 }
 
-impl Mesh {
+impl TcpWire {
     /// `streams` has a connection for each peer.
-    pub(super) fn new(stamp: Stamp, streams: Vec<Option<TcpStream>>) -> Self {
+    pub(in super::super) fn new(stamp: Stamp, streams: Vec<Option<TcpStream>>) -> Self {
         let inputs = streams.iter().map(|_| Input::default()).collect();
-        Mesh { wires: Arc::new(Wires::new(stamp, streams)), inputs, received: VecDeque::new() }
+        let connections = Arc::new(TcpSender::new(stamp, streams));
+        let sender: Arc<dyn Sender> = connections.clone();
+        TcpWire { connections, sender, inputs, received: VecDeque::new() }
     }
 
-    /// The write side.
-    pub(super) fn wires(&self) -> &Arc<Wires> {
-        &self.wires
+    /// Reads all that has arrived from `peer`, up to a piece for which nothing is posted.
+    fn read(&mut self, peer: u32, transfer: &mut Transfer<'_>) -> Result<(), BadFrame> {
+        let connections = Arc::clone(&self.connections);
+        loop {
+            let input = &mut self.inputs[peer as usize];
+            let target = transfer.target(peer).filter(|_| input.piece_left > 0 && input.available() == 0);
+            let more = match target {
+                Some(target) => {
+                    let wanted = target.len().min(input.piece_left);
+                    match connections.stream(peer).read(&mut target[..wanted]) {
+                        Ok(0) => {
+                            input.end(|| "closed its connection in the middle of a transfer".into());
+                            false
+                        }
+                        Ok(bytes) => {
+                            input.piece_left -= bytes;
+                            transfer.fill(peer, bytes);
+                            bytes == wanted
+                        }
+                        Err(error) => input.note_error(&error),
+                    }
+                }
+                None => input.read_more(connections.stream(peer)),
+            };
+            self.parse(peer, transfer)?;
+            let input = &self.inputs[peer as usize];
+            if !more || input.stalled || input.ended.is_some() {
+                return Ok(());
+            }
+        }
     }
 
-    /// How the connection to `peer` has ended, if it has. Frames that were sent before may still arrive.
-    pub(super) fn ended(&self, peer: u32) -> Option<&Ended> {
-        let input = &self.inputs[peer as usize];
-        input.ended.as_ref().or(input.deaf.as_ref())
+    /// Uses the bytes in the buffer as far as possible.
+    fn parse(&mut self, peer: u32, transfer: &mut Transfer<'_>) -> Result<(), BadFrame> {
+        let (stamp, received) = (self.connections.stamp, &mut self.received);
+        let input = &mut self.inputs[peer as usize];
+        input.stalled = false;
+        loop {
+            let goes_on = match input.piece_left {
+                0 => input.take_frame(peer, stamp, transfer, received),
+                _ => Ok(input.copy_piece(peer, transfer)),
+            };
+            if !goes_on.map_err(|problem| BadFrame { from: peer, problem })? {
+                return Ok(());
+            }
+        }
+    }
+}
+
+impl Wire for TcpWire {
+    fn sender(&self) -> &Arc<dyn Sender> {
+        &self.sender
     }
 
-    /// Writes as much as there is room for, and uses what was read already.
-    ///
-    /// # Errors
-    /// If a peer has sent something invalid.
-    pub(super) fn advance(&mut self, transfer: &mut Transfer<'_>) -> Result<(), BadFrame> {
-        for peer in 0..self.wires.size() {
+    fn advance(&mut self, transfer: &mut Transfer<'_>) -> Result<(), BadFrame> {
+        for peer in 0..self.connections.size() {
             if self.inputs[peer as usize].available() > 0 {
                 self.parse(peer, transfer)?;
             }
         }
-        let wires = Arc::clone(&self.wires);
-        for peer in wires.peers() {
-            if let Err(error) = wires.write(peer, transfer) {
+        let connections = Arc::clone(&self.connections);
+        for peer in connections.peers() {
+            if let Err(error) = connections.write(peer, transfer) {
                 let how = format!("has lost its connection ({error})");
-                self.inputs[peer as usize].deaf = Some(Ended { at: Instant::now(), how });
+                self.inputs[peer as usize].deaf = Some(Ended::now(how));
             }
         }
         Ok(())
     }
 
-    /// Waits for at most `patience` until a connection can be read or written, and reads all that can be.
-    ///
-    /// # Errors
-    /// If a peer has sent something invalid.
-    pub(super) fn poll(&mut self, transfer: &mut Transfer<'_>, patience: Duration) -> Result<(), BadFrame> {
-        let wires = Arc::clone(&self.wires);
+    fn poll(&mut self, transfer: &mut Transfer<'_>, patience: Duration) -> Result<(), BadFrame> {
+        let connections = Arc::clone(&self.connections);
         let mut fds: SmallVec<[PollFd<'_>; 16]> = SmallVec::new();
         let mut polled: SmallVec<[u32; 16]> = SmallVec::new();
-        for peer in wires.peers() {
+        for peer in connections.peers() {
             let input = &self.inputs[peer as usize];
             if input.ended.is_some() {
                 continue;
             }
             let mut events = PollFlags::empty();
             events.set(PollFlags::POLLIN, !input.stalled);
-            let has_more = transfer.has_for(peer) || !wires.is_flushed(peer);
+            let has_more = transfer.has_for(peer) || !connections.is_flushed(peer);
             events.set(PollFlags::POLLOUT, has_more && input.deaf.is_none());
             // A connection without interest would still report its end, again and again.
             if !events.is_empty() {
-                fds.push(PollFd::new(wires.fd(peer), events));
+                fds.push(PollFd::new(connections.fd(peer), events));
                 polled.push(peer);
             }
         }
@@ -229,51 +249,15 @@ impl Mesh {
         Ok(())
     }
 
-    /// Reads all that has arrived from `peer`, up to a piece for which nothing is posted.
-    fn read(&mut self, peer: u32, transfer: &mut Transfer<'_>) -> Result<(), BadFrame> {
-        let wires = Arc::clone(&self.wires);
-        loop {
-            let input = &mut self.inputs[peer as usize];
-            let target = transfer.target(peer).filter(|_| input.piece_left > 0 && input.available() == 0);
-            let more = match target {
-                Some(target) => {
-                    let wanted = target.len().min(input.piece_left);
-                    match wires.stream(peer).read(&mut target[..wanted]) {
-                        Ok(0) => {
-                            input.end(|| "closed its connection in the middle of a transfer".into());
-                            false
-                        }
-                        Ok(bytes) => {
-                            input.piece_left -= bytes;
-                            transfer.fill(peer, bytes);
-                            bytes == wanted
-                        }
-                        Err(error) => input.note_error(&error),
-                    }
-                }
-                None => input.read_more(wires.stream(peer)),
-            };
-            self.parse(peer, transfer)?;
-            let input = &self.inputs[peer as usize];
-            if !more || input.stalled || input.ended.is_some() {
-                return Ok(());
-            }
-        }
+    fn next_frame(&mut self) -> Option<Frame> {
+        self.received.pop_front()
     }
 
-    /// Uses the bytes in the buffer as far as possible.
-    fn parse(&mut self, peer: u32, transfer: &mut Transfer<'_>) -> Result<(), BadFrame> {
-        let (stamp, received) = (self.wires.stamp, &mut self.received);
-        let input = &mut self.inputs[peer as usize];
-        input.stalled = false;
-        loop {
-            let goes_on = match input.piece_left {
-                0 => input.take_frame(peer, stamp, transfer, received),
-                _ => Ok(input.copy_piece(peer, transfer)),
-            };
-            if !goes_on.map_err(|problem| BadFrame { from: peer, problem })? {
-                return Ok(());
-            }
-        }
+    fn ended(&self, peer: u32) -> Option<&Ended> {
+        let input = &self.inputs[peer as usize];
+        input.ended.as_ref().or(input.deaf.as_ref())
     }
+
+    /// The kernel has copies of what was sent, and knows no memory to receive into.
+    fn abandon(&mut self, _: &mut Transfer<'_>) {}
 }
