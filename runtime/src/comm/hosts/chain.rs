@@ -14,7 +14,7 @@ use mgpu_kernels::reduce::{Output, accumulator_size, reduce_from};
 use smallvec::SmallVec;
 
 use super::HostsTransport;
-use super::house::{Addresses, STAGE_BYTES, location};
+use super::house::{Addresses, STAGE_BYTES};
 use super::runs::Runs;
 use super::transfer::Transfer;
 use super::wait::Awaited;
@@ -200,7 +200,8 @@ impl HostsTransport {
         op: ReduceOp,
         call: &Signature,
     ) -> Result<()> {
-        self.enter_with(call, location(buffer), |_| &[])?;
+        let location = self.location(buffer);
+        self.enter_with(call, location, |_| &[])?;
         let (dtype, element) = (buffer.dtype(), buffer.dtype().size());
         let chunks = chunks(&self.runs, buffer.len(), element);
         let slot_bytes = BLOCK_BYTES / element * accumulator_size(dtype).max(element);

@@ -145,12 +145,19 @@ impl HostsTransport {
         }
     }
 
+    /// Identifies the memory of a buffer for the other ranks of the house; 0 if not all of them map it.
+    pub(super) fn location(&self, buffer: &Buffer) -> u64 {
+        let is_ours = |arena: &Arena| arena.belongs_to(&self.membership) && arena.is_of(&self.members);
+        let Some((arena, offset)) = buffer.arena().filter(|(arena, _)| is_ours(arena)) else { return 0 };
+        xxhash_rust::xxh3::xxh3_64_with_seed(&arena.id.to_le_bytes(), offset as u64).max(1)
+    }
+
     /// The buffers of all ranks of the house at the current collective, if they are in one arena at one place; this
     /// rank's is `buffer`. All of them come to the same result.
     pub(super) fn buffers_of_house(&self, buffer: &Buffer) -> Option<Addresses> {
-        let (house, own) = (self.house.as_ref()?, location(buffer));
+        let (house, own) = (self.house.as_ref()?, self.location(buffer));
         let same = |rank: u32| rank == self.members.rank() || self.peers[rank as usize].location == own;
-        let (arena, offset) = buffer.arena()?;
+        let (arena, offset) = buffer.arena().filter(|_| own != 0)?;
         let addresses =
             || house.ranks.clone().map(|rank| arena.address(self.members.world_rank(rank), offset));
         house.ranks.clone().all(same).then(|| addresses().collect())
@@ -187,10 +194,4 @@ impl HostsTransport {
         peer.barriers = number;
         Ok(())
     }
-}
-
-/// Identifies the memory of a buffer for the other ranks of the house; 0 for private memory.
-pub(super) fn location(buffer: &Buffer) -> u64 {
-    let Some((arena, offset)) = buffer.arena() else { return 0 };
-    xxhash_rust::xxh3::xxh3_64_with_seed(&arena.id.to_le_bytes(), offset as u64).max(1)
 }
