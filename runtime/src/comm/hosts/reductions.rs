@@ -3,8 +3,8 @@
 //! | payload | way |
 //! |---|---|
 //! | small | with the arrival, from every rank to every rank that needs it: one message time |
+//! | large, several ranks on some host | along a [`chain`](super::chain) of the hosts |
 //! | large all-reduce, one rank a host | in chunks with a part for each rank, which that rank reduces and sends back |
-//! | large all-reduce, several ranks on some host | along a [`chain`](super::chain) of the hosts |
 //! | large reduce-scatter, reduce | in pieces, to the rank that needs the result |
 //!
 //! In a large all-reduce the results of a chunk and the raw parts of the next one are on their way at the same time.
@@ -164,6 +164,11 @@ impl HostsTransport {
         if shard(buffer.len(), ranks, 0).len() * buffer.dtype().size() <= SMALL_BYTES {
             return self.small_reduction(buffer, op, call, |_| true, range);
         }
+        if self.runs.are_single() {
+            self.enter(call, |_| &[])?;
+        } else if self.chain_reduce(buffer, op, None, call)? {
+            return Ok(());
+        }
         self.large_reduction(buffer, op, call, range)
     }
 
@@ -176,6 +181,11 @@ impl HostsTransport {
     ) -> Result<()> {
         if buffer.bytes() <= SMALL_BYTES {
             return self.small_reduction(buffer, op, call, |rank| rank == root, |_, len| 0..len);
+        }
+        if self.runs.are_single() {
+            self.enter(call, |_| &[])?;
+        } else if self.chain_reduce(buffer, op, Some(root), call)? {
+            return Ok(());
         }
         self.large_reduction(buffer, op, call, |rank, len| if rank == root { 0..len } else { 0..0 })
     }
@@ -217,7 +227,7 @@ impl HostsTransport {
         Ok(())
     }
 
-    /// Each rank gets the reduction of its part of all ranks' buffers, piece by piece.
+    /// Each rank gets the reduction of its part of all ranks' buffers, piece by piece, after the arrival.
     fn large_reduction(
         &mut self,
         buffer: &mut Buffer,
@@ -225,7 +235,6 @@ impl HostsTransport {
         call: &Signature,
         part: impl Fn(u32, usize) -> Range<usize>,
     ) -> Result<()> {
-        self.enter(call, |_| &[])?;
         let (rank, ranks) = (self.members.rank(), self.members.size());
         let (dtype, len) = (buffer.dtype(), buffer.len());
         let element = dtype.size();
