@@ -474,6 +474,14 @@ pub fn all_private(mut world: World) -> Result<()> {
     all_of(&mut world.communicator()?, &[BufferKind::Private], &[Algorithm::Auto])
 }
 
+/// As [`all`], where there is one algorithm.
+///
+/// # Errors
+/// As the collectives.
+pub fn all_kinds(mut world: World) -> Result<()> {
+    all_of(&mut world.communicator()?, &[BufferKind::Arena, BufferKind::Private], &[Algorithm::Auto])
+}
+
 fn all_of(comm: &mut Communicator, kinds: &[BufferKind], algorithms: &[Algorithm]) -> Result<()> {
     let mut test = CollectiveTest { comm, kinds, algorithms, offset: 3 };
     test.element::<f32>()?;

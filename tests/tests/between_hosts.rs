@@ -14,8 +14,8 @@ fn on_hosts(hosts: &[u32], body: impl Fn(World) -> Result<()> + Sync) {
 /// Every result is compared with the fold in rank order, bit for bit.
 #[test]
 fn collectives_of_several_hosts() {
-    for hosts in [&[2, 2][..], &[1, 3], &[1, 1, 1, 1], &[3, 2]] {
-        on_hosts(hosts, collectives::all_private);
+    for hosts in [&[2, 2][..], &[1, 3], &[1, 1, 1, 1], &[3, 2], &[2, 1, 2]] {
+        on_hosts(hosts, collectives::all_kinds);
     }
 }
 

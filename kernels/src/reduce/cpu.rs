@@ -177,6 +177,44 @@ unsafe fn reduce_chunk<T: Accumulate, const LEVEL: u8, const N: usize>(
     }
 }
 
+/// Continues the reduction of the `N` elements at `begin`.
+///
+/// # Safety
+/// All pointers are valid for `begin + N` elements or accumulators.
+#[inline(always)]
+unsafe fn reduce_chunk_from<T: Accumulate, const LEVEL: u8, const N: usize>(
+    op: ReduceOp,
+    acc: Option<*const u8>,
+    sources: &[*const u8],
+    output: Output<'_>,
+    begin: usize,
+) {
+    // SAFETY: the caller's promise. A destination may be a source: it is written after all have been read.
+    unsafe {
+        let load = |source: &*const u8| {
+            T::widen::<LEVEL, N>(source.cast::<T>().add(begin).cast::<[T; N]>().read_unaligned())
+        };
+        let (mut sum, rest) = match acc {
+            Some(acc) => (acc.cast::<T::Acc>().add(begin).cast::<[T::Acc; N]>().read_unaligned(), sources),
+            None => (load(&sources[0]), &sources[1..]),
+        };
+        for source in rest {
+            combine::<T, N>(op, &mut sum, load(source));
+        }
+        match output {
+            Output::Accumulators(acc) => {
+                acc.cast::<T::Acc>().add(begin).cast::<[T::Acc; N]>().write_unaligned(sum);
+            }
+            Output::Elements { ranks, destinations } => {
+                let result = finished::<T, LEVEL, N>(op, ranks, sum);
+                for destination in destinations {
+                    destination.cast::<T>().add(begin).cast::<[T; N]>().write_unaligned(result);
+                }
+            }
+        }
+    }
+}
+
 /// Calls `$chunk::<N>($begin)` for chunks that cover `0..$len`: full ones, then small ones, then single elements.
 macro_rules! in_chunks {
     ($len:expr, |$begin:ident, $N:ident| $chunk:expr) => {{
@@ -212,6 +250,22 @@ unsafe fn reduce_all<T: Accumulate, const LEVEL: u8>(
 ) {
     // SAFETY: every chunk ends at `len` at most, which the caller guarantees.
     in_chunks!(len, |begin, N| unsafe { reduce_chunk::<T, LEVEL, N>(op, sources, destinations, begin) });
+}
+
+/// The whole continuation.
+///
+/// # Safety
+/// As [`reduce_from`].
+#[inline(always)]
+unsafe fn reduce_all_from<T: Accumulate, const LEVEL: u8>(
+    op: ReduceOp,
+    acc: Option<*const u8>,
+    sources: &[*const u8],
+    output: Output<'_>,
+    len: usize,
+) {
+    // SAFETY: every chunk ends at `len` at most, which the caller guarantees.
+    in_chunks!(len, |begin, N| unsafe { reduce_chunk_from::<T, LEVEL, N>(op, acc, sources, output, begin) });
 }
 
 /// Widens `len` elements into accumulators.
@@ -305,6 +359,16 @@ dispatched!(reduce_for<T>(op: ReduceOp, sources: &[*const u8], destinations: &[*
     // SAFETY: the promise of the caller of `reduce`.
     unsafe { reduce_all::<T, LEVEL>(op, sources, destinations, len) }
 });
+dispatched!(reduce_from_for<T>(
+    op: ReduceOp,
+    acc: Option<*const u8>,
+    sources: &[*const u8],
+    output: Output<'_>,
+    len: usize
+) {
+    // SAFETY: the promise of the caller of `reduce_from`.
+    unsafe { reduce_all_from::<T, LEVEL>(op, acc, sources, output, len) }
+});
 dispatched!(start_for<T>(source: *const u8, acc: *mut u8, len: usize) {
     // SAFETY: the promise of the caller of `start`.
     unsafe { start_all::<T, LEVEL>(source.cast(), acc.cast(), len) }
@@ -350,6 +414,40 @@ pub unsafe fn reduce(
 ) {
     // SAFETY: the caller's promise, with the type that belongs to `dtype`.
     unsafe { by_dtype!(dtype, reduce_for(op, sources, destinations, len)) }
+}
+
+/// What a reduction of the first ranks, or of some more, is stored as.
+#[derive(Debug, Clone, Copy)]
+pub enum Output<'a> {
+    /// As accumulators (of [`accumulator_size`](super::accumulator_size) bytes each), for the ranks to come.
+    Accumulators(*mut u8),
+    /// As elements, in every destination: this was the last of `ranks` ranks.
+    Elements {
+        /// Number of ranks, for an average.
+        ranks: u32,
+        /// Memory for `len` elements each.
+        destinations: &'a [*mut u8],
+    },
+}
+
+/// Continues a reduction in one pass: combines `len` accumulators of the ranks before, if there were any, with the
+/// elements of `sources`, in order.
+///
+/// # Safety
+/// As [`reduce`]; accumulators are aligned for their type and overlap nothing else.
+///
+/// # Panics
+/// If there is neither an accumulator nor a source.
+pub unsafe fn reduce_from(
+    dtype: DType,
+    op: ReduceOp,
+    acc: Option<*const u8>,
+    sources: &[*const u8],
+    output: Output<'_>,
+    len: usize,
+) {
+    // SAFETY: the caller's promise, with the type that belongs to `dtype`.
+    unsafe { by_dtype!(dtype, reduce_from_for(op, acc, sources, output, len)) }
 }
 
 /// Begins a reduction in steps: widens `len` elements of the first rank into accumulators
@@ -410,7 +508,33 @@ mod tests {
             finish(T::DTYPE, op, ranks.len() as u32, acc, stepped.as_mut_ptr().cast(), len);
         }
         assert_eq!(bytemuck::cast_slice::<T, u8>(&whole), bytemuck::cast_slice::<T, u8>(&stepped));
+        for first in 0..=ranks.len() {
+            assert_eq!(
+                bytemuck::cast_slice::<T, u8>(&whole),
+                bytemuck::cast_slice::<T, u8>(&in_two(op, ranks, first))
+            );
+        }
         whole
+    }
+
+    /// Reduces the first ranks to accumulators, and goes on with the others.
+    fn in_two<T: Element>(op: ReduceOp, ranks: &[Vec<T>], first: usize) -> Vec<T> {
+        let len = ranks[0].len();
+        let sources: Vec<*const u8> = ranks.iter().map(|r| r.as_ptr().cast()).collect();
+        let mut acc = vec![0u64; (len * accumulator_size(T::DTYPE)).div_ceil(8)];
+        let acc: *mut u8 = acc.as_mut_ptr().cast();
+        let mut results = vec![T::zeroed(); len];
+        let destinations = [results.as_mut_ptr().cast()];
+        let elements = Output::Elements { ranks: ranks.len() as u32, destinations: &destinations };
+        let before = (first > 0).then_some(acc.cast_const());
+        // SAFETY: all vectors hold `len` elements or accumulators, and nothing else uses them here.
+        unsafe {
+            if first > 0 {
+                reduce_from(T::DTYPE, op, None, &sources[..first], Output::Accumulators(acc), len);
+            }
+            reduce_from(T::DTYPE, op, before, &sources[first..], elements, len);
+        }
+        results
     }
 
     proptest! {

@@ -18,7 +18,7 @@
 mod cpu;
 pub(crate) mod half_floats;
 
-pub use cpu::{accumulate, finish, reduce, start};
+pub use cpu::{Output, accumulate, finish, reduce, reduce_from, start};
 
 use crate::DType;
 

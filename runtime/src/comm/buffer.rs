@@ -24,7 +24,7 @@ fn advise_huge_pages(base: NonNull<u8>, bytes: usize) {
     let _ = unsafe { madvise(base.cast(), bytes / HUGE_PAGE * HUGE_PAGE, MmapAdvise::MADV_HUGEPAGE) };
 }
 
-/// A shared-memory allocation of which every rank has a part, and that all ranks map.
+/// A shared-memory allocation of which every rank of a host has a part, and that all of them map.
 #[derive(Debug)]
 pub(crate) struct Arena {
     pub(crate) memory: SharedMemory,
@@ -33,25 +33,26 @@ pub(crate) struct Arena {
     pub(crate) id: u64,
     /// The rank's membership of its world.
     owner: Weak<Membership>,
-    /// The ranks that have a part.
+    /// The ranks that have allocated it.
     members: Members,
-    /// Where each rank's part begins, by world rank; `None` for a rank without one.
+    /// Where each rank's part begins, by world rank; `None` for a rank without one, or on another host.
     parts: Vec<Option<usize>>,
 }
 
 impl Arena {
-    /// `parts` says where the part of each member begins.
+    /// `members` have allocated it together. `parts` says where the part of each of them on this host begins, by world
+    /// rank.
     pub(crate) fn new(
         memory: SharedMemory,
         id: u64,
         owner: Weak<Membership>,
         members: &Members,
-        parts: &[usize],
+        parts: impl IntoIterator<Item = (u32, usize)>,
     ) -> Self {
         let ranks = members.world_ranks().iter().max().map_or(0, |last| *last as usize + 1);
         let mut by_world_rank = vec![None; ranks];
-        for (rank, part) in members.world_ranks().iter().zip(parts) {
-            by_world_rank[*rank as usize] = Some(*part);
+        for (rank, part) in parts {
+            by_world_rank[rank as usize] = Some(part);
         }
         Arena { memory, id, owner, members: members.clone(), parts: by_world_rank }
     }

@@ -18,13 +18,13 @@ const STAGGER: usize = 65 * 64;
 
 /// Offsets of the parts of `ranks` ranks with `bytes` bytes each, and the total size. Large parts are aligned to huge
 /// pages.
-fn place_parts(ranks: usize, bytes: usize) -> (Vec<usize>, usize) {
+pub(in crate::comm) fn place_parts(ranks: usize, bytes: usize) -> (Vec<usize>, usize) {
     let part = bytes + ranks * STAGGER;
     let stride = part.next_multiple_of(if part >= HUGE_PAGE { HUGE_PAGE } else { PAGE });
     ((0..ranks).map(|rank| rank * stride + rank * STAGGER).collect(), stride * ranks)
 }
 
-pub(super) fn one_descriptor(fds: Vec<OwnedFd>) -> Result<OwnedFd> {
+pub(in crate::comm) fn one_descriptor(fds: Vec<OwnedFd>) -> Result<OwnedFd> {
     let count = fds.len();
     fds.into_iter().next().filter(|_| count == 1).ok_or_else(|| Error::Protocol {
         peer: "rank 0".into(),
@@ -51,7 +51,8 @@ impl CpuTransport {
         self.enter(&call)?;
         memory.map_pages();
         let id = u64::from(self.number) << 32 | u64::from(self.arenas);
-        let arena = Arena::new(memory, id, Arc::downgrade(&self.membership), &self.members, &parts);
+        let parts = self.members.world_ranks().iter().copied().zip(parts);
+        let arena = Arena::new(memory, id, Arc::downgrade(&self.membership), &self.members, parts);
         Ok(Buffer::in_arena(arena, dtype, len))
     }
 

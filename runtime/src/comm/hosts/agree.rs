@@ -31,12 +31,17 @@ pub(super) struct Peer {
     /// In which wait of ours it has said that it waits, and for whom.
     pub(super) waits_for: Option<(u32, u32)>,
     pub(super) aborted: Option<Aborted>,
+    /// Identifies its buffer of the current collective to the ranks of its host; 0 for private memory.
+    pub(super) location: u64,
+    /// Number of barriers of its host that it has come to.
+    pub(super) barriers: u32,
 }
 
 /// A peer's part in a collective.
 pub(super) struct Arrival {
     sequence: u32,
     call: [u64; SIGNATURE_WORDS],
+    location: u64,
     /// Its contribution, if that is small.
     pub(super) payload: Vec<u8>,
 }
@@ -49,8 +54,18 @@ impl HostsTransport {
         call: &Signature,
         payload: impl Fn(u32) -> &'a [u8],
     ) -> Result<Vec<Vec<u8>>> {
+        self.enter_with(call, 0, payload)
+    }
+
+    /// The same, and tells them where this rank's buffer is (see [`location`](super::house::location)).
+    pub(super) fn enter_with<'a>(
+        &mut self,
+        call: &Signature,
+        location: u64,
+        payload: impl Fn(u32) -> &'a [u8],
+    ) -> Result<Vec<Vec<u8>>> {
         self.sequence = self.sequence.wrapping_add(1);
-        let header = Header::new(FrameKind::Arrival, self.sequence, call.encode());
+        let header = Header::new(FrameKind::Arrival, self.sequence, call.encode()).with_argument(location);
         for peer in self.others() {
             self.wire.sender().queue(peer, header, payload(peer));
         }
@@ -60,9 +75,12 @@ impl HostsTransport {
             // If an operation has several rounds, the first one counts.
             let _ = arrival.compare_exchange(0, now(), Relaxed, Relaxed);
         }
-        let arrivals = self.peers.iter_mut().map(|peer| peer.arrivals.pop_front());
-        let payloads: Vec<Vec<u8>> =
-            arrivals.map(|arrival| arrival.map(|arrival| arrival.payload).unwrap_or_default()).collect();
+        let arrived = |peer: &mut Peer| {
+            let Some(arrival) = peer.arrivals.pop_front() else { return Vec::new() };
+            peer.location = arrival.location;
+            arrival.payload
+        };
+        let payloads: Vec<Vec<u8>> = self.peers.iter_mut().map(arrived).collect();
         self.received_bytes += payloads.iter().map(Vec::len).sum::<usize>() as u64;
         Ok(payloads)
     }
@@ -82,6 +100,7 @@ impl HostsTransport {
                 self.note_abort(from, &header, &payload);
                 Ok(())
             }
+            FrameKind::HouseBarrier => self.receive_house_barrier(from, header.sequence),
             FrameKind::Data => Err("a piece of no transfer".into()),
         }
     }
@@ -95,7 +114,8 @@ impl HostsTransport {
         if header.sequence != expected || arrivals.len() > 1 {
             return Err(format!("collective {} where collective {expected} is expected", header.sequence));
         }
-        arrivals.push_back(Arrival { sequence: header.sequence, call: header.call, payload });
+        let (sequence, call, location) = (header.sequence, header.call, header.argument);
+        arrivals.push_back(Arrival { sequence, call, location, payload });
         Ok(())
     }
 
@@ -130,7 +150,7 @@ impl HostsTransport {
         match awaited {
             Awaited::Arrivals => true,
             Awaited::Message { from: needed } | Awaited::Accept { by: needed } => peer == needed,
-            Awaited::Transfer | Awaited::Room { .. } => false,
+            Awaited::Transfer | Awaited::Change { .. } | Awaited::House | Awaited::Room { .. } => false,
         }
     }
 

@@ -80,7 +80,7 @@ impl HostsTransport {
             Awaited::Arrivals => Some(Expected::Arrival(self.sequence)),
             Awaited::Message { from } => Some(Expected::Message(peer(from).taken.wrapping_add(1))),
             Awaited::Accept { by } => Some(Expected::Accept(peer(by).sent)),
-            Awaited::Transfer | Awaited::Room { .. } => None,
+            Awaited::Transfer | Awaited::Change { .. } | Awaited::House | Awaited::Room { .. } => None,
         }
     }
 

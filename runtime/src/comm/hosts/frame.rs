@@ -38,12 +38,14 @@ pub(super) enum FrameKind {
     Waiting = 7,
     /// The sender cannot use the communicator any more. The payload says whom it blames.
     Abort = 8,
+    /// The sender has come to barrier `sequence` of the ranks of its host.
+    HouseBarrier = 9,
 }
 
 impl FrameKind {
     fn from_number(number: u8) -> Option<Self> {
-        use FrameKind::{Abort, Accept, Arrival, Data, Message, Offer, Probe, Waiting};
-        [Arrival, Data, Message, Offer, Accept, Probe, Waiting, Abort]
+        use FrameKind::{Abort, Accept, Arrival, Data, HouseBarrier, Message, Offer, Probe, Waiting};
+        [Arrival, Data, Message, Offer, Accept, Probe, Waiting, Abort, HouseBarrier]
             .into_iter()
             .find(|kind| *kind as u8 == number)
     }
@@ -172,7 +174,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn headers_survive_the_wire(kind in 1u8..=8, sequence: u32, argument: u64, length in 0..=SMALL_BYTES as u32, checksum: u32, call: [u64; 4]) {
+        fn headers_survive_the_wire(kind in 1u8..=9, sequence: u32, argument: u64, length in 0..=SMALL_BYTES as u32, checksum: u32, call: [u64; 4]) {
             let kind = FrameKind::from_number(kind).unwrap();
             let header = Header { kind, sequence, argument, length, checksum, call };
             prop_assert_eq!(Header::decode(&header.encode(STAMP), STAMP), Ok(header));

@@ -11,21 +11,25 @@
 //! | [`transfer`], [`wire`] | how do posted sends and receives progress without blocking? |
 //! | [`wait`], [`deadlock`] | how does a wait end if a peer fails, or calls can never meet? |
 //! | [`agree`], [`collectives`], [`moves`], [`reductions`], [`messages`] | what does each operation exchange? |
+//! | [`runs`], [`house`], [`chain`] | how do ranks of one host share the work? |
 //!
 //! Ranks of one host use the same connections, over its loopback interface. Nothing but [`wire`] and [`connect`] knows
 //! of sockets: operations post transfers and wait for them.
 
 mod acceptor;
 mod agree;
+mod chain;
 mod collectives;
 mod connect;
 mod deadlock;
 mod family;
 mod frame;
 mod hello;
+mod house;
 mod messages;
 mod moves;
 mod reductions;
+mod runs;
 #[cfg(test)]
 mod tests;
 mod transfer;
@@ -41,7 +45,9 @@ use std::time::Duration;
 use acceptor::Acceptor;
 use agree::Peer;
 use family::Family;
-use frame::{SMALL_BYTES, Stamp};
+use frame::Stamp;
+use house::House;
+use runs::Runs;
 use transfer::Transfer;
 use wait::Wait;
 use wire::Wire;
@@ -54,7 +60,7 @@ use super::split::{Members, SplitGroup};
 use super::{Buffer, Capabilities, Communicator, DType, Rules, Transport};
 use crate::membership::Membership;
 use crate::progress::Operation;
-use crate::{Error, Result, memory};
+use crate::{Error, Result};
 
 /// Numbers of groups begin here, so that they differ from those of the world's communicators.
 const FIRST_GROUP: u32 = 1 << 16;
@@ -97,8 +103,17 @@ pub(crate) struct HostsTransport {
     members: Members,
     /// Number of the communicator among those of this rank.
     number: u32,
+    /// Names it at the rendezvous.
+    key: String,
     /// Names it in messages.
     title: String,
+    runs: Runs,
+    /// What this rank shares with the others of its run, if there are others.
+    house: Option<House>,
+    /// Number of barriers of the house that this rank has come to.
+    barriers: u32,
+    /// Number of arenas that were allocated.
+    arenas: u32,
     family: Arc<Family>,
     wire: Box<dyn Wire>,
     timeout: Duration,
@@ -170,13 +185,24 @@ impl HostsTransport {
         let acceptor = membership.listener.get(host, membership.rank())?;
         let place = (&members, stamp, host.run);
         let streams = connect::connect(membership, &acceptor, place, (key, title), timeout)?;
+        let layout = membership.store().layout().filter(|layout| !layout.is_one_host());
+        let host_of = |rank: &u32| layout.map_or(0, |layout| layout.node_of(*rank));
+        let runs = Runs::new(members.world_ranks().iter().map(host_of), members.rank());
+        let own = runs.own();
+        let house =
+            (own.len() > 1).then(|| House::connect(membership, &members, own, key, timeout)).transpose()?;
         let wire: Box<dyn Wire> = Box::new(TcpWire::new(stamp, streams));
         family.add(wire.sender());
         Ok(HostsTransport {
             membership: Arc::clone(membership),
             host,
             number,
+            key: key.to_owned(),
             title: title.to_owned(),
+            runs,
+            house,
+            barriers: 0,
+            arenas: 0,
             family,
             wire,
             timeout,
@@ -244,22 +270,8 @@ impl Transport for HostsTransport {
         Capabilities { shares_memory: false, sums_in_rank_order: true, device_buffers: false }
     }
 
-    /// Memory of this rank only; peers cannot access it. If one rank has too little, no rank gets any.
     fn allocate(&mut self, dtype: DType, len: usize) -> Result<Buffer> {
-        let ranks = self.host.local_ranks;
-        let total = (len * dtype.size()).saturating_mul(ranks as usize);
-        let shortage = memory::shortage(total).map(|problem| {
-            format!("{problem}, for each of {ranks} ranks of the host of rank {}", self.membership.rank())
-        });
-        let own = shortage.unwrap_or_default();
-        let call = Signature::plain(Operation::Allocate, dtype, len);
-        let problems = self.enter(&call, |_| own.as_bytes().get(..SMALL_BYTES).unwrap_or(own.as_bytes()))?;
-        let theirs = problems.iter().find(|problem| !problem.is_empty());
-        let theirs = theirs.map(|problem| String::from_utf8_lossy(problem).into_owned());
-        match Some(own).filter(|own| !own.is_empty()).or(theirs) {
-            Some(problem) => Err(Error::InvalidArgument { operation: "allocate", problem }),
-            None => Ok(Buffer::zeroed_of(dtype, len)),
-        }
+        self.allocate_in_house(dtype, len)
     }
 
     fn connect_group(&mut self, group: &SplitGroup, rules: Rules) -> Result<Communicator> {

@@ -3,7 +3,8 @@
 //! | payload | way |
 //! |---|---|
 //! | small | with the arrival, from every rank to every rank that needs it: one message time |
-//! | large all-reduce | in chunks with a part for each rank, which that rank reduces and sends back |
+//! | large all-reduce, one rank a host | in chunks with a part for each rank, which that rank reduces and sends back |
+//! | large all-reduce, several ranks on some host | along a [`chain`](super::chain) of the hosts |
 //! | large reduce-scatter, reduce | in pieces, to the rank that needs the result |
 //!
 //! In a large all-reduce the results of a chunk and the raw parts of the next one are on their way at the same time.
@@ -84,9 +85,13 @@ impl HostsTransport {
     /// Memory for contributions of at most `stride` bytes.
     fn take_stage(&mut self, stride: usize) -> Stage {
         let peers = self.members.size() as usize - 1;
-        let memory = self.staging.take().filter(|memory| memory.len() >= peers * stride);
-        let memory = memory.unwrap_or_else(|| Buffer::zeroed::<u8>(peers * stride));
-        Stage { memory, peers, stride }
+        Stage { memory: self.take_memory(peers * stride), peers, stride }
+    }
+
+    /// At least `bytes` bytes, if possible those of the operation before.
+    pub(super) fn take_memory(&mut self, bytes: usize) -> Buffer {
+        let memory = self.staging.take().filter(|memory| memory.len() >= bytes);
+        memory.unwrap_or_else(|| Buffer::zeroed::<u8>(bytes))
     }
 
     /// Keeps the memory for the next reduction.
@@ -97,6 +102,9 @@ impl HostsTransport {
     pub(super) fn all_reduce(&mut self, buffer: &mut Buffer, op: ReduceOp, call: &Signature) -> Result<()> {
         if buffer.bytes() <= SMALL_BYTES {
             return self.small_reduction(buffer, op, call, |_| true, |_, len| 0..len);
+        }
+        if !self.runs.are_single() {
+            return self.chain_all_reduce(buffer, op, call);
         }
         self.enter(call, |_| &[])?;
         let (rank, ranks, dtype) = (self.members.rank(), self.members.size(), buffer.dtype());

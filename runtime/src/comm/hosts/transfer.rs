@@ -16,6 +16,9 @@ pub(super) struct Transfer<'a> {
     receives: Vec<VecDeque<&'a mut [u8]>>,
     /// Bytes that were received so far.
     received: usize,
+    /// Number of posts that are complete, by peer.
+    sent_posts: Vec<usize>,
+    received_posts: Vec<usize>,
 }
 
 /// A posted send, cut into frames.
@@ -38,7 +41,15 @@ impl<'a> Transfer<'a> {
     ) -> Self {
         let sends = (0..size).map(|_| VecDeque::new()).collect();
         let receives = (0..size).map(|_| VecDeque::new()).collect();
-        Transfer { sequence, calls: [call, counterpart], sends, receives, received: 0 }
+        Transfer {
+            sequence,
+            calls: [call, counterpart],
+            sends,
+            receives,
+            received: 0,
+            sent_posts: vec![0; size as usize],
+            received_posts: vec![0; size as usize],
+        }
     }
 
     /// Posts bytes for rank `to`.
@@ -54,6 +65,21 @@ impl<'a> Transfer<'a> {
         if !bytes.is_empty() {
             self.receives[from as usize].push_back(bytes);
         }
+    }
+
+    /// Number of posts for `peer` that are sent: their memory may be used again.
+    pub(super) fn sent_posts(&self, peer: u32) -> usize {
+        self.sent_posts[peer as usize]
+    }
+
+    /// Number of posts for bytes of `peer` that have arrived.
+    pub(super) fn received_posts(&self, peer: u32) -> usize {
+        self.received_posts[peer as usize]
+    }
+
+    /// Number of all posts that are complete.
+    pub(super) fn completed(&self) -> usize {
+        self.sent_posts.iter().chain(&self.received_posts).sum()
     }
 
     /// Whether nothing is left to send to `peer` or to receive from it.
@@ -108,6 +134,7 @@ impl<'a> Transfer<'a> {
         let within_frame = send.header_left + send.payload_left > 0;
         if send.rest.is_empty() {
             sends.pop_front();
+            self.sent_posts[peer as usize] += 1;
         }
         within_frame
     }
@@ -137,7 +164,9 @@ impl<'a> Transfer<'a> {
         let receives = &mut self.receives[peer as usize];
         if let Some(target) = receives.pop_front() {
             let (_, rest) = target.split_at_mut(bytes);
-            if !rest.is_empty() {
+            if rest.is_empty() {
+                self.received_posts[peer as usize] += 1;
+            } else {
                 receives.push_front(rest);
             }
         }

@@ -30,6 +30,10 @@ pub(super) enum Awaited {
     Accept { by: u32 },
     /// The rest of a transfer, and room for what is queued.
     Transfer,
+    /// That another post of a transfer is complete, after this number of them.
+    Change { after: usize },
+    /// The other ranks of the house, at its barrier.
+    House,
     /// Room for what is queued for this rank.
     Room { of: u32 },
 }
@@ -61,6 +65,7 @@ impl HostsTransport {
         self.waits = self.waits.wrapping_add(1);
         self.cycle = None;
         self.waiting = Some(Wait { awaited, number: self.waits, call: call.encode() });
+        let before = transfer.received();
         let result = self.drive(awaited, call, transfer);
         if result.is_err() {
             self.wire.abandon(transfer);
@@ -69,7 +74,19 @@ impl HostsTransport {
         if std::mem::take(&mut self.has_noted_wait) {
             self.membership.page().stop_waiting(self.membership.rank());
         }
-        self.received_bytes += transfer.received() as u64;
+        self.received_bytes += (transfer.received() - before) as u64;
+        result
+    }
+
+    /// Sends what there is room for, without waiting.
+    pub(super) fn advance(&mut self, call: &Signature, transfer: &mut Transfer<'_>) -> Result<()> {
+        let before = transfer.received();
+        let result = self.wire.advance(transfer).map_err(|bad| self.bad_frame(bad, call));
+        let result = result.and_then(|()| self.handle_received(call));
+        if result.is_err() {
+            self.wire.abandon(transfer);
+        }
+        self.received_bytes += (transfer.received() - before) as u64;
         result
     }
 
@@ -117,7 +134,8 @@ impl HostsTransport {
             Awaited::Message { from } => !self.peers[from as usize].incoming.is_empty(),
             Awaited::Accept { by } => self.peers[by as usize].is_accepted(),
             Awaited::Room { of } => self.wire.sender().is_flushed(of),
-            Awaited::Arrivals | Awaited::Transfer => {
+            Awaited::Change { after } => transfer.completed() != after,
+            Awaited::Arrivals | Awaited::Transfer | Awaited::House => {
                 self.others().all(|peer| !self.is_absent(peer, awaited, transfer))
             }
         }
@@ -127,7 +145,8 @@ impl HostsTransport {
         let is_done = || transfer.is_done_with(peer) && self.wire.sender().is_flushed(peer);
         match awaited {
             Awaited::Arrivals => self.peers[peer as usize].arrivals.is_empty() || !is_done(),
-            Awaited::Transfer => !is_done(),
+            Awaited::Transfer | Awaited::Change { .. } => !is_done(),
+            Awaited::House => !self.has_come_home(peer) || !is_done(),
             Awaited::Message { from: needed } | Awaited::Accept { by: needed } => peer == needed,
             Awaited::Room { of } => peer == of,
         }
