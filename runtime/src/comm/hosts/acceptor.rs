@@ -39,7 +39,7 @@ pub(super) struct Acceptor {
     /// World rank of this rank.
     rank: u32,
     io: Mutex<Unknown>,
-    expected: Mutex<HashMap<(Stamp, u32), Guest>>,
+    expected: Mutex<HashMap<Seat, Guest>>,
 }
 
 /// The listener, and the connections whose hello has not arrived.
@@ -57,12 +57,25 @@ struct Connection {
     since: Instant,
 }
 
-/// A peer that may connect, by communicator and world rank.
+/// Communicator, world rank, and index of the connection.
+type Seat = (Stamp, u32, u32);
+
+/// A connection that a peer may make.
 #[derive(Debug)]
 enum Guest {
-    /// With this ticket, and gets this answer.
-    Expected(Ticket, Ticket),
+    Expected(Invited),
     Connected(TcpStream),
+}
+
+/// What a peer was told.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Invited {
+    /// What it must show.
+    pub(super) ticket: Ticket,
+    /// What it gets then.
+    pub(super) answer: Ticket,
+    /// How many connections it must make.
+    pub(super) streams: u32,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -101,17 +114,18 @@ impl Acceptor {
     }
 
     /// Lets world rank `from` connect for the communicator of this stamp.
-    pub(super) fn expect(&self, stamp: Stamp, from: u32, ticket: Ticket, answer: Ticket) {
-        lock(&self.expected).insert((stamp, from), Guest::Expected(ticket, answer));
+    pub(super) fn expect(&self, stamp: Stamp, from: u32, invited: Invited) {
+        let seats = (0..invited.streams).map(|stream| ((stamp, from, stream), Guest::Expected(invited)));
+        lock(&self.expected).extend(seats);
     }
 
-    /// The connection of a peer, once it is there.
-    pub(super) fn take(&self, stamp: Stamp, from: u32) -> Option<TcpStream> {
+    /// A connection of a peer, once it is there.
+    pub(super) fn take(&self, stamp: Stamp, from: u32, stream: u32) -> Option<TcpStream> {
         let mut expected = lock(&self.expected);
-        match expected.remove(&(stamp, from))? {
+        match expected.remove(&(stamp, from, stream))? {
             Guest::Connected(stream) => Some(stream),
             guest => {
-                expected.insert((stamp, from), guest);
+                expected.insert((stamp, from, stream), guest);
                 None
             }
         }
@@ -119,7 +133,7 @@ impl Acceptor {
 
     /// Expects nobody of this communicator any more.
     pub(super) fn forget(&self, stamp: Stamp) {
-        lock(&self.expected).retain(|(of, _), _| *of != stamp);
+        lock(&self.expected).retain(|(of, ..), _| *of != stamp);
     }
 
     /// Waits for at most `patience` until something arrives here or at `others`, and handles what has arrived here.
@@ -156,9 +170,10 @@ impl Acceptor {
     /// Answers a hello, if it is that of an expected peer; otherwise the connection is closed.
     fn admit(&self, hello: &Hello, stream: TcpStream) {
         let mut expected = lock(&self.expected);
-        let Some(guest) = expected.get_mut(&(hello.stamp, hello.from)) else { return };
-        let Guest::Expected(ticket, answer) = guest else { return };
-        let is_valid = (hello.run, hello.to, hello.ticket) == (self.run, self.rank, *ticket);
+        let Some(guest) = expected.get_mut(&(hello.stamp, hello.from, hello.stream)) else { return };
+        let Guest::Expected(Invited { ticket, answer, streams }) = guest else { return };
+        let invited = (self.run, self.rank, *ticket, *streams);
+        let is_valid = (hello.run, hello.to, hello.ticket, hello.streams) == invited;
         // The send buffer of a new connection is empty: the answer fits.
         if is_valid && configure(&stream).is_ok() && (&stream).write(answer).is_ok_and(|n| n == answer.len())
         {
@@ -233,12 +248,13 @@ mod tests {
     const STAMP: Stamp = Stamp { epoch: 1, communicator: 2 };
     const TICKET: Ticket = *b"0123456789abcdef0123456789abcdef";
     const ANSWER: Ticket = *b"fedcba9876543210fedcba9876543210";
-    const HELLO: Hello = Hello { ticket: TICKET, run: 7, stamp: STAMP, from: 3, to: 0 };
+    const HELLO: Hello =
+        Hello { ticket: TICKET, run: 7, stamp: STAMP, from: 3, to: 0, stream: 1, streams: 2 };
 
     /// The acceptor of rank 0, which expects rank 3.
     fn acceptor(address: &str) -> Acceptor {
         let acceptor = Acceptor::bind(address.parse().unwrap(), 7, 0).unwrap();
-        acceptor.expect(STAMP, 3, TICKET, ANSWER);
+        acceptor.expect(STAMP, 3, Invited { ticket: TICKET, answer: ANSWER, streams: 2 });
         acceptor
     }
 
@@ -279,6 +295,8 @@ mod tests {
                 Hello { stamp: Stamp { communicator: 1, ..STAMP }, ..HELLO },
                 Hello { from: 2, ..HELLO },
                 Hello { to: 1, ..HELLO },
+                Hello { stream: 2, ..HELLO },
+                Hello { streams: 3, ..HELLO },
             ];
             let mut unknown: Vec<Vec<u8>> = wrong.iter().map(|hello| hello.encode().to_vec()).collect();
             unknown.push(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n".to_vec());
@@ -288,11 +306,12 @@ mod tests {
             }
             let _silent: Vec<_> = (0..100).map(|_| connect(&acceptor, b"")).collect();
             let _slow = connect(&acceptor, &hello[..HELLO_BYTES - 1]);
-            assert!(acceptor.take(STAMP, 3).is_none());
+            assert!(acceptor.take(STAMP, 3, 1).is_none());
             assert_eq!(outcome(&acceptor, &mut connect(&acceptor, &hello)), ANSWER);
+            assert!(acceptor.take(STAMP, 3, 0).is_none());
             // The ticket is used up, before the connection is taken and after.
             assert_eq!(outcome(&acceptor, &mut connect(&acceptor, &hello)), b"");
-            assert!(acceptor.take(STAMP, 3).is_some());
+            assert!(acceptor.take(STAMP, 3, 1).is_some());
             assert_eq!(outcome(&acceptor, &mut connect(&acceptor, &hello)), b"");
             assert!(acceptor.io.lock().unwrap().connections.len() <= MAX_UNKNOWN);
         }

@@ -1,9 +1,13 @@
-//! How the ranks of a communicator connect: a connection for each pair, from the higher world rank to the lower one.
+//! How the ranks of a communicator connect: each with all others, from the higher world rank to the lower one.
 //!
 //! Every rank publishes the address of its [`Acceptor`] with a ticket at the rendezvous, for the higher ranks; reads
 //! those of the lower ranks; and connects to all of them at once while it accepts the others. A connection counts only
 //! after both sides have shown that they know the ticket ([`hello`](super::hello)). One that ends before that is tried
-//! again: unauthenticated peers may have taken its place. While a rank waits here it watches the progress page as in any wait.
+//! again: unauthenticated peers may have taken its place. While a rank waits here it watches the progress page as in any
+//! wait.
+//!
+//! Two ranks have one connection, or as many as `MGPU_NET_STREAMS` says: one processor core drives them all, so several
+//! are faster only in networks that limit each of them.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -14,14 +18,19 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, SockaddrStorage, socket};
 
-use super::acceptor::Acceptor;
+use super::acceptor::{Acceptor, Invited};
 use super::frame::Stamp;
 use super::hello::{ANSWER_BYTES, HELLO_BYTES, Hello, TICKET_BYTES, Ticket};
-use super::wire::tcp::configure;
+use super::wire::spin::SpinPolicy;
+use super::wire::tcp::{Streams, configure};
 use crate::comm::Members;
 use crate::membership::Membership;
 use crate::{Error, Result};
 
+/// The environment variable with the number of connections between two ranks.
+const MGPU_NET_STREAMS: &str = "MGPU_NET_STREAMS";
+/// Their largest number.
+const MAX_STREAMS: u32 = 16;
 /// Longest wait between two looks at the progress page.
 const SLICE: Duration = Duration::from_millis(20);
 /// Shortest and longest pause before a connection is tried again.
@@ -35,23 +44,28 @@ struct Invitation {
     address: SocketAddr,
     ticket: Ticket,
     answer: Ticket,
+    /// Number of connections.
+    streams: u32,
 }
 
 impl Invitation {
-    fn new(address: SocketAddr) -> Result<Self> {
-        Ok(Invitation { address, ticket: random()?, answer: random()? })
+    fn new(address: SocketAddr, streams: u32) -> Result<Self> {
+        Ok(Invitation { address, ticket: random()?, answer: random()?, streams })
     }
 
     fn encode(&self) -> Vec<u8> {
-        [&self.ticket[..], &self.answer, self.address.to_string().as_bytes()].concat()
+        let address = self.address.to_string();
+        [&self.ticket[..], &self.answer, &self.streams.to_le_bytes(), address.as_bytes()].concat()
     }
 
     /// Reverses [`encode`](Self::encode).
     fn decode(bytes: &[u8]) -> Option<Self> {
         let (ticket, rest) = bytes.split_first_chunk::<TICKET_BYTES>()?;
-        let (answer, address) = rest.split_first_chunk::<TICKET_BYTES>()?;
+        let (answer, rest) = rest.split_first_chunk::<TICKET_BYTES>()?;
+        let (streams, address) = rest.split_first_chunk::<4>()?;
         let address = std::str::from_utf8(address).ok()?.parse().ok()?;
-        Some(Invitation { address, ticket: *ticket, answer: *answer })
+        let streams = u32::from_le_bytes(*streams);
+        Some(Invitation { address, ticket: *ticket, answer: *answer, streams })
     }
 }
 
@@ -61,24 +75,36 @@ fn random() -> Result<Ticket> {
     Ok(digits.as_bytes().try_into().expect("an identifier of 32 digits"))
 }
 
-/// Connects this rank with the other `members` of the communicator called `key`. Returns a connection for each, by
-/// rank in the communicator.
+/// The number of connections between two ranks that the environment asks for.
+fn streams_wanted(text: Option<&str>) -> Result<u32> {
+    let Some(text) = text else { return Ok(1) };
+    let number = text.parse().ok().filter(|number| (1..=MAX_STREAMS).contains(number));
+    number.ok_or_else(|| Error::Environment {
+        name: MGPU_NET_STREAMS,
+        problem: format!("is `{text}` where a number of connections from 1 to {MAX_STREAMS} is expected"),
+    })
+}
+
+/// Connects this rank with the other `members` of the communicator called `key`.
 pub(super) fn connect(
     membership: &Membership,
     acceptor: &Acceptor,
     (members, stamp, run): (&Members, Stamp, u64),
     (key, title): (&str, &str),
     timeout: Duration,
-) -> Result<Vec<Option<TcpStream>>> {
+) -> Result<Streams> {
     let own = membership.rank();
+    let wanted = std::env::var_os(MGPU_NET_STREAMS).map(|value| value.to_string_lossy().into_owned());
+    let streams = streams_wanted(wanted.as_deref())?;
     let (lower, higher): (Vec<u32>, Vec<u32>) = (0..members.size())
         .filter(|rank| *rank != members.rank())
         .partition(|rank| members.world_rank(*rank) < own);
     let entry = |rank: u32| format!("{key}/address-{rank}");
     if !higher.is_empty() {
-        let invitation = Invitation::new(acceptor.address())?;
+        let invitation = Invitation::new(acceptor.address(), streams)?;
+        let Invitation { ticket, answer, .. } = invitation;
         for peer in &higher {
-            acceptor.expect(stamp, members.world_rank(*peer), invitation.ticket, invitation.answer);
+            acceptor.expect(stamp, members.world_rank(*peer), Invited { ticket, answer, streams });
         }
         membership.store().set(&entry(own), &invitation.encode(), &[], higher.len() as u32)?;
     }
@@ -90,14 +116,34 @@ pub(super) fn connect(
             peer: format!("rank {to}"),
             problem: "its address is not that of a rank".into(),
         })?;
-        let hello = Hello { ticket: invitation.ticket, run, stamp, from: own, to };
-        dials.push(Dial::new(peer, invitation, hello.encode()));
+        if invitation.streams != streams {
+            return Err(Error::SettingMismatch {
+                rank: own,
+                peer: to,
+                setting: MGPU_NET_STREAMS.into(),
+                ours: streams.to_string(),
+                theirs: invitation.streams.to_string(),
+            });
+        }
+        for stream in 0..streams {
+            let hello = Hello { ticket: invitation.ticket, run, stamp, from: own, to, stream, streams };
+            dials.push(Dial::new((peer, stream), invitation, hello.encode()));
+        }
     }
-    let mut connecting = Connecting { membership, acceptor, members, stamp, title, dials, higher };
+    let awaited = higher.iter().flat_map(|peer| (0..streams).map(|stream| (*peer, stream))).collect();
+    let mut connecting = Connecting { membership, acceptor, members, stamp, title, dials, awaited };
     let connected = connecting.run(timeout);
     acceptor.forget(stamp);
-    connected
+    let mut by_rank: Vec<Vec<TcpStream>> = (0..members.size()).map(|_| Vec::new()).collect();
+    let mut connected = connected?;
+    connected.sort_unstable_by_key(|(connection, _)| *connection);
+    connected.into_iter().for_each(|((peer, _), stream)| by_rank[peer as usize].push(stream));
+    let local_ranks = membership.store().layout().map_or(1, |layout| layout.local_ranks().len() as u32);
+    Ok(Streams { by_rank, spin: SpinPolicy::for_ranks(local_ranks) })
 }
+
+/// A rank in the communicator, and the index of a connection to it.
+type Connection = (u32, u32);
 
 /// The connections of a communicator that is being connected.
 struct Connecting<'a> {
@@ -107,31 +153,30 @@ struct Connecting<'a> {
     stamp: Stamp,
     title: &'a str,
     dials: Vec<Dial>,
-    /// The peers that have not connected yet.
-    higher: Vec<u32>,
+    /// The connections that higher ranks have not made yet.
+    awaited: Vec<Connection>,
 }
 
 impl Connecting<'_> {
-    fn run(&mut self, timeout: Duration) -> Result<Vec<Option<TcpStream>>> {
-        let mut streams: Vec<Option<TcpStream>> = (0..self.members.size()).map(|_| None).collect();
+    fn run(&mut self, timeout: Duration) -> Result<Vec<(Connection, TcpStream)>> {
+        let mut streams = Vec::new();
         let (started, mut checked) = (Instant::now(), Instant::now());
         loop {
             self.dials.retain_mut(|dial| match dial.advance() {
                 Some(stream) => {
-                    streams[dial.peer as usize] = Some(stream);
+                    streams.push((dial.connection, stream));
                     false
                 }
                 None => true,
             });
             let world_rank = |peer: u32| self.members.world_rank(peer);
-            self.higher.retain(|peer| match self.acceptor.take(self.stamp, world_rank(*peer)) {
-                Some(stream) => {
-                    streams[*peer as usize] = Some(stream);
-                    false
-                }
-                None => true,
+            self.awaited.retain(|&(peer, index)| {
+                let stream = self.acceptor.take(self.stamp, world_rank(peer), index);
+                let is_missing = stream.is_none();
+                streams.extend(stream.map(|stream| ((peer, index), stream)));
+                is_missing
             });
-            if self.dials.is_empty() && self.higher.is_empty() {
+            if self.dials.is_empty() && self.awaited.is_empty() {
                 return Ok(streams);
             }
             let pauses = self.dials.iter().filter_map(Dial::pause);
@@ -147,8 +192,9 @@ impl Connecting<'_> {
 
     /// Checks whether all missing peers can still come.
     fn check(&self, waited: Duration, timeout: Duration) -> Result<()> {
-        let missing = self.dials.iter().map(|dial| dial.peer).chain(self.higher.iter().copied());
-        let missing: Vec<u32> = missing.map(|peer| self.members.world_rank(peer)).collect();
+        let missing = self.dials.iter().map(|dial| dial.connection).chain(self.awaited.iter().copied());
+        let mut missing: Vec<u32> = missing.map(|(peer, _)| self.members.world_rank(peer)).collect();
+        missing.dedup();
         let (rank, membership) = (self.membership.rank(), self.membership);
         let operation = || format!("the connection of {}", self.title);
         if let Some(peer) = missing.first() {
@@ -159,7 +205,7 @@ impl Connecting<'_> {
         }
         let unreachable = self.dials.iter().find(|dial| !dial.is_connected());
         if let Some(dial) = unreachable.filter(|_| waited >= timeout.min(CONNECT_TIME)) {
-            let peer = self.members.world_rank(dial.peer);
+            let peer = self.members.world_rank(dial.connection.0);
             let why = dial.failure.as_deref().unwrap_or("nothing answers");
             let how = format!(
                 "cannot be reached at {}: {why} (do the hosts' firewalls let ranks connect to each other?)",
@@ -176,7 +222,7 @@ impl Connecting<'_> {
 
 /// A connection to a lower rank.
 struct Dial {
-    peer: u32,
+    connection: Connection,
     invitation: Invitation,
     hello: [u8; HELLO_BYTES],
     state: DialState,
@@ -199,9 +245,9 @@ enum DialState {
 }
 
 impl Dial {
-    fn new(peer: u32, invitation: Invitation, hello: [u8; HELLO_BYTES]) -> Self {
+    fn new(connection: Connection, invitation: Invitation, hello: [u8; HELLO_BYTES]) -> Self {
         let state = DialState::Waiting(Instant::now());
-        Dial { peer, invitation, hello, state, pause: PAUSES.0, failure: None }
+        Dial { connection, invitation, hello, state, pause: PAUSES.0, failure: None }
     }
 
     /// How long nothing happens, if it waits for the next attempt.
@@ -324,21 +370,25 @@ mod tests {
     fn a_rank_is_reached_over_either_protocol() {
         for address in ["127.0.0.1", "::1"] {
             let acceptor = Acceptor::bind(address.parse().unwrap(), 5, 0).unwrap();
-            let invitation = Invitation::new(acceptor.address()).unwrap();
-            acceptor.expect(STAMP, 1, invitation.ticket, invitation.answer);
-            let hello = Hello { ticket: invitation.ticket, run: 5, stamp: STAMP, from: 1, to: 0 };
-            let mut dialing = Dial::new(0, invitation, hello.encode());
-            let connected = dial(&mut dialing, || acceptor.serve(&[], Duration::ZERO));
-            assert!(connected.is_some(), "{:?}", dialing.failure);
-            assert!(acceptor.take(STAMP, 1).is_some());
+            let streams = 2;
+            let invitation = Invitation::new(acceptor.address(), streams).unwrap();
+            let Invitation { ticket, answer, .. } = invitation;
+            acceptor.expect(STAMP, 1, Invited { ticket, answer, streams });
+            for stream in 0..streams {
+                let hello = Hello { ticket, run: 5, stamp: STAMP, from: 1, to: 0, stream, streams };
+                let mut dialing = Dial::new((0, stream), invitation, hello.encode());
+                let connected = dial(&mut dialing, || acceptor.serve(&[], Duration::ZERO));
+                assert!(connected.is_some(), "{:?}", dialing.failure);
+                assert!(acceptor.take(STAMP, 1, stream).is_some());
+            }
         }
     }
 
     #[test]
     fn another_program_is_not_taken_for_a_rank() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        let invitation = Invitation::new(listener.local_addr().unwrap()).unwrap();
-        let mut dialing = Dial::new(0, invitation, [0; HELLO_BYTES]);
+        let invitation = Invitation::new(listener.local_addr().unwrap(), 1).unwrap();
+        let mut dialing = Dial::new((0, 0), invitation, [0; HELLO_BYTES]);
         let program = std::thread::spawn(move || {
             let (mut stream, _) = listener.accept().unwrap();
             stream.write_all(b"SSH-2.0-OpenSSH_9.6\r\n and more").unwrap();
@@ -356,7 +406,7 @@ mod tests {
     #[test]
     fn invitations_survive_the_rendezvous() {
         for address in ["10.0.0.7:1234", "[fd00::7]:65535"] {
-            let invitation = Invitation::new(address.parse().unwrap()).unwrap();
+            let invitation = Invitation::new(address.parse().unwrap(), 3).unwrap();
             assert_ne!(invitation.ticket, invitation.answer);
             let bytes = invitation.encode();
             assert_eq!(Invitation::decode(&bytes), Some(invitation));

@@ -1,8 +1,8 @@
 //! What both ends of a new connection say first, as bytes of fixed size. Pure: no I/O.
 //!
 //! The rank that listens has published two random texts through the rendezvous: a *ticket*, which the other one shows,
-//! and an *answer*, with which it proves that it is the rank that has published them. Both are used once for each rank
-//! of one communicator, so somebody who connects to the port, or who listens at it later, is not taken for a rank.
+//! and an *answer*, with which it proves that it is the rank that has published them. Both are used once for each
+//! connection of a rank of one communicator, so somebody who connects to the port, or who listens at it later, is not taken for a rank.
 
 use super::frame::Stamp;
 
@@ -14,7 +14,7 @@ pub(super) const HELLO_BYTES: usize = 80;
 pub(super) const ANSWER_BYTES: usize = TICKET_BYTES;
 
 /// The first bytes of a hello, with the version of the frames.
-const MAGIC: [u8; 16] = *b"mgpu data v1\r\n\x1a\n";
+const MAGIC: [u8; 16] = *b"mgpu data v2\r\n\x1a\n";
 
 pub(super) type Ticket = [u8; TICKET_BYTES];
 
@@ -28,6 +28,9 @@ pub(super) struct Hello {
     /// World ranks of sender and receiver.
     pub(super) from: u32,
     pub(super) to: u32,
+    /// Index of the connection among those of these ranks, and their number.
+    pub(super) stream: u32,
+    pub(super) streams: u32,
 }
 
 impl Hello {
@@ -36,7 +39,8 @@ impl Hello {
         bytes[..16].copy_from_slice(&MAGIC);
         bytes[16..48].copy_from_slice(&self.ticket);
         bytes[48..56].copy_from_slice(&self.run.to_le_bytes());
-        let numbers = [self.stamp.epoch, self.stamp.communicator, self.from, self.to];
+        let Stamp { epoch, communicator } = self.stamp;
+        let numbers = [epoch, communicator, self.from, self.to, self.stream, self.streams];
         for (number, at) in numbers.iter().zip(bytes[56..].chunks_exact_mut(4)) {
             at.copy_from_slice(&number.to_le_bytes());
         }
@@ -46,12 +50,14 @@ impl Hello {
     /// Reverses [`encode`](Self::encode); `None` if the bytes are no hello.
     pub(super) fn decode(bytes: &[u8; HELLO_BYTES]) -> Option<Self> {
         let number = |at: usize| u32::from_le_bytes(std::array::from_fn(|index| bytes[at + index]));
-        (bytes[..16] == MAGIC && bytes[72..] == [0; 8]).then(|| Hello {
+        (bytes[..16] == MAGIC).then(|| Hello {
             ticket: std::array::from_fn(|index| bytes[16 + index]),
             run: u64::from_le_bytes(std::array::from_fn(|index| bytes[48 + index])),
             stamp: Stamp { epoch: number(56), communicator: number(60) },
             from: number(64),
             to: number(68),
+            stream: number(72),
+            streams: number(76),
         })
     }
 }
@@ -70,8 +76,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn hellos_survive_the_wire(ticket: [u8; 32], run: u64, epoch: u32, communicator: u32, from: u32, to: u32) {
-            let hello = Hello { ticket, run, stamp: Stamp { epoch, communicator }, from, to };
+        fn hellos_survive_the_wire(ticket: [u8; 32], run: u64, epoch: u32, communicator: u32, from: u32, to: u32, stream: u32, streams: u32) {
+            let hello = Hello { ticket, run, stamp: Stamp { epoch, communicator }, from, to, stream, streams };
             prop_assert_eq!(Hello::decode(&hello.encode()), Some(hello));
         }
 
@@ -90,6 +96,6 @@ mod tests {
     #[test]
     fn other_programs_are_known_by_their_first_byte() {
         assert!(may_be_hello(b"") && may_be_hello(b"mgpu") && may_be_hello(&MAGIC));
-        assert!(!may_be_hello(b"GET / HTTP/1.1\r\n") && !may_be_hello(b"mgpu data v2\r\n\x1a\n"));
+        assert!(!may_be_hello(b"GET / HTTP/1.1\r\n") && !may_be_hello(b"mgpu data v1\r\n\x1a\n"));
     }
 }

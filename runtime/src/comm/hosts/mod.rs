@@ -301,6 +301,10 @@ impl Transport for HostsTransport {
         }
     }
 
+    fn set_oversubscribed(&mut self) {
+        self.wire.set_oversubscribed();
+    }
+
     fn traffic(&self) -> Option<u64> {
         Some(self.received_bytes)
     }

@@ -109,14 +109,15 @@ impl<'a> Transfer<'a> {
         sends.chain(receives).sum()
     }
 
-    /// Header and payload of the frame to write next to `peer`, as far as they are not written.
-    pub(super) fn next_frame(&mut self, peer: u32, stamp: Stamp) -> Option<[&[u8]; 2]> {
+    /// Header and payload of the frame to write next to `peer`, as far as they are not written. `position` is the number
+    /// of bytes of payload before it.
+    pub(super) fn next_frame(&mut self, peer: u32, stamp: Stamp, position: u64) -> Option<[&[u8]; 2]> {
         let send = self.sends[peer as usize].front_mut()?;
         if send.header_left + send.payload_left == 0 {
             send.payload_left = send.rest.len().min(PIECE_BYTES);
             send.header_left = HEADER_BYTES;
-            let header = Header::new(FrameKind::Data, self.sequence, self.calls[0]);
-            send.header = header.with_length(send.payload_left).encode(stamp);
+            let header = Header::new(FrameKind::Data, self.sequence, self.calls[0]).with_argument(position);
+            send.header = header.with_payload(&send.rest[..send.payload_left]).encode(stamp);
         }
         Some([&send.header[HEADER_BYTES - send.header_left..], &send.rest[..send.payload_left]])
     }

@@ -81,7 +81,7 @@ impl HostsTransport {
     /// Sends what there is room for, without waiting.
     pub(super) fn advance(&mut self, call: &Signature, transfer: &mut Transfer<'_>) -> Result<()> {
         let before = transfer.received();
-        let result = self.wire.advance(transfer).map_err(|bad| self.bad_frame(bad));
+        let result = self.wire.advance(transfer).map_err(|bad| self.bad_frame(bad, call));
         let result = result.and_then(|()| self.handle_received(call));
         if result.is_err() {
             self.wire.abandon(transfer);
@@ -98,7 +98,7 @@ impl HostsTransport {
 
     /// Waits for at most `patience` until anything moves, and handles what has arrived.
     fn poll(&mut self, transfer: &mut Transfer<'_>, patience: Duration, call: &Signature) -> Result<()> {
-        self.wire.poll(transfer, patience).map_err(|bad| self.bad_frame(bad))?;
+        self.wire.poll(transfer, patience).map_err(|bad| self.bad_frame(bad, call))?;
         self.handle_received(call)
     }
 
@@ -108,7 +108,7 @@ impl HostsTransport {
         // Peers may have come before this rank.
         self.check_disagreement(call)?;
         loop {
-            self.wire.advance(transfer).map_err(|bad| self.bad_frame(bad))?;
+            self.wire.advance(transfer).map_err(|bad| self.bad_frame(bad, call))?;
             self.handle_received(call)?;
             if self.is_over(awaited, transfer) {
                 return Ok(());
@@ -162,15 +162,22 @@ impl HostsTransport {
         let mut any = false;
         while let Some(frame) = self.wire.next_frame() {
             let from = frame.from;
-            self.handle(frame).map_err(|problem| self.bad_frame(BadFrame { from, problem }))?;
+            self.handle(frame).map_err(|problem| self.bad_frame(BadFrame { from, problem }, call))?;
             any = true;
         }
         if any { self.check_disagreement(call) } else { Ok(()) }
     }
 
     /// The error of a peer that sends something invalid.
-    fn bad_frame(&self, BadFrame { from, problem }: BadFrame) -> Error {
-        Error::Protocol { peer: format!("rank {}", self.members.world_rank(from)), problem }
+    #[cold]
+    fn bad_frame(&self, BadFrame { from, problem }: BadFrame, call: &Signature) -> Error {
+        Error::PeerLost {
+            rank: self.membership.rank(),
+            peer: self.members.world_rank(from),
+            operation: self.operation(call),
+            how: format!("sent a bad message: {problem}"),
+            silent: false,
+        }
     }
 
     /// What this rank does, for errors.

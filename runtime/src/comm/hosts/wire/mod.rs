@@ -9,6 +9,7 @@
 //!
 //! The end of a connection is not an error of the wire. It is noted, because a peer that needs nothing more may leave.
 
+pub(super) mod spin;
 pub(super) mod tcp;
 
 use std::sync::Arc;
@@ -72,6 +73,9 @@ pub(super) trait Wire: Send {
     /// Stops using the memory of `transfer`, which is not complete, after an error. The communicator is only good for an
     /// abort then.
     fn abandon(&mut self, transfer: &mut Transfer<'_>);
+
+    /// Declares that other threads compute on the rank's core: waits sleep at once.
+    fn set_oversubscribed(&mut self) {}
 }
 
 /// The sending side of a [`Wire`], which the thread of an operation shares with whoever aborts.

@@ -1,13 +1,17 @@
-//! TCP: one connection to every other rank of a communicator, driven without blocking.
+//! TCP: one connection or several to every other rank of a communicator, driven without blocking.
+//!
+//! Small frames use the first connection to a peer. The pieces of large payloads use all of them in turn, so both ends
+//! know which one carries the next piece: networks that limit each connection, as those of clouds do, carry more that
+//! way. A peer whose connections do not all work has failed.
 //!
 //! A piece of payload for which nothing is posted yet stays in the connection, which is not read until then: its sender
 //! is ahead of this rank, and waits when the kernel's buffers are full.
 
+mod input;
 mod sender;
 mod unconfirmed;
 
 use std::collections::VecDeque;
-use std::io::{ErrorKind, Read};
 use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,183 +19,163 @@ use std::time::Duration;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use smallvec::SmallVec;
 
+use input::{Input, Place, Turn};
 use sender::TcpSender;
 pub(in super::super) use sender::configure;
 
+use super::spin::SpinPolicy;
 use super::{BadFrame, Ended, Frame, Sender, Wire};
-use crate::comm::hosts::frame::{FrameKind, HEADER_BYTES, Header, SMALL_BYTES, Stamp};
+use crate::comm::hosts::frame::Stamp;
 use crate::comm::hosts::transfer::Transfer;
 
-/// Size of the memory for bytes that have no other place: at least a small frame.
-const INPUT_BYTES: usize = 2 * SMALL_BYTES;
+/// With more streams than this, it is faster to ask which of them can be read than to try all.
+const FEW_STREAMS: usize = 4;
+
+/// The connections of a rank that were just made.
+pub(in super::super) struct Streams {
+    /// By rank, the same number for each; none at the own rank.
+    pub(in super::super) by_rank: Vec<Vec<TcpStream>>,
+    pub(in super::super) spin: SpinPolicy,
+}
 
 /// The connections of one rank.
 pub(in super::super) struct TcpWire {
     connections: Arc<TcpSender>,
     /// The same.
     sender: Arc<dyn Sender>,
-    /// By peer.
-    inputs: Vec<Input>,
+    /// By rank.
+    peers: Vec<Peer>,
     /// Frames that are no pieces of a transfer, in the order of their arrival.
     received: VecDeque<Frame>,
+    spin: SpinPolicy,
 }
 
-/// What was read from one peer.
+/// What comes from a peer, and whether something can go there.
 #[derive(Default)]
-struct Input {
-    /// Bytes `begin..end` were read and not used.
-    buffer: Vec<u8>,
-    begin: usize,
-    end: usize,
-    /// Bytes of the current piece that are still to come.
-    piece_left: usize,
-    /// The next frame is a piece for which nothing is posted.
-    stalled: bool,
-    ended: Option<Ended>,
+struct Peer {
+    /// By stream.
+    inputs: SmallVec<[Input; 1]>,
+    turn: Turn,
+    /// Streams without room for what is to be sent.
+    full: SmallVec<[usize; 2]>,
     /// Nothing can be written any more, for this reason, although there may be bytes to read.
     deaf: Option<Ended>,
 }
 
-impl Input {
-    fn available(&self) -> usize {
-        self.end - self.begin
+impl Peer {
+    /// The streams to read: that of small frames, and that of the next piece.
+    fn readable(&self) -> impl Iterator<Item = usize> + use<> {
+        let piece = Some(self.turn.stream).filter(|stream| *stream > 0);
+        std::iter::once(0).take(self.inputs.len().min(1)).chain(piece)
     }
 
-    /// Notes how the connection has ended, unless that is known.
-    fn end(&mut self, how: impl FnOnce() -> String) {
-        self.ended.get_or_insert_with(|| Ended::now(how()));
-    }
-
-    /// Reads more bytes, if there is room. Returns whether the kernel may have more still.
-    fn read_more(&mut self, mut stream: &TcpStream) -> bool {
-        if self.buffer.is_empty() {
-            self.buffer.resize(INPUT_BYTES, 0);
-        }
-        self.buffer.copy_within(self.begin..self.end, 0);
-        (self.begin, self.end) = (0, self.available());
-        match stream.read(&mut self.buffer[self.end..]) {
-            Ok(0) if self.end < self.buffer.len() => self.end(|| "closed its connection".into()),
-            Ok(bytes) => {
-                self.end += bytes;
-                return self.end == self.buffer.len();
-            }
-            Err(error) => return self.note_error(&error),
-        }
-        false
-    }
-
-    /// Copies bytes of the current piece to where they belong. Returns whether there was anything to copy.
-    fn copy_piece(&mut self, peer: u32, transfer: &mut Transfer<'_>) -> bool {
-        let Some(target) = transfer.target(peer) else {
-            self.stalled = true;
-            return false;
-        };
-        let bytes = &self.buffer[self.begin..self.end];
-        let count = bytes.len().min(self.piece_left).min(target.len());
-        target[..count].copy_from_slice(&bytes[..count]);
-        transfer.fill(peer, count);
-        self.begin += count;
-        self.piece_left -= count;
-        count > 0
-    }
-
-    /// Takes the next frame, or begins the next piece. Returns whether there was one.
-    ///
-    /// # Errors
-    /// If it is invalid.
-    fn take_frame(
-        &mut self,
-        peer: u32,
-        stamp: Stamp,
-        transfer: &Transfer<'_>,
-        received: &mut VecDeque<Frame>,
-    ) -> Result<bool, String> {
-        let bytes = &self.buffer[self.begin..self.end];
-        let Some((header, behind)) = bytes.split_first_chunk::<HEADER_BYTES>() else { return Ok(false) };
-        let header = Header::decode(header, stamp)?;
-        let length = header.length as usize;
-        if header.kind == FrameKind::Data {
-            self.stalled = !transfer.expects_from(peer);
-            if self.stalled {
-                return Ok(false);
-            }
-            transfer.check(&header)?;
-            self.piece_left = length;
-            self.begin += HEADER_BYTES;
-            return Ok(true);
-        }
-        let Some(payload) = behind.get(..length) else { return Ok(false) };
-        received.push_back(Frame { from: peer, header, payload: payload.to_vec() });
-        self.begin += HEADER_BYTES + length;
-        Ok(true)
-    }
-
-    /// Notes an error of reading. Returns whether it was an interruption.
-    fn note_error(&mut self, error: &std::io::Error) -> bool {
-        match error.kind() {
-            ErrorKind::Interrupted => return true,
-            ErrorKind::WouldBlock => {}
-            _ => self.end(|| format!("has lost its connection ({error})")),
-        }
-        false
+    /// Whether something may arrive on this stream that can be used.
+    fn is_open(&self, stream: usize) -> bool {
+        let input = &self.inputs[stream];
+        !input.stalled && input.ended.is_none()
     }
 }
 
 impl TcpWire {
-    /// `streams` has a connection for each peer.
-    pub(in super::super) fn new(stamp: Stamp, streams: Vec<Option<TcpStream>>) -> Self {
-        let inputs = streams.iter().map(|_| Input::default()).collect();
-        let connections = Arc::new(TcpSender::new(stamp, streams));
+    pub(in super::super) fn new(stamp: Stamp, streams: Streams) -> Self {
+        let Streams { by_rank, spin } = streams;
+        let inputs = |streams: &Vec<TcpStream>| streams.iter().map(|_| Input::default()).collect();
+        let peers =
+            by_rank.iter().map(|streams| Peer { inputs: inputs(streams), ..Peer::default() }).collect();
+        let connections = Arc::new(TcpSender::new(stamp, by_rank));
         let sender: Arc<dyn Sender> = connections.clone();
-        TcpWire { connections, sender, inputs, received: VecDeque::new() }
+        TcpWire { connections, sender, peers, received: VecDeque::new(), spin }
     }
 
-    /// Reads all that has arrived from `peer`, up to a piece for which nothing is posted.
-    fn read(&mut self, peer: u32, transfer: &mut Transfer<'_>) -> Result<(), BadFrame> {
-        let connections = Arc::clone(&self.connections);
-        loop {
-            let input = &mut self.inputs[peer as usize];
-            let target = transfer.target(peer).filter(|_| input.piece_left > 0 && input.available() == 0);
-            let more = match target {
-                Some(target) => {
-                    let wanted = target.len().min(input.piece_left);
-                    match connections.stream(peer).read(&mut target[..wanted]) {
-                        Ok(0) => {
-                            input.end(|| "closed its connection in the middle of a transfer".into());
-                            false
-                        }
-                        Ok(bytes) => {
-                            input.piece_left -= bytes;
-                            transfer.fill(peer, bytes);
-                            bytes == wanted
-                        }
-                        Err(error) => input.note_error(&error),
-                    }
+    /// Reads what has arrived on a stream, at most to the end of a piece. Returns whether there was anything.
+    fn read(&mut self, peer: u32, stream: usize, transfer: &mut Transfer<'_>) -> Result<bool, BadFrame> {
+        let input = &mut self.peers[peer as usize].inputs[stream];
+        let bytes = input.read(peer, self.connections.stream(peer, stream), transfer);
+        let has_ended = input.ended.is_some();
+        if bytes > 0 {
+            self.parse(peer, stream, transfer)?;
+        }
+        Ok(bytes > 0 || has_ended)
+    }
+
+    /// Uses the bytes that were read from a stream as far as possible.
+    fn parse(&mut self, peer: u32, stream: usize, transfer: &mut Transfer<'_>) -> Result<(), BadFrame> {
+        let Peer { inputs, turn, .. } = &mut self.peers[peer as usize];
+        let place = Place { peer, stream, streams: inputs.len(), stamp: self.connections.stamp };
+        let parsed = inputs[stream].parse(&place, turn, transfer, &mut self.received);
+        parsed.map_err(|problem| BadFrame { from: peer, problem })
+    }
+
+    /// Sends as much as there is room for, at most a piece to each peer. Returns whether anything was sent.
+    fn write(&mut self, transfer: &mut Transfer<'_>) -> bool {
+        let mut any = false;
+        for (peer, state) in (0..).zip(&mut self.peers).filter(|(_, state)| !state.inputs.is_empty()) {
+            match self.connections.write(peer, transfer) {
+                Ok(written) => {
+                    any |= written.bytes > 0;
+                    state.full = written.full;
                 }
-                None => input.read_more(connections.stream(peer)),
-            };
-            self.parse(peer, transfer)?;
-            let input = &self.inputs[peer as usize];
-            if !more || input.stalled || input.ended.is_some() {
-                return Ok(());
+                Err(error) => {
+                    state.full.clear();
+                    state.deaf = Some(Ended::now(format!("has lost its connection ({error})")));
+                }
             }
         }
+        any
     }
 
-    /// Uses the bytes in the buffer as far as possible.
-    fn parse(&mut self, peer: u32, transfer: &mut Transfer<'_>) -> Result<(), BadFrame> {
-        let (stamp, received) = (self.connections.stamp, &mut self.received);
-        let input = &mut self.inputs[peer as usize];
-        input.stalled = false;
-        loop {
-            let goes_on = match input.piece_left {
-                0 => input.take_frame(peer, stamp, transfer, received),
-                _ => Ok(input.copy_piece(peer, transfer)),
-            };
-            if !goes_on.map_err(|problem| BadFrame { from: peer, problem })? {
-                return Ok(());
+    /// Reads what has arrived, and sends more where there was no room. Returns whether anything has moved.
+    fn try_all(&mut self, transfer: &mut Transfer<'_>) -> Result<bool, BadFrame> {
+        if self.peers.len() > FEW_STREAMS + 1 {
+            return self.move_ready(transfer, 0);
+        }
+        let mut any = false;
+        for peer in 0..self.peers.len() as u32 {
+            let state = &self.peers[peer as usize];
+            for stream in state.readable() {
+                if self.peers[peer as usize].is_open(stream) {
+                    any |= self.read(peer, stream, transfer)?;
+                }
             }
         }
+        let is_full = self.peers.iter().any(|peer| !peer.full.is_empty());
+        Ok(any | (is_full && self.write(transfer)))
+    }
+
+    /// Waits for at most this many milliseconds until something can move, and moves it. Returns whether there was
+    /// anything.
+    fn move_ready(&mut self, transfer: &mut Transfer<'_>, milliseconds: u16) -> Result<bool, BadFrame> {
+        let connections = Arc::clone(&self.connections);
+        let mut fds: SmallVec<[PollFd<'_>; 16]> = SmallVec::new();
+        let mut polled: SmallVec<[(u32, usize); 16]> = SmallVec::new();
+        for (peer, state) in (0..).zip(&self.peers) {
+            for stream in 0..state.inputs.len() {
+                let mut events = PollFlags::empty();
+                let reads = state.readable().any(|readable| readable == stream) && state.is_open(stream);
+                events.set(PollFlags::POLLIN, reads);
+                events.set(PollFlags::POLLOUT, state.full.contains(&stream));
+                // A connection without interest would still report its end, again and again.
+                if !events.is_empty() && state.inputs[stream].ended.is_none() {
+                    fds.push(PollFd::new(connections.fd(peer, stream), events));
+                    polled.push((peer, stream));
+                }
+            }
+        }
+        if poll(&mut fds, PollTimeout::from(milliseconds)).unwrap_or(0) == 0 {
+            return Ok(false);
+        }
+        let mut can_write = false;
+        for (fd, (peer, stream)) in fds.iter().zip(polled) {
+            let Some(events) = fd.revents() else { continue };
+            can_write |= events.contains(PollFlags::POLLOUT);
+            if events.intersects(PollFlags::POLLIN | PollFlags::POLLHUP | PollFlags::POLLERR) {
+                self.read(peer, stream, transfer)?;
+            }
+        }
+        if can_write {
+            self.write(transfer);
+        }
+        Ok(true)
     }
 }
 
@@ -201,52 +185,38 @@ impl Wire for TcpWire {
     }
 
     fn advance(&mut self, transfer: &mut Transfer<'_>) -> Result<(), BadFrame> {
-        for peer in 0..self.connections.size() {
-            if self.inputs[peer as usize].available() > 0 {
-                self.parse(peer, transfer)?;
+        for peer in 0..self.peers.len() as u32 {
+            for stream in 0..self.peers[peer as usize].inputs.len() {
+                if self.peers[peer as usize].inputs[stream].available() > 0 {
+                    self.parse(peer, stream, transfer)?;
+                }
             }
         }
-        let connections = Arc::clone(&self.connections);
-        for peer in connections.peers() {
-            if let Err(error) = connections.write(peer, transfer) {
-                let how = format!("has lost its connection ({error})");
-                self.inputs[peer as usize].deaf = Some(Ended::now(how));
-            }
-        }
+        self.write(transfer);
         Ok(())
     }
 
     fn poll(&mut self, transfer: &mut Transfer<'_>, patience: Duration) -> Result<(), BadFrame> {
-        let connections = Arc::clone(&self.connections);
-        let mut fds: SmallVec<[PollFd<'_>; 16]> = SmallVec::new();
-        let mut polled: SmallVec<[u32; 16]> = SmallVec::new();
-        for peer in connections.peers() {
-            let input = &self.inputs[peer as usize];
-            if input.ended.is_some() {
-                continue;
+        let mut spin = self.spin.begin(patience);
+        loop {
+            if self.try_all(transfer)? {
+                return Ok(());
             }
-            let mut events = PollFlags::empty();
-            events.set(PollFlags::POLLIN, !input.stalled);
-            let has_more = transfer.has_for(peer) || !connections.is_flushed(peer);
-            events.set(PollFlags::POLLOUT, has_more && input.deaf.is_none());
-            // A connection without interest would still report its end, again and again.
-            if !events.is_empty() {
-                fds.push(PollFd::new(connections.fd(peer), events));
-                polled.push(peer);
+            if !spin.again() {
+                break;
             }
+        }
+        // What can be sent at once is sent by the next `advance`.
+        let can_send = |(peer, state): (u32, &Peer)| {
+            let has_more = || transfer.has_for(peer) || !self.connections.is_flushed(peer);
+            state.full.is_empty() && state.deaf.is_none() && !state.inputs.is_empty() && has_more()
+        };
+        if patience.is_zero() || (0..).zip(&self.peers).any(can_send) {
+            return Ok(());
         }
         // Rounded up: a wait of less than a millisecond must not become a busy loop.
         let milliseconds = u16::try_from(patience.as_micros().div_ceil(1000)).unwrap_or(u16::MAX);
-        if poll(&mut fds, PollTimeout::from(milliseconds)).unwrap_or(0) == 0 {
-            return Ok(());
-        }
-        for (fd, peer) in fds.iter().zip(polled) {
-            let readable = PollFlags::POLLIN | PollFlags::POLLHUP | PollFlags::POLLERR;
-            if fd.revents().is_some_and(|events| events.intersects(readable)) {
-                self.read(peer, transfer)?;
-            }
-        }
-        Ok(())
+        self.move_ready(transfer, milliseconds).map(drop)
     }
 
     fn next_frame(&mut self) -> Option<Frame> {
@@ -254,10 +224,14 @@ impl Wire for TcpWire {
     }
 
     fn ended(&self, peer: u32) -> Option<&Ended> {
-        let input = &self.inputs[peer as usize];
-        input.ended.as_ref().or(input.deaf.as_ref())
+        let peer = &self.peers[peer as usize];
+        peer.inputs.iter().find_map(|input| input.ended.as_ref()).or(peer.deaf.as_ref())
     }
 
     /// The kernel has copies of what was sent, and knows no memory to receive into.
     fn abandon(&mut self, _: &mut Transfer<'_>) {}
+
+    fn set_oversubscribed(&mut self) {
+        self.spin = SpinPolicy::never();
+    }
 }

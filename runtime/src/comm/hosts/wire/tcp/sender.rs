@@ -10,6 +10,9 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{MsgFlags, sendmsg, setsockopt, sockopt};
 
+use smallvec::SmallVec;
+
+use super::input::Turn;
 use crate::comm::hosts::frame::{Header, Stamp};
 use crate::comm::hosts::transfer::Transfer;
 use crate::comm::hosts::wire::Sender;
@@ -20,29 +23,45 @@ const ABORT_PATIENCE: Duration = Duration::from_millis(200);
 /// The connections of one communicator, by rank; none at the own rank.
 pub(super) struct TcpSender {
     pub(super) stamp: Stamp,
-    connections: Vec<Option<Connection>>,
+    connections: Vec<Connection>,
 }
 
 struct Connection {
-    stream: TcpStream,
+    streams: Vec<TcpStream>,
     outgoing: Mutex<Outgoing>,
 }
 
 /// What is not written yet.
 #[derive(Default)]
 struct Outgoing {
-    /// Whole frames, of which `written` bytes are written.
+    /// Whole frames for the first stream, of which `written` bytes are written.
     queued: Vec<u8>,
     written: usize,
-    /// A frame of a transfer is partly written: nothing else may be written before its end.
-    within_frame: bool,
+    /// Where the next piece of a transfer goes.
+    turn: Turn,
+    /// Bytes of payload of the current piece, if it is partly written: nothing else may be written to its stream before
+    /// its end.
+    piece: Option<usize>,
     /// Nothing can be written any more.
     closed: bool,
+}
+
+/// What a call has written.
+#[derive(Default)]
+pub(super) struct Written {
+    pub(super) bytes: usize,
+    /// Streams without room for what is to be sent.
+    pub(super) full: SmallVec<[usize; 2]>,
 }
 
 impl Outgoing {
     fn has_queued(&self) -> bool {
         self.written < self.queued.len()
+    }
+
+    /// Whether the first stream is in the middle of a piece.
+    fn is_within_piece(&self) -> bool {
+        self.piece.is_some() && self.turn.stream == 0
     }
 
     /// Closes it: what was queued is lost.
@@ -66,8 +85,8 @@ pub(in super::super::super) fn configure(stream: &TcpStream) -> io::Result<()> {
 }
 
 /// Writes without blocking and without SIGPIPE; `None` if there is no room.
-fn write(stream: &TcpStream, parts: &[&[u8]]) -> io::Result<Option<usize>> {
-    let parts = [parts[0], parts.get(1).copied().unwrap_or_default()].map(IoSlice::new);
+fn write(stream: &TcpStream, parts: [&[u8]; 2]) -> io::Result<Option<usize>> {
+    let parts = parts.map(IoSlice::new);
     let flags = MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT;
     loop {
         match sendmsg::<()>(stream.as_raw_fd(), &parts, &[], flags, None) {
@@ -84,11 +103,14 @@ impl Connection {
         self.outgoing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Writes queued frames. False if there is no room for all of them.
-    fn write_queued(&self, outgoing: &mut Outgoing) -> io::Result<bool> {
+    /// Writes queued frames. Returns whether there was room for all of them.
+    fn write_queued(&self, outgoing: &mut Outgoing, written: &mut usize) -> io::Result<bool> {
         while outgoing.has_queued() {
-            match write(&self.stream, &[&outgoing.queued[outgoing.written..]])? {
-                Some(bytes) => outgoing.written += bytes,
+            match write(&self.streams[0], [&outgoing.queued[outgoing.written..], &[]])? {
+                Some(bytes) => {
+                    outgoing.written += bytes;
+                    *written += bytes;
+                }
                 None => return Ok(false),
             }
         }
@@ -96,69 +118,83 @@ impl Connection {
         outgoing.written = 0;
         Ok(true)
     }
+
+    /// Writes queued frames, and then pieces of `transfer` for `peer`, as long as there is room: at most one to its end,
+    /// because the peer may have to send, too, before it can receive more.
+    fn write_all(
+        &self,
+        outgoing: &mut Outgoing,
+        (peer, stamp): (u32, Stamp),
+        transfer: &mut Transfer<'_>,
+    ) -> io::Result<Written> {
+        let mut written = Written::default();
+        if !outgoing.is_within_piece() && !self.write_queued(outgoing, &mut written.bytes)? {
+            written.full.push(0);
+            if outgoing.turn.stream == 0 {
+                return Ok(written);
+            }
+        }
+        while let Some([header, payload]) = transfer.next_frame(peer, stamp, outgoing.turn.position) {
+            let piece = outgoing.piece.unwrap_or(payload.len());
+            match write(&self.streams[outgoing.turn.stream], [header, payload])? {
+                Some(bytes) => {
+                    written.bytes += bytes;
+                    outgoing.piece = Some(piece).filter(|_| transfer.advance(peer, bytes));
+                    if outgoing.piece.is_none() {
+                        outgoing.turn.advance(piece, self.streams.len());
+                        break;
+                    }
+                }
+                None => {
+                    written.full.push(outgoing.turn.stream);
+                    break;
+                }
+            }
+        }
+        Ok(written)
+    }
 }
 
 impl TcpSender {
-    pub(super) fn new(stamp: Stamp, streams: Vec<Option<TcpStream>>) -> Self {
-        let connection = |stream| Connection { stream, outgoing: Mutex::default() };
-        TcpSender { stamp, connections: streams.into_iter().map(|stream| stream.map(connection)).collect() }
-    }
-
-    /// Number of ranks.
-    pub(super) fn size(&self) -> u32 {
-        self.connections.len() as u32
+    pub(super) fn new(stamp: Stamp, streams: Vec<Vec<TcpStream>>) -> Self {
+        let connection = |streams| Connection { streams, outgoing: Mutex::default() };
+        TcpSender { stamp, connections: streams.into_iter().map(connection).collect() }
     }
 
     /// The ranks with a connection.
-    pub(super) fn peers(&self) -> impl Iterator<Item = u32> {
-        (0..self.size()).filter(|peer| self.connections[*peer as usize].is_some())
+    fn peers(&self) -> impl Iterator<Item = u32> {
+        let others = (0..).zip(&self.connections).filter(|(_, connection)| !connection.streams.is_empty());
+        others.map(|(peer, _)| peer)
     }
 
-    fn connection(&self, peer: u32) -> &Connection {
-        self.connections[peer as usize].as_ref().expect("a connection to every other rank")
+    fn streams(&self) -> impl Iterator<Item = &TcpStream> {
+        self.connections.iter().flat_map(|connection| &connection.streams)
     }
 
-    pub(super) fn fd(&self, peer: u32) -> BorrowedFd<'_> {
-        self.connection(peer).stream.as_fd()
+    pub(super) fn fd(&self, peer: u32, stream: usize) -> BorrowedFd<'_> {
+        self.stream(peer, stream).as_fd()
     }
 
-    /// The connection to `peer`, for reading.
-    pub(super) fn stream(&self, peer: u32) -> &TcpStream {
-        &self.connection(peer).stream
+    /// A stream to `peer`, for reading.
+    pub(super) fn stream(&self, peer: u32, stream: usize) -> &TcpStream {
+        &self.connections[peer as usize].streams[stream]
     }
 
-    /// Writes as much as there is room for: queued frames first, then those of `transfer`.
+    /// Writes as much as there is room for, at most a piece: queued frames first, then those of `transfer`.
     ///
     /// # Errors
     /// If the connection cannot be written to, which does not mean that all of its bytes were read.
-    pub(super) fn write(&self, peer: u32, transfer: &mut Transfer<'_>) -> io::Result<()> {
-        let connection = self.connection(peer);
+    pub(super) fn write(&self, peer: u32, transfer: &mut Transfer<'_>) -> io::Result<Written> {
+        let connection = &self.connections[peer as usize];
         let mut outgoing = connection.outgoing();
         if outgoing.closed {
-            return Ok(());
+            return Ok(Written::default());
         }
-        let written = self.write_all(connection, &mut outgoing, peer, transfer);
+        let written = connection.write_all(&mut outgoing, (peer, self.stamp), transfer);
         if written.is_err() {
             outgoing.close();
         }
         written
-    }
-
-    fn write_all(
-        &self,
-        connection: &Connection,
-        outgoing: &mut Outgoing,
-        peer: u32,
-        transfer: &mut Transfer<'_>,
-    ) -> io::Result<()> {
-        loop {
-            if !outgoing.within_frame && !connection.write_queued(outgoing)? {
-                return Ok(());
-            }
-            let Some(frame) = transfer.next_frame(peer, self.stamp) else { return Ok(()) };
-            let Some(bytes) = write(&connection.stream, &frame)? else { return Ok(()) };
-            outgoing.within_frame = transfer.advance(peer, bytes);
-        }
     }
 
     /// Writes what is queued, for at most `patience`.
@@ -166,14 +202,14 @@ impl TcpSender {
         let deadline = Instant::now() + patience;
         loop {
             let mut waiting = Vec::new();
-            for connection in self.connections.iter().flatten() {
+            for connection in &self.connections {
                 let mut outgoing = connection.outgoing();
-                if outgoing.within_frame || outgoing.closed {
+                if outgoing.is_within_piece() || outgoing.closed {
                     continue;
                 }
-                match connection.write_queued(&mut outgoing) {
+                match connection.write_queued(&mut outgoing, &mut 0) {
                     Ok(true) => {}
-                    Ok(false) => waiting.push(PollFd::new(connection.stream.as_fd(), PollFlags::POLLOUT)),
+                    Ok(false) => waiting.push(PollFd::new(connection.streams[0].as_fd(), PollFlags::POLLOUT)),
                     Err(_) => outgoing.close(),
                 }
             }
@@ -187,16 +223,26 @@ impl TcpSender {
 }
 
 impl Sender for TcpSender {
+    /// Writes it at once, as far as there is room.
     fn queue(&self, peer: u32, header: Header, payload: &[u8]) {
-        let mut outgoing = self.connection(peer).outgoing();
-        if !outgoing.closed {
-            outgoing.queued.extend_from_slice(&header.with_length(payload.len()).encode(self.stamp));
-            outgoing.queued.extend_from_slice(payload);
+        let connection = &self.connections[peer as usize];
+        let mut outgoing = connection.outgoing();
+        if outgoing.closed {
+            return;
         }
+        let header = header.with_payload(payload).encode(self.stamp);
+        let mut written = 0;
+        if !outgoing.has_queued() && !outgoing.is_within_piece() {
+            // An error comes again when the rest is written, where it is noted.
+            written = write(&connection.streams[0], [&header, payload]).ok().flatten().unwrap_or(0);
+        }
+        let of_header = written.min(header.len());
+        outgoing.queued.extend_from_slice(&header[of_header..]);
+        outgoing.queued.extend_from_slice(&payload[written - of_header..]);
     }
 
     fn is_flushed(&self, peer: u32) -> bool {
-        !self.connection(peer).outgoing().has_queued()
+        !self.connections[peer as usize].outgoing().has_queued()
     }
 
     fn abort(&self, header: Header, payload: &[u8]) {
@@ -204,10 +250,8 @@ impl Sender for TcpSender {
             self.queue(peer, header, payload);
         }
         self.flush(ABORT_PATIENCE);
-        for connection in self.connections.iter().flatten() {
-            connection.outgoing().close();
-            let _ = connection.stream.shutdown(Shutdown::Write);
-        }
+        self.connections.iter().for_each(|connection| connection.outgoing().close());
+        self.streams().for_each(|stream| drop(stream.shutdown(Shutdown::Write)));
     }
 
     /// A connection that is closed with unread bytes is reset, and what the kernel has not delivered by then is lost. So
@@ -215,13 +259,9 @@ impl Sender for TcpSender {
     fn close(&self, patience: Duration) {
         let deadline = Instant::now() + patience;
         self.flush(patience);
-        for connection in self.connections.iter().flatten() {
-            let _ = connection.stream.shutdown(Shutdown::Write);
-        }
+        self.streams().for_each(|stream| drop(stream.shutdown(Shutdown::Write)));
         let mut pause = Duration::from_micros(50);
-        while self.connections.iter().flatten().any(|connection| !is_drained(&connection.stream))
-            && Instant::now() < deadline
-        {
+        while self.streams().any(|stream| !is_drained(stream)) && Instant::now() < deadline {
             std::thread::sleep(pause);
             pause = (pause * 2).min(Duration::from_millis(5));
         }
