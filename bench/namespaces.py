@@ -43,12 +43,12 @@ def bytes_per_second(rate):
 
 
 def bucket_bytes(rate):
-    """The bucket of a token bucket filter: half a millisecond of the rate, and at least a few frames.
+    """The bucket of a token bucket filter: a tenth of a millisecond of the rate, and at least a frame.
 
     A bucket lets so many bytes pass at once after a pause. A large one would hide the rate from small messages, a small one would
     wake the filter too often.
     """
-    return max(6000, round(bytes_per_second(rate) / 2000))
+    return max(1600, round(bytes_per_second(rate) / 10_000))
 
 
 class Namespaces:

@@ -15,9 +15,11 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { PORT = 29600, NEIGHBOURS = 2, PIECE = 1 << 20 };
+enum { PORT = 29600, NEIGHBOURS = 2, PIECE = 1 << 20, SPIN_BYTES = 64 << 10 };
 static const double LIMIT_SECONDS = 3.0;
-static int hosts, neighbours[NEIGHBOURS] = {-1, -1}, must_block;
+// Small sizes spin if each host has a core, barriers too: a spinning process keeps one that it wakes from running on its core.
+// Large ones block until there is much to move.
+static int hosts, neighbours[NEIGHBOURS] = {-1, -1}, spins;
 
 static void fail(const char *problem) {
     fprintf(stderr, "raw_tcp: %s: %s\n", problem, strerror(errno));
@@ -95,7 +97,7 @@ static void exchange(const char *from, char *to, size_t bytes) {
             if (events) waiting[open++] = (struct pollfd){neighbours[i], events, 0};
         }
         if (open == 0) return;
-        if (!moved && must_block) poll(waiting, open, -1);
+        if (!moved && !spins) poll(waiting, open, -1);
     }
 }
 
@@ -104,7 +106,8 @@ static void move_all(int is_send, int link, double *value) {
     while (done < sizeof *value) {
         char *rest = (char *)value + done;
         size_t left = sizeof *value - done;
-        advanced(is_send ? send(link, rest, left, MSG_NOSIGNAL) : recv(link, rest, left, 0), &done);
+        int flags = spins ? MSG_DONTWAIT | MSG_NOSIGNAL : MSG_NOSIGNAL;
+        advanced(is_send ? send(link, rest, left, flags) : recv(link, rest, left, flags), &done);
     }
 }
 
@@ -130,6 +133,7 @@ static int by_value(const void *left, const void *right) {
 }
 
 static void measure(int index, size_t bytes) {
+    spins = bytes <= SPIN_BYTES && hosts <= sysconf(_SC_NPROCESSORS_ONLN);
     char *from = malloc(bytes), *to = malloc(NEIGHBOURS * bytes);
     static double seconds[2300];
     if (!from || !to) fail("memory");
@@ -170,8 +174,6 @@ int main(int argc, char **argv) {
         fprintf(stderr, "usage: raw_tcp INDEX ADDRESS ADDRESS... [--min BYTES] [--max BYTES]\n");
         return 2;
     }
-    // A core for each host spins; otherwise they take turns.
-    must_block = hosts > sysconf(_SC_NPROCESSORS_ONLN);
     if (index > 0) neighbours[0] = connect_to(argv[1 + index]);
     if (index + 1 < hosts) neighbours[1] = accept_at(argv[2 + index]);
     for (int i = 0; i < NEIGHBOURS; i++)
