@@ -8,6 +8,7 @@ H hosts have L ranks each, n = H·L; every rank has S bytes. Four parameters des
     γ  seconds per byte that a rank reads and adds
 
 A cost is linear in them as long as it is known what a pipeline waits for, its link or its sums; so `fit` is linear least squares.
+Hosts that are namespaces of one machine share its cores: there the overhead counts n / cores times.
 
 **Raw.** A small payload goes from every rank to every other in one go: α + (n−1)·o + L²·(H−1)·S·β + n·S·γ. A host sends L ranks'
 payloads to each of the (H−1)·L ranks elsewhere.
@@ -15,16 +16,22 @@ payloads to each of the (H−1)·L ranks elsewhere.
 **Chain.** Rank l of each host owns shard l, S/L bytes, in blocks of b bytes. A block visits the hosts in order; each adds its L ranks'
 parts; the last host's result goes back along the chain. The L chains of a host share its link and run at the same time, so a hop
 of a block in all of them takes α + o + L·b·β, and the sums of a host L·b·γ. The first block needs 2·(H−1) hops and H sums. The
-others follow at the pace of the busiest part: a host in the middle sends 2·S bytes and receives as many, with two hosts each sends
-S. So with c = 1 for H = 2 and c = 2 beyond, after the arrival of all ranks, α + (n−1)·o:
+others follow at the pace of the busiest part, a link, a rank's sums or its messages: a host in the middle sends 2·S bytes and
+receives as many, with two hosts each sends S. So with c = 1 for H = 2 and c = 2 beyond, after the arrival of all ranks, α + (n−1)·o:
 
-    2·(H−1)·(α + o + L·b·β) + H·L·b·γ + (S − L·b)·max(c·β, γ)
+    2·(H−1)·(α + o + L·b·β) + H·L·b·γ + (S − L·b)·max(c·β, γ, c·o/(L·b))
+
+**Direct.** As a small payload, but each of the n ranks owns a part, gets it from all others and sums it in rank order, too; then a
+result goes to every host. That is 2 steps with 2·(n−1) messages, but (L + 1)·(H−1)/H·S bytes for a link: the parts of a host's ranks
+cannot be added up before those of the hosts before it.
 
 **Tree.** Two binary trees over the hosts, each with half of the bytes, up and down: 2·⌈log₂ H⌉ hops, in which two children share a
 link. The pace is that of the chain: every host is inside one tree and a leaf of the other.
 
 **Ring, halving.** A reduce-scatter over the hosts and an all-gather: 2·(H−1) steps around a ring, or 2·⌈log₂ H⌉ steps between hosts at
-doubling distances, with 2·(H−1)/H·S·β for the bytes and S·γ for the sums. The order of the sums then depends on the element.
+doubling distances, with 2·(H−1)/H·S·β for the bytes and S·γ for the sums.
+
+Chain and direct keep the order of sums, 0…n−1. The others do not: there the order depends on the number of hosts or on the element.
 """
 
 import collections
@@ -34,7 +41,9 @@ Parameters = collections.namedtuple("Parameters", "alpha overhead beta gamma")
 # Sizes up to this one are exchanged raw; blocks of the chain, in bytes.
 RAW_BYTES = 16 << 10
 BLOCK_BYTES = 256 << 10
-ALTERNATIVES = ("tree", "ring", "halving")
+# Sizes up to this one show latency and overhead.
+TINY_BYTES = 256
+ALTERNATIVES = ("direct", "tree", "ring", "halving")
 
 
 def plus(*costs):
@@ -54,14 +63,15 @@ def dot(cost, parameters):
 HOP = Parameters(1, 1, 0, 0)
 
 
-def arrival(hosts, ranks):
-    """Every rank tells every other that it has come."""
-    return Parameters(1, hosts * ranks - 1, 0, 0)
+def arrival(hosts, ranks, cores=None):
+    """Every rank tells every other that it has come. `cores` are those that all hosts share, if they do."""
+    crowd = max(1, hosts * ranks / cores) if cores else 1
+    return Parameters(1, (hosts * ranks - 1) * crowd, 0, 0)
 
 
-def raw(hosts, ranks, size):
+def raw(hosts, ranks, size, cores=None):
     own = Parameters(0, 0, ranks * ranks * (hosts - 1) * size, hosts * ranks * size)
-    return plus(arrival(hosts, ranks), own)
+    return plus(arrival(hosts, ranks, cores), own)
 
 
 def pipelined(hops, sums, hop_bytes, block, size, pace):
@@ -70,23 +80,29 @@ def pipelined(hops, sums, hop_bytes, block, size, pace):
     return plus(times(hops, hop), Parameters(0, 0, 0, sums * block), times(size - block, pace))
 
 
-def pace(hosts, parameters):
-    """The cost of a byte in a full pipeline."""
+def pace(hosts, of_all, parameters):
+    """The cost of a byte in a full pipeline with blocks of `of_all` bytes over the ranks of a host."""
     busiest = 1 if hosts == 2 else 2
-    by_link = busiest * parameters.beta >= parameters.gamma
-    return Parameters(0, 0, busiest, 0) if by_link else Parameters(0, 0, 0, 1)
+    link, sums = Parameters(0, 0, busiest, 0), Parameters(0, 0, 0, 1)
+    messages = Parameters(0, busiest / of_all, 0, 0)
+    return max(link, sums, messages, key=lambda cost: dot(cost, parameters))
 
 
-def chain(hosts, ranks, size, parameters, block=BLOCK_BYTES):
+def chain(hosts, ranks, size, parameters, block=BLOCK_BYTES, cores=None):
     of_all = min(ranks * block, size)
-    steps = pipelined(2 * (hosts - 1), hosts, of_all, of_all, size, pace(hosts, parameters))
-    return plus(arrival(hosts, ranks), steps)
+    steps = pipelined(2 * (hosts - 1), hosts, of_all, of_all, size, pace(hosts, of_all, parameters))
+    return plus(arrival(hosts, ranks, cores), steps)
+
+
+def direct(hosts, ranks, size, _=None):
+    moved = Parameters(0, 0, (ranks + 1) * (hosts - 1) / hosts * size, size)
+    return plus(times(3, arrival(hosts, ranks)), moved)
 
 
 def tree(hosts, ranks, size, parameters, block=BLOCK_BYTES):
     of_all, depth = min(ranks * block, size), math.ceil(math.log2(hosts))
     hop_bytes = of_all if hosts == 2 else 2 * of_all
-    steps = pipelined(2 * depth, depth + 1, hop_bytes, of_all, size, pace(hosts, parameters))
+    steps = pipelined(2 * depth, depth + 1, hop_bytes, of_all, size, pace(hosts, of_all, parameters))
     return plus(arrival(hosts, ranks), steps)
 
 
@@ -103,9 +119,9 @@ def halving(hosts, ranks, size, _=None):
     return scattered(hosts, ranks, size, 2 * math.ceil(math.log2(hosts)))
 
 
-def all_reduce(hosts, ranks, size, parameters, block=BLOCK_BYTES):
+def all_reduce(hosts, ranks, size, parameters, cores=None):
     """The cost of what mgpurun does."""
-    return raw(hosts, ranks, size) if size <= RAW_BYTES else chain(hosts, ranks, size, parameters, block)
+    return raw(hosts, ranks, size, cores) if size <= RAW_BYTES else chain(hosts, ranks, size, parameters, cores=cores)
 
 
 def seconds(algorithm, hosts, ranks, size, parameters, **options):
@@ -125,15 +141,15 @@ def in_buckets(size, bucket, time_of):
     return whole * time_of(bucket) + (time_of(rest) if rest else 0)
 
 
-def crossover(alternative, ranks, size, parameters, most=1 << 16):
-    """The fewest hosts from which on (up to `most`) the alternative takes less time than the chain; None if there are none."""
-    found = None
-    hosts = most
-    while hosts >= 2:
-        if seconds(alternative, hosts, ranks, size, parameters) >= seconds(chain, hosts, ranks, size, parameters):
-            break
+def crossover(alternative, chain_seconds, most):
+    """The fewest hosts from which on, up to `most`, the alternative takes less time than the chain; None if there are none.
+
+    Both are functions from the number of hosts to seconds. Above 256 hosts not every number is tried.
+    """
+    found, hosts = None, most
+    while hosts >= 2 and alternative(hosts) < chain_seconds(hosts):
         found = hosts
-        hosts -= 1 if hosts <= 256 else max(1, hosts // 256)
+        hosts -= max(1, hosts // 256)
     return found
 
 
@@ -154,6 +170,8 @@ def solve(matrix, right):
 
 def least_squares(rows, right):
     """Parameters not below 0 with the least squares; a parameter that would be negative is 0."""
+    if not rows:
+        raise ValueError("the measurements do not determine the parameters")
     used = list(range(len(rows[0])))
     while used:
         normal = [[sum(row[a] * row[b] for row in rows) for b in used] for a in used]
@@ -164,22 +182,33 @@ def least_squares(rows, right):
     return [0.0] * len(rows[0])
 
 
-def fit(points, gamma, block=BLOCK_BYTES):
+def fit(points, gamma, cores=None):
     """The parameters, of which γ is known, from points (hosts, ranks, size, seconds); relative errors are made small.
 
-    The links must be slower than the sums. Parameters are scaled to numbers of about 1, so that equations stay well conditioned.
+    Tiny sizes give latency and overhead, those that travel along the chain give β, and each needs what the other gives: a few turns
+    settle that. The links must be slower than the sums.
     """
-    slow, scale = Parameters(0, 0, 1, 0), (1e-6, 1e-6, 1e-9)
-    rows, right = [], []
-    for hosts, ranks, size, measured in points:
-        cost = all_reduce(hosts, ranks, size, slow, block)
-        rows.append([part * unit / measured for part, unit in zip(cost, scale)])
-        right.append(1 - cost.gamma * gamma / measured)
-    return Parameters(*(value * unit for value, unit in zip(least_squares(rows, right), scale)), gamma)
+    slow, found = Parameters(0, 0, 1, 0), Parameters(0.0, 0.0, 0.0, gamma)
+    costs = [(size, measured, all_reduce(hosts, ranks, size, slow, cores)) for hosts, ranks, size, measured in points]
+    tiny = [(measured, cost) for size, measured, cost in costs if size <= TINY_BYTES]
+    large = [(measured, cost) for size, measured, cost in costs if size > RAW_BYTES]
+    for _ in range(20):
+        found = refitted(tiny, found, ("alpha", "overhead"))
+        found = refitted(large, found, ("beta",))
+    return found
 
 
-def deviations(points, parameters, block=BLOCK_BYTES):
+def refitted(timed, parameters, names):
+    """The parameters with the named ones fitted to (seconds, cost) by least squares of the relative errors."""
+    # In nanoseconds, so that the equations stay well conditioned.
+    rest = parameters._replace(**dict.fromkeys(names, 0.0))
+    rows = [[getattr(cost, name) * 1e-9 / measured for name in names] for measured, cost in timed]
+    right = [1 - dot(cost, rest) / measured for measured, cost in timed]
+    return rest._replace(**{name: value * 1e-9 for name, value in zip(names, least_squares(rows, right))})
+
+
+def deviations(points, parameters, cores=None):
     """(hosts, ranks, size, measured, predicted, relative deviation) of each point."""
     for hosts, ranks, size, measured in points:
-        predicted = dot(all_reduce(hosts, ranks, size, parameters, block), parameters)
+        predicted = dot(all_reduce(hosts, ranks, size, parameters, cores), parameters)
         yield hosts, ranks, size, measured, predicted, predicted / measured - 1

@@ -64,10 +64,13 @@ class Formulas(unittest.TestCase):
         self.assertEqual(model.all_reduce(3, 2, 100, SLOW), Parameters(1, 5, 4 * 2 * 100, 6 * 100))
         self.assertEqual(model.all_reduce(3, 2, model.RAW_BYTES + 1, SLOW), model.chain(3, 2, model.RAW_BYTES + 1, SLOW))
 
-    def test_a_fast_link_leaves_the_sums(self):
+    def test_a_fast_link_leaves_messages_and_sums(self):
         fast = SLOW._replace(beta=1e-12)
-        cost = model.chain(8, 1, 64 << 20, fast)
-        self.assertEqual(cost.gamma, 8 * model.BLOCK_BYTES + (64 << 20) - model.BLOCK_BYTES)
+        sums = model.chain(8, 1, 64 << 20, fast)
+        self.assertEqual(sums.gamma, 8 * model.BLOCK_BYTES + (64 << 20) - model.BLOCK_BYTES)
+        messages = model.chain(8, 1, 64 << 20, fast._replace(gamma=0))
+        self.assertEqual(messages.gamma, 8 * model.BLOCK_BYTES)
+        self.assertAlmostEqual(messages.overhead, 7 + 14 + 2 * 255)
 
     def test_ring_and_halving_differ_in_their_steps_only(self):
         ring, halving = model.ring(8, 1, 1 << 20), model.halving(8, 1, 1 << 20)
@@ -92,51 +95,63 @@ class Formulas(unittest.TestCase):
         self.assertEqual(model.in_buckets(8, 4, lambda _: 1), 2)
 
 
+    def test_direct_moves_fewer_bytes_than_the_chain_with_one_rank_a_host(self):
+        for hosts in (3, 4, 8):
+            self.assertLess(model.direct(hosts, 1, 1 << 30).beta, model.chain(hosts, 1, 1 << 30, SLOW).beta)
+        self.assertGreater(model.direct(8, 8, 1 << 30).beta, model.chain(8, 8, 1 << 30, SLOW).beta)
+
+    def test_shared_cores_multiply_the_overhead_only(self):
+        alone, crowded = model.all_reduce(3, 2, 100, SLOW), model.all_reduce(3, 2, 100, SLOW, cores=2)
+        self.assertEqual(crowded, alone._replace(overhead=3 * alone.overhead))
+        self.assertEqual(model.arrival(2, 1, cores=4), model.arrival(2, 1))
+
+
 class Crossovers(unittest.TestCase):
     def test_from_the_crossover_on_the_alternative_is_faster(self):
-        for alternative in (model.tree, model.ring, model.halving):
-            hosts = model.crossover(alternative, 8, 100 << 20, SLOW, most=4096)
+        chain = lambda hosts: model.seconds(model.chain, hosts, 8, 100 << 20, SLOW)
+        for kind in (model.direct, model.tree, model.ring, model.halving):
+            alternative = lambda hosts: model.seconds(kind, hosts, 8, 100 << 20, SLOW)
+            hosts = model.crossover(alternative, chain, most=4096)
             self.assertIsNotNone(hosts)
-            times = lambda count: [model.seconds(kind, count, 8, 100 << 20, SLOW) for kind in (alternative, model.chain)]
             for count in range(hosts, 257):
-                self.assertLess(*times(count))
+                self.assertLess(alternative(count), chain(count))
             if 2 < hosts <= 256:
-                self.assertGreaterEqual(*times(hosts - 1))
+                self.assertGreaterEqual(alternative(hosts - 1), chain(hosts - 1))
 
     def test_an_alternative_that_never_wins_has_no_crossover(self):
-        self.assertIsNone(model.crossover(model.chain, 8, 1 << 20, SLOW, most=256))
+        self.assertIsNone(model.crossover(lambda hosts: 1.0, lambda hosts: 1.0, most=256))
 
 
 class Fit(unittest.TestCase):
     POINTS = [(hosts, ranks, 4**power) for hosts in (2, 3, 4) for ranks in (1, 2) for power in range(1, 12)]
 
-    def points(self, noise=0.0, where=None):
+    def points(self, noise=0.0, where=None, cores=2):
         chance = random.Random(1)
         for hosts, ranks, size in where or self.POINTS:
-            exact = model.dot(model.all_reduce(hosts, ranks, size, SLOW), SLOW)
+            exact = model.dot(model.all_reduce(hosts, ranks, size, SLOW, cores), SLOW)
             yield hosts, ranks, size, exact * (1 + chance.uniform(-noise, noise))
 
     def test_exact_points_give_the_parameters(self):
-        found = model.fit(list(self.points()), SLOW.gamma)
+        found = model.fit(list(self.points()), SLOW.gamma, cores=2)
         for name in SLOW._fields:
-            self.assertAlmostEqual(getattr(found, name) / getattr(SLOW, name), 1, 6, name)
+            self.assertAlmostEqual(getattr(found, name) / getattr(SLOW, name), 1, 4, name)
 
     def test_noisy_points_predict_a_fifth_host(self):
-        found = model.fit(list(self.points(noise=0.1)), SLOW.gamma)
+        found = model.fit(list(self.points(noise=0.1)), SLOW.gamma, cores=2)
         fifth = list(self.points(where=[(5, ranks, 4**power) for ranks in (1, 2) for power in range(1, 12)]))
-        for *_, deviation in model.deviations(fifth, found):
-            self.assertLess(abs(deviation), 0.1)
+        for *_, deviation in model.deviations(fifth, found, cores=2):
+            self.assertLess(abs(deviation), 0.15)
 
     def test_no_parameter_is_negative(self):
         # Without any latency, noise would make it negative.
-        bare, sizes = Parameters(0, 0, 80e-9, 0), [4**power for power in range(8, 13)]
+        bare, sizes = Parameters(0, 0, 80e-9, 0), [4**power for power in range(13)]
         points = [(hosts, 1, size, model.dot(model.all_reduce(hosts, 1, size, bare), bare) * (1 + 0.01 * (-1) ** (hosts + index)))
                   for hosts in (2, 3, 4) for index, size in enumerate(sizes)]
         self.assertGreaterEqual(min(model.fit(points, 0.0)), 0)
 
     def test_too_few_points_are_an_error(self):
         with self.assertRaisesRegex(ValueError, "do not determine"):
-            model.fit([(2, 1, 4, 1e-4)], 0.0)
+            model.fit([(2, 1, 4, 1e-4), (2, 1, 1 << 20, 1e-2)], 0.0)
 
 
 class Rates(unittest.TestCase):

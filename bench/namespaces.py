@@ -43,12 +43,12 @@ def bytes_per_second(rate):
 
 
 def bucket_bytes(rate):
-    """The bucket of a token bucket filter: a tenth of a millisecond of the rate, and at least a frame.
+    """The bucket of a token bucket filter: half a millisecond of the rate, and at least a few frames.
 
-    A bucket lets so many bytes pass at once after a pause. A large one would hide the rate from small messages, a small one would
-    wake the filter too often.
+    A bucket lets so many bytes pass at once after a pause. A large one would hide the rate from small messages; with a small
+    one the rate is missed whenever the filter's timer is late.
     """
-    return max(1600, round(bytes_per_second(rate) / 10_000))
+    return max(6000, round(bytes_per_second(rate) / 2000))
 
 
 class Namespaces:
