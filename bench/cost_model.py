@@ -144,12 +144,12 @@ def in_buckets(size, bucket, time_of):
 def crossover(alternative, chain_seconds, most):
     """The fewest hosts from which on, up to `most`, the alternative takes less time than the chain; None if there are none.
 
-    Both are functions from the number of hosts to seconds. Above 256 hosts not every number is tried.
+    Both are functions from the number of hosts to seconds. Above 64 hosts not every number is tried.
     """
     found, hosts = None, most
     while hosts >= 2 and alternative(hosts) < chain_seconds(hosts):
         found = hosts
-        hosts -= max(1, hosts // 256)
+        hosts -= max(1, hosts // 64)
     return found
 
 

@@ -113,9 +113,9 @@ class Crossovers(unittest.TestCase):
             alternative = lambda hosts: model.seconds(kind, hosts, 8, 100 << 20, SLOW)
             hosts = model.crossover(alternative, chain, most=4096)
             self.assertIsNotNone(hosts)
-            for count in range(hosts, 257):
+            for count in range(hosts, 128):
                 self.assertLess(alternative(count), chain(count))
-            if 2 < hosts <= 256:
+            if 2 < hosts <= 64:
                 self.assertGreaterEqual(alternative(hosts - 1), chain(hosts - 1))
 
     def test_an_alternative_that_never_wins_has_no_crossover(self):
