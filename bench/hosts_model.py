@@ -24,6 +24,7 @@ import sys
 
 import cost_model as model
 import launchers
+import markdown
 import provenance
 from cost_model import Parameters
 from summarise_allreduce import OURS, size_name
@@ -153,28 +154,28 @@ def crossover_rows(gamma):
     return rows
 
 
-def markdown(rows):
-    head, *body = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
-
-
 def print_tables(gamma):
     for gbits in LINKS:
         print(f"{TABLE_RANKS} ranks a host, links of {gbits} Gbit/s; {parameter_words(link(gbits, gamma))}:\n")
-        print(markdown(paper_rows(gbits, gamma)) + "\n")
+        print(markdown.table(paper_rows(gbits, gamma)) + "\n")
     print("Fewest hosts from which on it takes less time than the chain, both with their best blocks:\n")
-    print(markdown(crossover_rows(gamma)))
+    print(markdown.table(crossover_rows(gamma)))
+
+
+def verdict(result):
+    """The fit and its largest deviations, in words."""
+    parameters, rows = check(result)
+    largest = largest_deviation(rows)
+    small = [abs(row[-1]) for row in rows if row[2] <= model.RAW_BYTES]
+    words = f"Fitted at {result['tbf']}: {parameter_words(parameters)}. Largest deviation above {size_name(model.RAW_BYTES)}: "
+    words += "none measured" if largest is None else f"{largest:.0%}"
+    return words + (f"; up to there: {max(small):.0%}." if small else ".")
 
 
 def report(result):
     """Prints the fit and what it predicts. Returns whether the predictions are good enough."""
-    parameters, rows = check(result)
-    print(f"fitted at {result['tbf']}: {parameter_words(parameters)}\n")
-    print(markdown(check_rows(result)))
-    largest = largest_deviation(rows)
-    small = [abs(row[-1]) for row in rows if row[2] <= model.RAW_BYTES]
-    print(f"\nlargest deviation above {size_name(model.RAW_BYTES)}: " + ("none measured" if largest is None else f"{largest:.1%}")
-          + f" (asked: {GOAL:.0%})" + (f"; up to there: {max(small):.1%}" if small else ""))
+    print(f"{markdown.table(check_rows(result))}\n\n{verdict(result)} At most {GOAL:.0%} is asked of the first.")
+    largest = largest_deviation(check(result)[1])
     return largest is not None and largest <= GOAL
 
 

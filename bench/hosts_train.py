@@ -21,6 +21,7 @@ import shutil
 import sys
 
 import launchers
+import markdown
 import provenance
 import summarise_train
 from hosts_collectives import TORCH, layout
@@ -141,8 +142,7 @@ def bytes_rows(result):
 
 
 def table(result):
-    from hosts_model import markdown
-    return "\n\n".join(markdown(rows) for rows in (speed_rows(result), bytes_rows(result)) if len(rows) > 1)
+    return "\n\n".join(markdown.table(rows) for rows in (speed_rows(result), bytes_rows(result)) if len(rows) > 1)
 
 
 def parse():

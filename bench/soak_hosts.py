@@ -45,7 +45,7 @@ class Soak:
         lines = [line for line in texts[0].splitlines() if line.startswith("{") and line.endswith("}")]
         found = {"exit_codes": codes, "seconds": round(seconds, 1), "steps": steps, "blips": blips,
                  "weights": json.loads(lines[-1])["weights"] if lines else None,
-                 "images_per_s": json.loads(lines[-1])["images_per_s"] if lines else None}
+                 "ms_per_step": json.loads(lines[-1])["ms_per_step"] if lines else None}
         print(json.dumps(found), file=sys.stderr)
         if any(codes):
             print("\n".join(f"n{host}: {text[-2000:]}" for host, text in enumerate(texts)), file=sys.stderr)
@@ -101,10 +101,9 @@ def main():
     steps = options.steps
     if not steps:
         speed = soak.train(CALIBRATION_STEPS)
-        if not speed["images_per_s"]:
+        if not speed["ms_per_step"]:
             return 1
-        # Of the whole run, with its start and end.
-        steps = max(CALIBRATION_STEPS, round(CALIBRATION_STEPS * options.minutes * 60 / speed["seconds"]))
+        steps = max(CALIBRATION_STEPS, round(options.minutes * 60e3 / speed["ms_per_step"]))
     undisturbed = soak.train(steps)
     disturbed = soak.train(steps, options.every)
     wrong = problems(undisturbed, disturbed)
