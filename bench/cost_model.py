@@ -10,6 +10,8 @@ H hosts have L ranks each, n = H·L; every rank has S bytes. Four parameters des
 A cost is linear in them as long as it is known what a pipeline waits for, its link or its sums; so `fit` is linear least squares.
 Hosts that are namespaces of one machine share its cores: there the overhead counts n / cores times.
 
+mgpurun takes the first for up to 16 KiB, the third if each host has one rank, and the second otherwise.
+
 **Raw.** A small payload goes from every rank to every other in one go: α + (n−1)·o + L²·(H−1)·S·β + n·S·γ. A host sends L ranks'
 payloads to each of the (H−1)·L ranks elsewhere.
 
@@ -21,9 +23,10 @@ receives as many, with two hosts each sends S. So with c = 1 for H = 2 and c = 2
 
     2·(H−1)·(α + o + L·b·β) + H·L·b·γ + (S − L·b)·max(c·β, γ, c·o/(L·b))
 
-**Direct.** As a small payload, but each of the n ranks owns a part, gets it from all others and sums it in rank order, too; then a
-result goes to every host. That is 2 steps with 2·(n−1) messages, but (L + 1)·(H−1)/H·S bytes for a link: the parts of a host's ranks
-cannot be added up before those of the hosts before it.
+**Direct.** As a small payload, but each of the n ranks owns a part, gets it from all others and sums it in rank order, too; then its
+result goes to every host. That is (L + 1)·(H−1)/H·S bytes for a link: the parts of a host's ranks cannot be added up before those of
+the hosts before it. The payload is cut into k chunks of n pieces; the results of a chunk and the parts of the next one travel together,
+so there are k + 1 steps with n−1 messages each.
 
 **Tree.** Two binary trees over the hosts, each with half of the bytes, up and down: 2·⌈log₂ H⌉ hops, in which two children share a
 link. The pace is that of the chain: every host is inside one tree and a leaf of the other.
@@ -38,9 +41,10 @@ import collections
 import math
 
 Parameters = collections.namedtuple("Parameters", "alpha overhead beta gamma")
-# Sizes up to this one are exchanged raw; blocks of the chain, in bytes.
+# Sizes up to this one are exchanged raw; blocks of the chain, and pieces of the direct exchange, in bytes.
 RAW_BYTES = 16 << 10
-BLOCK_BYTES = 256 << 10
+BLOCK_BYTES = 128 << 10
+PIECE_BYTES = 256 << 10
 # Sizes up to this one show latency and overhead.
 TINY_BYTES = 256
 ALTERNATIVES = ("direct", "tree", "ring", "halving")
@@ -94,9 +98,10 @@ def chain(hosts, ranks, size, parameters, block=BLOCK_BYTES, cores=None):
     return plus(arrival(hosts, ranks, cores), steps)
 
 
-def direct(hosts, ranks, size, _=None):
+def direct(hosts, ranks, size, _=None, cores=None):
+    chunks = math.ceil(size / (hosts * ranks * PIECE_BYTES))
     moved = Parameters(0, 0, (ranks + 1) * (hosts - 1) / hosts * size, size)
-    return plus(times(3, arrival(hosts, ranks)), moved)
+    return plus(times(1 + chunks + 1, arrival(hosts, ranks, cores)), moved)
 
 
 def tree(hosts, ranks, size, parameters, block=BLOCK_BYTES):
@@ -121,7 +126,9 @@ def halving(hosts, ranks, size, _=None):
 
 def all_reduce(hosts, ranks, size, parameters, cores=None):
     """The cost of what mgpurun does."""
-    return raw(hosts, ranks, size, cores) if size <= RAW_BYTES else chain(hosts, ranks, size, parameters, cores=cores)
+    if size <= RAW_BYTES:
+        return raw(hosts, ranks, size, cores)
+    return (direct if ranks == 1 else chain)(hosts, ranks, size, parameters, cores=cores)
 
 
 def seconds(algorithm, hosts, ranks, size, parameters, **options):
@@ -185,7 +192,7 @@ def least_squares(rows, right):
 def fit(points, gamma, cores=None):
     """The parameters, of which γ is known, from points (hosts, ranks, size, seconds); relative errors are made small.
 
-    Tiny sizes give latency and overhead, those that travel along the chain give β, and each needs what the other gives: a few turns
+    Tiny sizes give latency and overhead, those above RAW_BYTES give β, and each needs what the other gives: a few turns
     settle that. The links must be slower than the sums.
     """
     slow, found = Parameters(0, 0, 1, 0), Parameters(0.0, 0.0, 0.0, gamma)

@@ -62,7 +62,9 @@ class Formulas(unittest.TestCase):
 
     def test_small_payloads_go_from_all_to_all(self):
         self.assertEqual(model.all_reduce(3, 2, 100, SLOW), Parameters(1, 5, 4 * 2 * 100, 6 * 100))
-        self.assertEqual(model.all_reduce(3, 2, model.RAW_BYTES + 1, SLOW), model.chain(3, 2, model.RAW_BYTES + 1, SLOW))
+        size = model.RAW_BYTES + 1
+        self.assertEqual(model.all_reduce(3, 2, size, SLOW), model.chain(3, 2, size, SLOW))
+        self.assertEqual(model.all_reduce(3, 1, size, SLOW), model.direct(3, 1, size))
 
     def test_a_fast_link_leaves_messages_and_sums(self):
         fast = SLOW._replace(beta=1e-12)
@@ -70,7 +72,7 @@ class Formulas(unittest.TestCase):
         self.assertEqual(sums.gamma, 8 * model.BLOCK_BYTES + (64 << 20) - model.BLOCK_BYTES)
         messages = model.chain(8, 1, 64 << 20, fast._replace(gamma=0))
         self.assertEqual(messages.gamma, 8 * model.BLOCK_BYTES)
-        self.assertAlmostEqual(messages.overhead, 7 + 14 + 2 * 255)
+        self.assertAlmostEqual(messages.overhead, 7 + 14 + 2 * 511)
 
     def test_ring_and_halving_differ_in_their_steps_only(self):
         ring, halving = model.ring(8, 1, 1 << 20), model.halving(8, 1, 1 << 20)

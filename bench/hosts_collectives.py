@@ -60,7 +60,7 @@ class Contenders:
         os.makedirs(BUILT, exist_ok=True)
         for program in ("mgpurun", "allreduce_perf"):
             if not os.access(os.path.join(launchers.BIN, program), os.X_OK):
-                sys.exit(f"there is no target/release/{program}: run cargo build --release")
+                sys.exit(f"there is no {program} in {launchers.BIN}: run cargo build --release")
         self.wants = lambda name: only is None or name in only
         for name, variables in {OURS: {}, **self.variants}.items():
             if self.wants(name):

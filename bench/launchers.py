@@ -7,7 +7,7 @@ import subprocess
 import namespaces
 import provenance
 
-BIN = os.path.join(provenance.ROOT, "target/release")
+BIN = os.path.abspath(os.environ.get("BIN") or os.path.join(provenance.ROOT, "target/release"))
 # What an MPI library is told so that ranks on different hosts speak over TCP, and those of one host over shared memory. The first
 # group is for all jobs, the second one for jobs with more ranks than cores, which should not spin.
 OVER_TCP = {
