@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures all-reduce over hosts, which are namespaces of this machine, beside MPI libraries and gloo over TCP.
 
-    hosts_collectives.py [--layouts 2x1,2x2,4x1] [--rounds 3] [--min 4] [--max 67108864] [--only mgpu,impi] [--tbf RATE]
+    hosts_collectives.py [--layouts 2x1,2x2,4x1] [--rounds 3] [--min 4] [--max 67108864] [--only mgpu,impi,raw] [--tbf RATE]
                          [--ours NAME=VARIABLE=VALUE[,VARIABLE=VALUE]] [--out FILE.json]
     hosts_collectives.py --table FILE.json
 
@@ -40,7 +40,8 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 PEERS = os.path.abspath(os.environ.get("MGPU_PEERS") or os.path.join(provenance.ROOT, "target/peers"))
 TORCH = os.environ.get("TORCH", os.path.join(PEERS, "v/bin/python"))
 BUILT = os.path.join(provenance.ROOT, "target/bench-peers")
-RAW = "raw TCP"
+# Plain TCP, as a contender and as the bound of a drawing.
+RAW, BOUND = "raw", "plain TCP"
 # Seconds after which a run of one contender is stopped. What it has printed counts.
 LIMIT = 240
 # At most so many times the best peer's time, for sizes up to so many bytes.
@@ -49,6 +50,13 @@ GOALS = [(1 << 10, 1.1), (64 << 10, 1.0), (64 << 20, 0.8)]
 BOUND_GOAL = (16 << 20, 0.8)
 # Over links with a rate: at most so many times size / rate, from this size on.
 LINK_GOAL = (64 << 20, 1.1)
+
+
+def torch():
+    """The Python that has torch, by its absolute path, and torch's version; the version is None without it."""
+    python = shutil.which(TORCH)
+    # Not its real path: a virtual environment is known by the link.
+    return python and os.path.abspath(python), python and provenance.package_version(python, "torch")
 
 
 class Contenders:
@@ -61,6 +69,9 @@ class Contenders:
         for program in ("mgpurun", "allreduce_perf"):
             if not os.access(os.path.join(launchers.BIN, program), os.X_OK):
                 sys.exit(f"there is no {program} in {launchers.BIN}: run cargo build --release")
+        known = [OURS, *self.variants, *launchers.OVER_TCP, "gloo", RAW]
+        if unknown := set(only or []) - set(known):
+            sys.exit(f"there is no contender {', '.join(sorted(unknown))}; there are {', '.join(known)}")
         self.wants = lambda name: only is None or name in only
         for name, variables in {OURS: {}, **self.variants}.items():
             if self.wants(name):
@@ -115,8 +126,7 @@ class Contenders:
         self.versions[library] = provenance.package_version(os.path.join(venv, "bin/python"), package)
 
     def add_gloo(self):
-        python = shutil.which(TORCH)
-        version = python and provenance.package_version(python, "torch")
+        python, version = torch()
         if not version:
             return self.skip("gloo: no torch in the Python that TORCH names")
         program = [os.path.join(HERE, "peers/collectives_gloo.py")]
@@ -261,6 +271,14 @@ def layout(text):
     return hosts, ranks
 
 
+def rate(text):
+    try:
+        bytes_per_second(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(error) from None
+    return text
+
+
 def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", type=lambda text: [layout(one) for one in text.split(",")], default="2x1,2x2,4x1")
@@ -269,10 +287,13 @@ def parse():
     parser.add_argument("--max", type=int, default=64 << 20)
     parser.add_argument("--only", type=lambda text: text.split(","), help=f"contenders: {OURS}, {', '.join(launchers.OVER_TCP)}, gloo, {RAW}")
     parser.add_argument("--ours", type=variant, action="append", default=[])
-    parser.add_argument("--tbf", metavar="RATE")
+    parser.add_argument("--tbf", metavar="RATE", type=rate)
     parser.add_argument("--out")
     parser.add_argument("--table", metavar="FILE.json")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not 4 <= args.min <= args.max:
+        parser.error(f"sizes are at least 4 bytes: --min {args.min} --max {args.max}")
+    return args
 
 
 def main():
@@ -284,7 +305,7 @@ def main():
     path = args.out or provenance.result_path(f"hosts-rate-{args.tbf}" if args.tbf else "hosts-collectives")
     sizes = ["--min", str(args.min), "--max", str(args.max)]
     result = {"what": "p50 of an all-reduce in microseconds, f32 sum in place, the median of several rounds",
-              **provenance.record(versions=contenders.versions), "bound": RAW, "tbf": args.tbf,
+              **provenance.record(versions=contenders.versions), "bound": BOUND, "tbf": args.tbf,
               "ours": [OURS, *contenders.variants], "variables": contenders.variants, "rounds": args.rounds}
     lines, names = [], list(contenders.starts)
     for turn in range(args.rounds):

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures what the model of an all-reduce over hosts (cost_model.py) predicts, and prints its tables.
 
-    hosts_model.py [--rate 100mbit] [--hosts 2,3,4,5] [--ranks 1,2] [--rounds 3] [--min 4] [--max 4194304] [--out FILE.json]
+    hosts_model.py [--tbf 100mbit] [--hosts 2,3,4,5] [--ranks 1,2] [--rounds 3] [--min 4] [--max 4194304] [--out FILE.json]
     hosts_model.py --check FILE.json       fits once more and prints how far predictions are from measurements
     hosts_model.py --tables FILE.json      the tables for other networks
 
@@ -27,8 +27,9 @@ import launchers
 import markdown
 import provenance
 from cost_model import Parameters
+from hosts_collectives import Contenders, figures_of, rate
 from summarise_allreduce import OURS, size_name
-from train_work import NETS, work
+from train_work import work
 
 GOAL = 0.15
 # Networks of the tables, the hosts, and the ranks of each host.
@@ -51,17 +52,15 @@ def measured_gamma():
 
 
 def measure(args):
-    # Imported here: --tables and --check work without anything built.
-    from hosts_collectives import Contenders, figures_of
     contenders = Contenders([OURS])
     layouts = [(hosts, ranks) for hosts in args.hosts for ranks in args.ranks]
     result = {"what": "p50 of an all-reduce in microseconds over links with a rate, f32 sum in place, the median of several rounds",
-              **provenance.record(), "tbf": args.rate, "rounds": args.rounds, "gamma": measured_gamma()}
+              **provenance.record(), "tbf": args.tbf, "rounds": args.rounds, "gamma": measured_gamma()}
     lines = []
     for turn in range(args.rounds):
         for place in layouts:
             print(f"round {turn + 1} of {args.rounds}: {place[0]} hosts × {place[1]}", file=sys.stderr)
-            lines += contenders.run(OURS, place, ["--min", str(args.min), "--max", str(args.max)], args.rate)
+            lines += contenders.run(OURS, place, ["--min", str(args.min), "--max", str(args.max)], args.tbf)
         result |= {"skipped": contenders.skipped, "figures": figures_of(lines)}
         provenance.write(args.out, result)
     return result
@@ -185,7 +184,7 @@ def numbers(text):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="100mbit")
+    parser.add_argument("--tbf", metavar="RATE", type=rate, default="100mbit")
     parser.add_argument("--hosts", type=numbers, default="2,3,4,5")
     parser.add_argument("--ranks", type=numbers, default="1,2")
     parser.add_argument("--rounds", type=int, default=3)

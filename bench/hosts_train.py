@@ -17,14 +17,13 @@ TORCH ($MGPU_PEERS/v/bin/python); without it ours runs alone. Writes bench/resul
 import argparse
 import json
 import os
-import shutil
 import sys
 
 import launchers
 import markdown
 import provenance
 import summarise_train
-from hosts_collectives import TORCH, layout
+from hosts_collectives import layout, rate, torch
 from namespaces import Hosts
 from train import HERE, IMAGES, LIMIT_S, STEPS, WARM_UP
 
@@ -46,8 +45,7 @@ class Session:
     def __init__(self, options):
         self.options = options
         self.skipped, self.failed = [], False
-        self.torch = shutil.which(TORCH)
-        version = self.torch and provenance.package_version(self.torch, "torch")
+        self.torch, version = torch()
         self.sides = [OURS] + [THEIRS] * bool(version)
         if not version:
             self.skip("PyTorch: no torch in the Python that TORCH names")
@@ -152,7 +150,7 @@ def parse():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--only", default="speed,bytes")
-    parser.add_argument("--tbf", metavar="RATE")
+    parser.add_argument("--tbf", metavar="RATE", type=rate)
     parser.add_argument("--out")
     parser.add_argument("--table", metavar="FILE.json")
     options = parser.parse_args()

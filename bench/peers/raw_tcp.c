@@ -152,7 +152,7 @@ static void measure(int index, size_t bytes) {
     int skipped = warm_up < done / 2 ? warm_up : done / 2, count = done - skipped;
     qsort(seconds + skipped, count, sizeof *seconds, by_value);
     if (index == 0) {
-        printf("{\"impl\":\"raw TCP\",\"ranks\":%d,\"bytes\":%zu,\"us_p50\":%.2f,\"us_min\":%.2f,"
+        printf("{\"impl\":\"raw\",\"ranks\":%d,\"bytes\":%zu,\"us_p50\":%.2f,\"us_min\":%.2f,"
                "\"collective\":\"exchange\"}\n",
                hosts, bytes, seconds[skipped + count / 2] * 1e6, seconds[skipped] * 1e6);
         fflush(stdout);
