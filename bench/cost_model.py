@@ -16,12 +16,12 @@ mgpurun takes the first for up to 16 KiB, the third if each host has one rank, a
 payloads to each of the (H−1)·L ranks elsewhere.
 
 **Chain.** Rank l of each host owns shard l, S/L bytes, in blocks of b bytes. A block visits the hosts in order; each adds its L ranks'
-parts; the last host's result goes back along the chain. The L chains of a host share its link and run at the same time, so a hop
-of a block in all of them takes α + o + L·b·β, and the sums of a host L·b·γ. The first block needs 2·(H−1) hops and H sums. The
-others follow at the pace of the busiest part, a link, a rank's sums or its messages: a host in the middle sends 2·S bytes and
-receives as many, with two hosts each sends S. So with c = 1 for H = 2 and c = 2 beyond, after the arrival of all ranks, α + (n−1)·o:
+parts; the last host's result goes back along the chain. The L chains of a host work at the same time, and their blocks pass its link
+one after the other. The first block needs 2·(H−1) hops of α + o + b·β and H sums of L·b·γ. The others follow at the pace of what is
+slowest, the link, a rank's sums or its messages: a host in the middle sends 2·S bytes and receives as many, with two hosts each sends
+S. So with c = 1 for H = 2 and c = 2 beyond, after the arrival of all ranks, α + (n−1)·o:
 
-    2·(H−1)·(α + o + L·b·β) + H·L·b·γ + (S − L·b)·max(c·β, γ, c·o/(L·b))
+    2·(H−1)·(α + o + b·β) + H·L·b·γ + (S − b)·max(c·β, γ, c·o/(L·b))
 
 **Direct.** As a small payload, but each of the n ranks owns a part, gets it from all others and sums it in rank order, too; then its
 result goes to every host. That is (L + 1)·(H−1)/H·S bytes for a link: the parts of a host's ranks cannot be added up before those of
@@ -78,23 +78,24 @@ def raw(hosts, ranks, size, cores=None):
     return plus(arrival(hosts, ranks, cores), own)
 
 
-def pipelined(hops, sums, hop_bytes, block, size, pace):
-    """A first block of `block` bytes over all ranks, then the rest at `pace`."""
-    hop = plus(HOP, Parameters(0, 0, hop_bytes, 0))
-    return plus(times(hops, hop), Parameters(0, 0, 0, sums * block), times(size - block, pace))
-
-
-def pace(hosts, of_all, parameters):
-    """The cost of a byte in a full pipeline with blocks of `of_all` bytes over the ranks of a host."""
+def pace(hosts, ranks, block, parameters):
+    """The cost of a byte in a full pipeline."""
     busiest = 1 if hosts == 2 else 2
     link, sums = Parameters(0, 0, busiest, 0), Parameters(0, 0, 0, 1)
-    messages = Parameters(0, busiest / of_all, 0, 0)
+    messages = Parameters(0, busiest / (ranks * block), 0, 0)
     return max(link, sums, messages, key=lambda cost: dot(cost, parameters))
 
 
+def pipelined(hosts, ranks, size, parameters, block, hops, sums, hop_blocks):
+    """A first block takes `hops` hops, in which `hop_blocks` blocks share a link, and `sums` sums; the others follow at their pace."""
+    first = min(block, size / ranks)
+    hop = plus(HOP, Parameters(0, 0, hop_blocks * first, 0))
+    rest = times(size - first, pace(hosts, ranks, first, parameters))
+    return plus(times(hops, hop), Parameters(0, 0, 0, sums * ranks * first), rest)
+
+
 def chain(hosts, ranks, size, parameters, block=BLOCK_BYTES, cores=None):
-    of_all = min(ranks * block, size)
-    steps = pipelined(2 * (hosts - 1), hosts, of_all, of_all, size, pace(hosts, of_all, parameters))
+    steps = pipelined(hosts, ranks, size, parameters, block, hops=2 * (hosts - 1), sums=hosts, hop_blocks=1)
     return plus(arrival(hosts, ranks, cores), steps)
 
 
@@ -105,9 +106,8 @@ def direct(hosts, ranks, size, _=None, cores=None):
 
 
 def tree(hosts, ranks, size, parameters, block=BLOCK_BYTES):
-    of_all, depth = min(ranks * block, size), math.ceil(math.log2(hosts))
-    hop_bytes = of_all if hosts == 2 else 2 * of_all
-    steps = pipelined(2 * depth, depth + 1, hop_bytes, of_all, size, pace(hosts, of_all, parameters))
+    depth, children = math.ceil(math.log2(hosts)), 1 if hosts == 2 else 2
+    steps = pipelined(hosts, ranks, size, parameters, block, hops=2 * depth, sums=depth + 1, hop_blocks=children)
     return plus(arrival(hosts, ranks), steps)
 
 

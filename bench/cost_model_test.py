@@ -46,8 +46,8 @@ class Formulas(unittest.TestCase):
                 for blocks in (1, 2, 16, 64):
                     block = model.BLOCK_BYTES
                     size = blocks * ranks * block
-                    hop = SLOW.alpha + SLOW.overhead + ranks * block * SLOW.beta
-                    by_hand = played(hosts, blocks, hop, ranks * block * SLOW.gamma, ranks * block * SLOW.beta)
+                    hop = SLOW.alpha + SLOW.overhead + block * SLOW.beta
+                    by_hand = played(hosts, blocks * ranks, hop, ranks * block * SLOW.gamma, block * SLOW.beta)
                     by_hand += model.dot(model.arrival(hosts, ranks), SLOW)
                     formula = model.seconds(model.chain, hosts, ranks, size, SLOW)
                     # Before the first result comes back, a link in the middle serves one direction only: a hop or two at most.

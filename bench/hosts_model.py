@@ -84,9 +84,13 @@ def check(result):
     return parameters, list(model.deviations([point for point in measured if point[0] == most], parameters, cores))
 
 
-def largest_deviation(rows):
-    """Of sizes that the link decides."""
-    return max((abs(row[-1]) for row in rows if row[2] > model.RAW_BYTES), default=None)
+def largest_deviations(rows):
+    """The largest deviation by ranks of a host, of sizes that the link decides."""
+    found = {}
+    for _, ranks, size, *_, deviation in rows:
+        if size > model.RAW_BYTES:
+            found[ranks] = max(abs(deviation), found.get(ranks, 0))
+    return found
 
 
 def parameter_words(parameters):
@@ -164,18 +168,17 @@ def print_tables(gamma):
 def verdict(result):
     """The fit and its largest deviations, in words."""
     parameters, rows = check(result)
-    largest = largest_deviation(rows)
+    words = [f"{deviation:.0%} with {ranks} rank{'s' if ranks > 1 else ''} a host" for ranks, deviation in largest_deviations(rows).items()]
     small = [abs(row[-1]) for row in rows if row[2] <= model.RAW_BYTES]
-    words = f"Fitted at {result['tbf']}: {parameter_words(parameters)}. Largest deviation above {size_name(model.RAW_BYTES)}: "
-    words += "none measured" if largest is None else f"{largest:.0%}"
-    return words + (f"; up to there: {max(small):.0%}." if small else ".")
+    return (f"Fitted at {result['tbf']}: {parameter_words(parameters)}. Largest deviation above {size_name(model.RAW_BYTES)}: "
+            + (", ".join(words) or "none measured") + (f"; up to there: {max(small):.0%}." if small else "."))
 
 
 def report(result):
     """Prints the fit and what it predicts. Returns whether the predictions are good enough."""
-    print(f"{markdown.table(check_rows(result))}\n\n{verdict(result)} At most {GOAL:.0%} is asked of the first.")
-    largest = largest_deviation(check(result)[1])
-    return largest is not None and largest <= GOAL
+    print(f"{markdown.table(check_rows(result))}\n\n{verdict(result)} At most {GOAL:.0%} is asked above {size_name(model.RAW_BYTES)}.")
+    found = largest_deviations(check(result)[1])
+    return bool(found) and max(found.values()) <= GOAL
 
 
 def numbers(text):
