@@ -136,8 +136,8 @@ def seconds(algorithm, hosts, ranks, size, parameters, **options):
 
 
 def best_block(algorithm, hosts, ranks, size, parameters):
-    """The power of two from 1 KiB that is the fastest block, and its seconds."""
-    blocks = [1 << power for power in range(10, 31) if 1 << power < 2 * max(size / ranks, 1 << 10)]
+    """The power of two from 4 KiB that is the fastest block, and its seconds."""
+    blocks = [1 << power for power in range(12, 31) if 1 << power < 2 * max(size / ranks, 1 << 12)]
     timed = [(seconds(algorithm, hosts, ranks, size, parameters, block=block), block) for block in blocks]
     return min(timed)[::-1]
 
@@ -148,13 +148,13 @@ def in_buckets(size, bucket, time_of):
     return whole * time_of(bucket) + (time_of(rest) if rest else 0)
 
 
-def crossover(alternative, chain_seconds, most):
-    """The fewest hosts from which on, up to `most`, the alternative takes less time than the chain; None if there are none.
+def crossover(alternative, chain_seconds, most, share=0.9):
+    """The fewest hosts from which on, up to `most`, the alternative takes at most this share of the chain's time; None if none do.
 
     Both are functions from the number of hosts to seconds. Above 64 hosts not every number is tried.
     """
     found, hosts = None, most
-    while hosts >= 2 and alternative(hosts) < chain_seconds(hosts):
+    while hosts >= 2 and alternative(hosts) <= share * chain_seconds(hosts):
         found = hosts
         hosts -= max(1, hosts // 64)
     return found

@@ -87,7 +87,7 @@ class Formulas(unittest.TestCase):
 
     def test_a_best_block_is_no_worse_than_any(self):
         block, best = model.best_block(model.chain, 64, 8, 10 << 20, SLOW)
-        for power in range(10, 21):
+        for power in range(12, 21):
             self.assertLessEqual(best, model.seconds(model.chain, 64, 8, 10 << 20, SLOW, block=1 << power))
         self.assertLess(block, model.BLOCK_BYTES)
 
@@ -116,9 +116,9 @@ class Crossovers(unittest.TestCase):
             hosts = model.crossover(alternative, chain, most=4096)
             self.assertIsNotNone(hosts)
             for count in range(hosts, 128):
-                self.assertLess(alternative(count), chain(count))
+                self.assertLessEqual(alternative(count), 0.9 * chain(count))
             if 2 < hosts <= 64:
-                self.assertGreaterEqual(alternative(hosts - 1), chain(hosts - 1))
+                self.assertGreater(alternative(hosts - 1), 0.9 * chain(hosts - 1))
 
     def test_an_alternative_that_never_wins_has_no_crossover(self):
         self.assertIsNone(model.crossover(lambda hosts: 1.0, lambda hosts: 1.0, most=256))

@@ -161,7 +161,7 @@ def print_tables(gamma):
     for gbits in LINKS:
         print(f"{TABLE_RANKS} ranks a host, links of {gbits} Gbit/s; {parameter_words(link(gbits, gamma))}:\n")
         print(markdown.table(paper_rows(gbits, gamma)) + "\n")
-    print("Fewest hosts from which on it takes less time than the chain, both with their best blocks:\n")
+    print("Fewest hosts from which on it takes at most 90% of the chain's time, both with their best blocks:\n")
     print(markdown.table(crossover_rows(gamma)))
 
 
