@@ -14,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 
-KEEP = "echo ready; exec sleep infinity"
+# It ends with the process that has made the namespaces, however that ends: its standard input is closed then.
+KEEP = "echo ready; exec cat"
 ALL = ("--net", "--uts", "--pid", "--mount")
 # Variables that would make a launcher part of another job, or of this one.
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith(("MGPU_", "PET_", "OMPI_", "PMI"))}
@@ -59,7 +60,7 @@ class Namespaces:
         enter = outer.enter(("--net",)) if outer else []
         self.process = subprocess.Popen(
             [*enter, "unshare", *options, "--fork", "--kill-child", "sh", "-ec", script],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         if self.process.stdout.readline() != "ready\n":
             sys.exit(f"this machine does not allow hosts as namespaces: {self.process.stderr.read().strip()}")
         self.pid = children(self.process.pid)[0]
