@@ -90,6 +90,9 @@ class Contenders:
 
     def compile(self, name, *command):
         """Whether a program of bench/peers compiles. `command` ends in flags of the linker."""
+        if not shutil.which(command[0]):
+            self.skip(f"{name}: there is no {command[0]}")
+            return False
         done = subprocess.run([*command[:1], "-O3", "-march=native", *command[1:], "-o", os.path.join(BUILT, name)],
                               capture_output=True, text=True)
         if done.returncode != 0:
