@@ -108,6 +108,12 @@ impl Acceptor {
         Ok(Acceptor { address, run, rank, io, expected: Mutex::default() })
     }
 
+    /// The same, for peers that reach it through a proxy.
+    #[cfg(test)]
+    pub(super) fn behind(self, proxy: SocketAddr) -> Self {
+        Acceptor { address: proxy, ..self }
+    }
+
     /// Where peers connect to.
     pub(super) fn address(&self) -> SocketAddr {
         self.address

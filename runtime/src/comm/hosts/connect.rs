@@ -21,7 +21,7 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, SockaddrStorage, socke
 use super::acceptor::{Acceptor, Invited};
 use super::frame::Stamp;
 use super::hello::{ANSWER_BYTES, HELLO_BYTES, Hello, TICKET_BYTES, Ticket};
-use super::wire::spin::SpinPolicy;
+use super::wire::spin::Spinner;
 use super::wire::tcp::{Streams, configure};
 use crate::comm::Members;
 use crate::membership::Membership;
@@ -139,7 +139,7 @@ pub(super) fn connect(
     connected.sort_unstable_by_key(|(connection, _)| *connection);
     connected.into_iter().for_each(|((peer, _), stream)| by_rank[peer as usize].push(stream));
     let local_ranks = membership.store().layout().map_or(1, |layout| layout.local_ranks().len() as u32);
-    Ok(Streams { by_rank, spin: SpinPolicy::for_ranks(local_ranks) })
+    Ok(Streams { by_rank, spinner: Spinner::new(own, local_ranks) })
 }
 
 /// A rank in the communicator, and the index of a connection to it.

@@ -1,10 +1,15 @@
 //! Ranks of one process that believe to be on several hosts: what goes wrong between them.
 
-use std::sync::Barrier;
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::mpsc::channel;
+use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use super::HostsTransport;
+use super::acceptor::Acceptor;
+use super::frame::HEADER_BYTES;
+use super::hello::{HELLO_BYTES, Hello};
 use crate::comm::call::Call;
 use crate::comm::signature::Signature;
 use crate::{Buffer, Communicator, Error, ReduceOp, Result, World};
@@ -156,6 +161,65 @@ fn a_rank_that_dies_in_a_transfer_is_named() {
         assert!(matches!(error, Error::PeerLost { peer: 3, .. }), "{error}");
         let text = error.to_string();
         assert!(text.contains("all_reduce(4194304 f32, sum)") && text.ends_with("rank 3 panicked"), "{text}");
+    }
+}
+
+/// Makes the ranks above `world`'s connect to it through a proxy that flips a bit in the byte `at` of what `damaged`
+/// sends.
+fn damage(world: &World, damaged: u32, at: usize) {
+    let membership = world.membership().unwrap();
+    let host = world.host_address(membership).unwrap().unwrap();
+    let acceptor = Acceptor::bind(host.address, host.run, world.rank()).unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let (target, proxy) = (acceptor.address(), listener.local_addr().unwrap());
+    *membership.listener.0.lock().unwrap() = Some(Arc::new(acceptor.behind(proxy)));
+    let peers = world.size() - 1 - world.rank();
+    std::thread::spawn(move || {
+        for peer in listener.incoming().take(peers as usize) {
+            let mut peer = peer.unwrap();
+            let mut rank = TcpStream::connect(target).unwrap();
+            let (mut from_rank, mut to_peer) = (rank.try_clone().unwrap(), peer.try_clone().unwrap());
+            std::thread::spawn(move || std::io::copy(&mut from_rank, &mut to_peer));
+            std::thread::spawn(move || {
+                let mut hello = [0; HELLO_BYTES];
+                peer.read_exact(&mut hello).unwrap();
+                rank.write_all(&hello).unwrap();
+                if Hello::decode(&hello).unwrap().from == damaged {
+                    let mut before = vec![0; at + 1];
+                    peer.read_exact(&mut before).unwrap();
+                    before[at] ^= 1;
+                    rank.write_all(&before).unwrap();
+                }
+                let _ = std::io::copy(&mut peer, &mut rank);
+                let _ = rank.shutdown(Shutdown::Write);
+            });
+        }
+    });
+}
+
+/// A bit that changes on the way from rank 2 to rank 0: in a header, in a small payload, in a large one.
+#[test]
+fn damaged_payloads_are_reported_on_all_ranks() {
+    let small = HEADER_BYTES + 40;
+    for (len, at) in [(100, 30), (100, small), (1 << 20, 3 * HEADER_BYTES + 100_000)] {
+        // A large payload goes from each rank to each, without a barrier before.
+        let errors = on_hosts(&[1, 1, 1], |mut world| {
+            if world.rank() == 0 {
+                damage(&world, 2, at);
+            }
+            let mut comm = world.communicator().unwrap();
+            let buffer = Buffer::zeroed::<f32>(len * 3);
+            // The others may have all that they need, and learn of it in the next operation.
+            let exchanged = comm.all_to_all(buffer).and_then(|pending| pending.wait());
+            exchanged.and_then(|_| comm.barrier()).unwrap_err()
+        });
+        for (rank, error) in errors.iter().enumerate() {
+            let text = error.to_string();
+            assert!(text.contains("rank 2 sent a bad message: "), "rank {rank}, byte {at}: {text}");
+            assert!(text.contains("damaged on the way: "), "rank {rank}, byte {at}: {text}");
+            assert!(text.contains("all_to_all("), "rank {rank}, byte {at}: {text}");
+            assert!(rank == 2 || error.culprit() == Some(2), "rank {rank}, byte {at}: {text}");
+        }
     }
 }
 

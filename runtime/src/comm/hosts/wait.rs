@@ -244,7 +244,12 @@ impl HostsTransport {
     /// Tells all peers of this communicator and its relatives that this rank cannot use them any more, and whom it
     /// blames.
     pub(super) fn announce_abort(&self) {
-        let blame = self.membership.page().blame_of(self.membership.rank());
+        let (rank, page) = (self.membership.rank(), self.membership.page());
+        let blame = page.blame_of(rank).map(|blame| {
+            // A rank that is blamed blames its accuser: the others need to know the first blame.
+            let accusation = page.blame_of(blame.culprit).filter(|accusation| accusation.culprit == rank);
+            accusation.unwrap_or(blame)
+        });
         let payload = encode_blame(blame.as_ref());
         let differing_call = self.differing_call.get();
         for sender in self.family.senders() {

@@ -1,74 +1,127 @@
 //! How long a wait tries again and again before it sleeps.
 //!
 //! To sleep and to be woken takes several times as long as a small message between two hosts. So a wait tries for a
-//! while first, if its rank is likely to have a core of its own, and offers the core to others between two attempts.
-//! When that takes long, somebody else needs the core: then the wait sleeps at once, since a sleeper gets a core as
-//! soon as it is woken.
+//! while first, if its rank is likely to have a core of its own: as long as a message may take without a break, then
+//! with an offer of the core to others between two attempts. When such an offer takes long, somebody else needs the
+//! core: then waits sleep at once for a while, since a sleeper gets a core as soon as it is woken.
+//!
+//! Ranks that start together may share a core while another is idle, and the scheduler may leave them there: it sees
+//! two tasks that keep offering the core to each other. A rank that notices moves to the core of its number, and does
+//! not stay bound to it. If that does not help, its waits sleep at once for a while, too.
 
 use std::time::{Duration, Instant};
 
-use nix::sched::{CpuSet, sched_getaffinity};
+use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::{Pid, SysconfVar, sysconf};
 
-/// How long a wait tries. Longer than ranks that do the same work are apart, and much shorter than a step.
+/// How long a wait tries without a break.
+const BUSY_TIME: Duration = Duration::from_micros(20);
+/// How long a wait tries: longer than ranks that do the same work are apart, and much shorter than a step.
 const SPIN_TIME: Duration = Duration::from_micros(200);
-/// If the core was away for longer, another task ran on it.
-const YIELD_LIMIT: Duration = Duration::from_micros(50);
+/// If an offer of the core takes longer, another task ran for a while.
+const LONG_OFFER: Duration = Duration::from_micros(50);
+/// If this many offers in a row take longer than this, another task uses the same core.
+const TAKEN_OFFERS: (u32, Duration) = (8, Duration::from_micros(2));
+/// How long waits sleep at once when the cores are busy, and the shortest time between two moves.
+const REST: Duration = Duration::from_millis(100);
+const MOVE_PAUSE: Duration = Duration::from_secs(1);
 
-/// Whether waits try before they sleep.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in super::super) struct SpinPolicy {
+const THIS_THREAD: Pid = Pid::from_raw(0);
+
+/// The waits of one rank.
+#[derive(Debug)]
+pub(in super::super) struct Spinner {
     spins: bool,
+    rank: u32,
+    /// Offers of the core in a row that another task took.
+    taken_offers: u32,
+    moved: Option<Instant>,
+    /// Until then waits sleep at once.
+    rests_until: Option<Instant>,
 }
 
-impl SpinPolicy {
-    /// The policy of a rank that uses this thread, on a host with `ranks` ranks.
-    pub(in super::super) fn for_ranks(ranks: u32) -> Self {
+/// A wait that tries.
+pub(super) struct Spin {
+    since: Instant,
+    time: Duration,
+}
+
+impl Spinner {
+    /// For this world rank, on a host with `local_ranks` ranks.
+    pub(in super::super) fn new(rank: u32, local_ranks: u32) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        SpinPolicy { spins: ranks as usize <= cores || is_bound() }
+        let spins = local_ranks as usize <= cores || is_bound();
+        Spinner { spins, rank, taken_offers: 0, moved: None, rests_until: None }
     }
 
-    /// Other threads compute on the rank's core.
-    pub(in super::super) fn never() -> Self {
-        SpinPolicy { spins: false }
+    /// Other threads compute on the rank's core: waits sleep at once.
+    pub(super) fn stop(&mut self) {
+        self.spins = false;
     }
 
     /// Begins a wait of at most `patience`.
-    pub(super) fn begin(self, patience: Duration) -> Spin {
-        let now = Instant::now();
-        let time = if self.spins { SPIN_TIME.min(patience) } else { Duration::ZERO };
-        Spin { last: now, until: now + time }
+    pub(super) fn begin(&self, patience: Duration) -> Spin {
+        let since = Instant::now();
+        let spins = self.spins && self.rests_until.is_none_or(|until| until < since);
+        Spin { since, time: if spins { SPIN_TIME.min(patience) } else { Duration::ZERO } }
     }
+
+    /// Whether to try again, after an attempt without success.
+    pub(super) fn again(&mut self, spin: &mut Spin) -> bool {
+        if spin.time.is_zero() {
+            return false;
+        }
+        let now = Instant::now();
+        let waited = now.duration_since(spin.since);
+        if waited < BUSY_TIME {
+            std::hint::spin_loop();
+            return true;
+        }
+        if waited >= spin.time {
+            return false;
+        }
+        std::thread::yield_now();
+        let offered = now.elapsed();
+        if offered > LONG_OFFER {
+            // Once more: what is awaited may have come meanwhile.
+            spin.time = Duration::ZERO;
+            self.rests_until = Some(now + REST);
+        }
+        self.taken_offers = if offered > TAKEN_OFFERS.1 { self.taken_offers + 1 } else { 0 };
+        if self.taken_offers == TAKEN_OFFERS.0 {
+            self.taken_offers = 0;
+            self.leave_core(now);
+        }
+        true
+    }
+
+    /// Moves to the core of this rank's number, or rests if it has done so just before.
+    #[cold]
+    fn leave_core(&mut self, now: Instant) {
+        if self.moved.is_some_and(|moved| now.duration_since(moved) < MOVE_PAUSE) {
+            self.rests_until = Some(now + REST);
+            return;
+        }
+        self.moved = Some(now);
+        let Ok(allowed) = sched_getaffinity(THIS_THREAD) else { return };
+        let cores: Vec<usize> = cores_of(&allowed).collect();
+        let mut only = CpuSet::new();
+        let own = cores.get(self.rank as usize % cores.len().max(1));
+        if own.is_some_and(|own| only.set(*own).is_ok()) && sched_setaffinity(THIS_THREAD, &only).is_ok() {
+            // This restores the previous affinity; it only fails if the core was taken offline.
+            let _ = sched_setaffinity(THIS_THREAD, &allowed);
+        }
+    }
+}
+
+fn cores_of(set: &CpuSet) -> impl Iterator<Item = usize> {
+    (0..CpuSet::count()).filter(|core| set.is_set(*core).unwrap_or(false))
 }
 
 /// Whether this thread may only use some of the machine's cores: then the others are for other ranks.
 fn is_bound() -> bool {
     let online = sysconf(SysconfVar::_NPROCESSORS_ONLN).ok().flatten().unwrap_or(1);
-    let allowed = sched_getaffinity(Pid::from_raw(0)).map_or(i64::MAX, |set| {
-        (0..CpuSet::count()).filter(|core| set.is_set(*core).unwrap_or(false)).count() as i64
-    });
-    allowed < online
-}
-
-/// A wait that tries.
-pub(super) struct Spin {
-    last: Instant,
-    until: Instant,
-}
-
-impl Spin {
-    /// Offers the core to others. Returns whether to try once more.
-    pub(super) fn again(&mut self) -> bool {
-        if self.last >= self.until {
-            return false;
-        }
-        std::thread::yield_now();
-        let now = Instant::now();
-        let was_away = now.duration_since(self.last) > YIELD_LIMIT;
-        self.last = if was_away { self.until } else { now };
-        // After a long absence, once more: what is awaited may have come meanwhile.
-        true
-    }
+    sched_getaffinity(THIS_THREAD).is_ok_and(|allowed| (cores_of(&allowed).count() as i64) < online)
 }
 
 #[cfg(test)]
@@ -77,12 +130,26 @@ mod tests {
 
     #[test]
     fn a_wait_tries_for_a_bounded_time() {
-        let tries = |policy: SpinPolicy, patience: Duration| {
-            let mut spin = policy.begin(patience);
-            std::iter::repeat_with(|| spin.again()).take_while(|again| *again).count()
+        let tries = |spins: bool, patience: Duration| {
+            let mut spinner = Spinner { spins, ..Spinner::new(0, 1) };
+            let mut spin = spinner.begin(patience);
+            std::iter::repeat_with(|| spinner.again(&mut spin)).take_while(|again| *again).count()
         };
-        assert_eq!(tries(SpinPolicy::never(), Duration::from_secs(1)), 0);
-        assert_eq!(tries(SpinPolicy { spins: true }, Duration::ZERO), 0);
-        assert!(tries(SpinPolicy { spins: true }, Duration::from_secs(1)) > 0);
+        assert_eq!(tries(false, Duration::from_secs(1)), 0);
+        assert_eq!(tries(true, Duration::ZERO), 0);
+        assert!(tries(true, Duration::from_secs(1)) > 0);
+    }
+
+    #[test]
+    fn a_rank_that_moves_stays_unbound() {
+        let allowed = sched_getaffinity(THIS_THREAD).unwrap();
+        for rank in [0, 1, 1000] {
+            let mut spinner = Spinner::new(rank, 1);
+            spinner.leave_core(Instant::now());
+            assert_eq!(sched_getaffinity(THIS_THREAD).unwrap(), allowed);
+            // Once more at once: the other cores are busy, too.
+            spinner.leave_core(Instant::now());
+            assert!(!spinner.again(&mut spinner.begin(Duration::from_secs(1))));
+        }
     }
 }

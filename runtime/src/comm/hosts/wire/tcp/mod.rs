@@ -9,6 +9,8 @@
 
 mod input;
 mod sender;
+#[cfg(test)]
+mod tests;
 mod unconfirmed;
 
 use std::collections::VecDeque;
@@ -23,9 +25,9 @@ use input::{Input, Place, Turn};
 use sender::TcpSender;
 pub(in super::super) use sender::configure;
 
-use super::spin::SpinPolicy;
+use super::spin::Spinner;
 use super::{BadFrame, Ended, Frame, Sender, Wire};
-use crate::comm::hosts::frame::Stamp;
+use crate::comm::hosts::frame::{PIECE_BYTES, Stamp};
 use crate::comm::hosts::transfer::Transfer;
 
 /// With more streams than this, it is faster to ask which of them can be read than to try all.
@@ -35,7 +37,7 @@ const FEW_STREAMS: usize = 4;
 pub(in super::super) struct Streams {
     /// By rank, the same number for each; none at the own rank.
     pub(in super::super) by_rank: Vec<Vec<TcpStream>>,
-    pub(in super::super) spin: SpinPolicy,
+    pub(in super::super) spinner: Spinner,
 }
 
 /// The connections of one rank.
@@ -47,7 +49,7 @@ pub(in super::super) struct TcpWire {
     peers: Vec<Peer>,
     /// Frames that are no pieces of a transfer, in the order of their arrival.
     received: VecDeque<Frame>,
-    spin: SpinPolicy,
+    spinner: Spinner,
 }
 
 /// What comes from a peer, and whether something can go there.
@@ -78,13 +80,13 @@ impl Peer {
 
 impl TcpWire {
     pub(in super::super) fn new(stamp: Stamp, streams: Streams) -> Self {
-        let Streams { by_rank, spin } = streams;
+        let Streams { by_rank, spinner } = streams;
         let inputs = |streams: &Vec<TcpStream>| streams.iter().map(|_| Input::default()).collect();
         let peers =
             by_rank.iter().map(|streams| Peer { inputs: inputs(streams), ..Peer::default() }).collect();
         let connections = Arc::new(TcpSender::new(stamp, by_rank));
         let sender: Arc<dyn Sender> = connections.clone();
-        TcpWire { connections, sender, peers, received: VecDeque::new(), spin }
+        TcpWire { connections, sender, peers, received: VecDeque::new(), spinner }
     }
 
     /// Reads what has arrived on a stream, at most to the end of a piece. Returns whether there was anything.
@@ -106,25 +108,20 @@ impl TcpWire {
         parsed.map_err(|problem| BadFrame { from: peer, problem })
     }
 
-    /// Sends as much as there is room for, at most a piece to each peer. Returns whether anything was sent.
-    fn write(&mut self, transfer: &mut Transfer<'_>) -> bool {
-        let mut any = false;
+    /// Sends as much as there is room for, at most a piece to each peer.
+    fn write(&mut self, transfer: &mut Transfer<'_>) {
         for (peer, state) in (0..).zip(&mut self.peers).filter(|(_, state)| !state.inputs.is_empty()) {
             match self.connections.write(peer, transfer) {
-                Ok(written) => {
-                    any |= written.bytes > 0;
-                    state.full = written.full;
-                }
+                Ok(full) => state.full = full,
                 Err(error) => {
                     state.full.clear();
                     state.deaf = Some(Ended::now(format!("has lost its connection ({error})")));
                 }
             }
         }
-        any
     }
 
-    /// Reads what has arrived, and sends more where there was no room. Returns whether anything has moved.
+    /// Reads what has arrived. Returns whether there was anything.
     fn try_all(&mut self, transfer: &mut Transfer<'_>) -> Result<bool, BadFrame> {
         if self.peers.len() > FEW_STREAMS + 1 {
             return self.move_ready(transfer, 0);
@@ -138,8 +135,7 @@ impl TcpWire {
                 }
             }
         }
-        let is_full = self.peers.iter().any(|peer| !peer.full.is_empty());
-        Ok(any | (is_full && self.write(transfer)))
+        Ok(any)
     }
 
     /// Waits for at most this many milliseconds until something can move, and moves it. Returns whether there was
@@ -197,12 +193,14 @@ impl Wire for TcpWire {
     }
 
     fn poll(&mut self, transfer: &mut Transfer<'_>, patience: Duration) -> Result<(), BadFrame> {
-        let mut spin = self.spin.begin(patience);
+        // In large transfers attempts would find a little each time, which costs more than to be woken for more.
+        let patience_to_spin = if transfer.left() <= PIECE_BYTES { patience } else { Duration::ZERO };
+        let mut spin = self.spinner.begin(patience_to_spin);
         loop {
             if self.try_all(transfer)? {
                 return Ok(());
             }
-            if !spin.again() {
+            if !self.spinner.again(&mut spin) {
                 break;
             }
         }
@@ -232,6 +230,6 @@ impl Wire for TcpWire {
     fn abandon(&mut self, _: &mut Transfer<'_>) {}
 
     fn set_oversubscribed(&mut self) {
-        self.spin = SpinPolicy::never();
+        self.spinner.stop();
     }
 }

@@ -46,13 +46,8 @@ struct Outgoing {
     closed: bool,
 }
 
-/// What a call has written.
-#[derive(Default)]
-pub(super) struct Written {
-    pub(super) bytes: usize,
-    /// Streams without room for what is to be sent.
-    pub(super) full: SmallVec<[usize; 2]>,
-}
+/// Streams without room for what is to be sent.
+pub(super) type Full = SmallVec<[usize; 2]>;
 
 impl Outgoing {
     fn has_queued(&self) -> bool {
@@ -104,13 +99,10 @@ impl Connection {
     }
 
     /// Writes queued frames. Returns whether there was room for all of them.
-    fn write_queued(&self, outgoing: &mut Outgoing, written: &mut usize) -> io::Result<bool> {
+    fn write_queued(&self, outgoing: &mut Outgoing) -> io::Result<bool> {
         while outgoing.has_queued() {
             match write(&self.streams[0], [&outgoing.queued[outgoing.written..], &[]])? {
-                Some(bytes) => {
-                    outgoing.written += bytes;
-                    *written += bytes;
-                }
+                Some(bytes) => outgoing.written += bytes,
                 None => return Ok(false),
             }
         }
@@ -126,19 +118,18 @@ impl Connection {
         outgoing: &mut Outgoing,
         (peer, stamp): (u32, Stamp),
         transfer: &mut Transfer<'_>,
-    ) -> io::Result<Written> {
-        let mut written = Written::default();
-        if !outgoing.is_within_piece() && !self.write_queued(outgoing, &mut written.bytes)? {
-            written.full.push(0);
+    ) -> io::Result<Full> {
+        let mut full = Full::new();
+        if !outgoing.is_within_piece() && !self.write_queued(outgoing)? {
+            full.push(0);
             if outgoing.turn.stream == 0 {
-                return Ok(written);
+                return Ok(full);
             }
         }
         while let Some([header, payload]) = transfer.next_frame(peer, stamp, outgoing.turn.position) {
             let piece = outgoing.piece.unwrap_or(payload.len());
             match write(&self.streams[outgoing.turn.stream], [header, payload])? {
                 Some(bytes) => {
-                    written.bytes += bytes;
                     outgoing.piece = Some(piece).filter(|_| transfer.advance(peer, bytes));
                     if outgoing.piece.is_none() {
                         outgoing.turn.advance(piece, self.streams.len());
@@ -146,12 +137,12 @@ impl Connection {
                     }
                 }
                 None => {
-                    written.full.push(outgoing.turn.stream);
+                    full.push(outgoing.turn.stream);
                     break;
                 }
             }
         }
-        Ok(written)
+        Ok(full)
     }
 }
 
@@ -184,11 +175,11 @@ impl TcpSender {
     ///
     /// # Errors
     /// If the connection cannot be written to, which does not mean that all of its bytes were read.
-    pub(super) fn write(&self, peer: u32, transfer: &mut Transfer<'_>) -> io::Result<Written> {
+    pub(super) fn write(&self, peer: u32, transfer: &mut Transfer<'_>) -> io::Result<Full> {
         let connection = &self.connections[peer as usize];
         let mut outgoing = connection.outgoing();
         if outgoing.closed {
-            return Ok(Written::default());
+            return Ok(Full::new());
         }
         let written = connection.write_all(&mut outgoing, (peer, self.stamp), transfer);
         if written.is_err() {
@@ -207,7 +198,7 @@ impl TcpSender {
                 if outgoing.is_within_piece() || outgoing.closed {
                     continue;
                 }
-                match connection.write_queued(&mut outgoing, &mut 0) {
+                match connection.write_queued(&mut outgoing) {
                     Ok(true) => {}
                     Ok(false) => waiting.push(PollFd::new(connection.streams[0].as_fd(), PollFlags::POLLOUT)),
                     Err(_) => outgoing.close(),
