@@ -4,10 +4,15 @@ mod endings;
 mod hostile;
 mod scale;
 
+use std::ops::Range;
+
 use mgpu_control::progress::{Phase, ProgressEntry, RankState};
 use proptest::prelude::*;
 
 use super::super::card::tests::card;
+use super::super::message::{MAX_LAST_LINE, MAX_LAST_LINES, Order};
+use super::doubt::{DOUBT, MAX_HOLD};
+use super::loss::DETECTION_TIME;
 use super::*;
 use crate::supervisor::Exit;
 
