@@ -37,6 +37,7 @@ mod munge;
 mod noise;
 mod opening;
 mod outbox;
+mod port_owner;
 mod preamble;
 pub mod relay;
 mod resolve;
