@@ -16,17 +16,25 @@ impl Coordinator {
         }
         let most = *self.config.nodes.end();
         let others = self.members.iter().filter_map(|member| member.card.as_ref());
+        let own = others.clone().next().filter(|_| card.node_rank == Some(0));
         let contradiction = match card.node_rank {
             _ if card.ranks == 0 => return Err("joined without ranks".into()),
             Some(rank) if rank >= most => {
                 let host = &card.host;
                 Some(format!("host {host} has node rank {rank} of {most} nodes: node ranks count from 0"))
             }
-            _ => others.clone().find_map(|other| other.contradiction(&card)),
+            _ => others.clone().find_map(|other| other.contradiction(&card)).or_else(|| {
+                let (own, other) = (&own?.host, &card.host);
+                Some(format!(
+                    "host {own} is node 0, and host {other} has node rank 0: give each its own --node-rank"
+                ))
+            }),
         };
         if let Some(why) = contradiction {
+            let is_own = own == Some(&card);
+            self.has_met_itself |= is_own;
             // Nobody's replacement: the nodes were started differently, and a restart would not help.
-            if self.restarts == 0 && matches!(self.stage, Stage::Gathering(_)) {
+            if self.restarts == 0 && matches!(self.stage, Stage::Gathering(_)) && !is_own {
                 self.end(Outcome { incompatible: true, ..failure(exit_code::NODES_DIFFER, why) });
             } else {
                 self.refuse(index, exit_code::NODES_DIFFER, why);
@@ -49,6 +57,16 @@ impl Coordinator {
             }
         }
         Ok(())
+    }
+
+    /// True while no other node has joined, and the ranks have not been started.
+    pub(crate) fn waits_alone(&self) -> bool {
+        matches!(self.stage, Stage::Gathering(_)) && self.restarts == 0 && self.cards().count() == 1
+    }
+
+    /// True if node 0 has joined as if it were another node. It does so to find out where its endpoint leads.
+    pub(crate) fn has_met_itself(&self) -> bool {
+        self.has_met_itself
     }
 
     fn refuse(&mut self, index: usize, exit_code: u8, why: String) {

@@ -97,6 +97,8 @@ pub(crate) struct Coordinator {
     /// Processes of lost nodes may run until this time.
     not_before: Option<Instant>,
     epoch: Option<Epoch>,
+    /// Node 0 has joined as if it were another node.
+    has_met_itself: bool,
     /// The reader of this node's output has exited.
     reader_is_gone: bool,
     next_beat: Instant,
@@ -116,6 +118,7 @@ impl Coordinator {
             restarts: 0,
             not_before: None,
             epoch: None,
+            has_met_itself: false,
             reader_is_gone: false,
             next_beat: now + HEARTBEAT,
             next_flush: now,

@@ -140,6 +140,16 @@ impl Hosting {
         }
     }
 
+    /// True while no other node has joined, and the ranks have not been started.
+    pub(super) fn waits_alone(&self) -> bool {
+        self.coordinator.waits_alone()
+    }
+
+    /// True if this node has joined itself: the endpoint leads here.
+    pub(super) fn has_met_itself(&self) -> bool {
+        self.coordinator.has_met_itself()
+    }
+
     fn index_of(&self, id: MemberId) -> Option<usize> {
         self.links.binary_search_by_key(&id, |(other, _)| *other).ok()
     }
