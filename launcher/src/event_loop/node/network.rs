@@ -54,7 +54,7 @@ enum Role {
     /// The endpoint's name is looked up; at this time again.
     Deciding(Option<Lookup>, Instant),
     Dialing(Box<Dialer>),
-    Agent(AgentLink),
+    Agent(Box<AgentLink>),
     Coordinator(Box<Hosting>),
     /// Nothing is left to do.
     Left,
@@ -243,7 +243,8 @@ impl<'a> Network<'a> {
         match dialer.service(now) {
             None => Vec::new(),
             Some(Ok(link)) => {
-                self.role = Role::Agent(AgentLink { link, heard: now, is_over: false, is_lost: false });
+                let agent = AgentLink { link, heard: now, is_over: false, is_lost: false };
+                self.role = Role::Agent(Box::new(agent));
                 let card = Box::new(self.job.card.clone());
                 self.report(FromAgent::Join(card), now);
                 Vec::new()
