@@ -192,6 +192,8 @@ pub struct NodePlace {
     pub master_addr: String,
     /// Faults to inject into ranks of the world, in the syntax of `MGPU_INJECT`.
     pub injections: String,
+    /// Variables that make NCCL take another interface than it would choose.
+    pub nccl_interface: Vec<(&'static str, String)>,
 }
 
 impl RunContext {
@@ -302,6 +304,7 @@ impl NodePlace {
             match *name {
                 RANK => *value = (self.first_rank + number).to_string(),
                 WORLD_SIZE => *value = self.world_size.to_string(),
+                nccl::HOST_ID => *value = nccl::host_id(self.first_rank + number),
                 _ => {}
             }
         }
@@ -309,6 +312,7 @@ impl NodePlace {
             let on_one_host = nccl::on_one_host();
             environment.retain(|variable| !on_one_host.contains(variable));
         }
+        environment.extend(self.nccl_interface.iter().cloned());
         if !self.injections.is_empty() {
             environment.push((MGPU_INJECT, self.injections.clone()));
         }
