@@ -220,7 +220,10 @@ mod tests {
             let name = chosen.split(' ').next().unwrap();
             host.retain(|interface| interface.name != name);
         }
-        assert_eq!(chosen(&settings(&[]), &interfaces(&[("virbr0", "192.168.122.1")])), "virbr0 192.168.122.1");
+        assert_eq!(
+            chosen(&settings(&[]), &interfaces(&[("virbr0", "192.168.122.1")])),
+            "virbr0 192.168.122.1"
+        );
         // A prefix of a name, and not the name, is excluded.
         let host = interfaces(&[("local0", "10.0.0.1"), ("docker0", "172.17.0.1")]);
         assert_eq!(chosen(&settings(&[]), &host), "docker0 172.17.0.1");
@@ -282,10 +285,7 @@ mod tests {
         assert_eq!(read(&[("HOME", "/h")], "/h/.nccl.conf"), "eth1 10.1.0.1");
         assert_eq!(read(&[("HOME", "/h"), ("NCCL_CONF_FILE", "/x")], "/h/.nccl.conf"), "docker0 172.17.0.1");
         assert_eq!(read(&[("NCCL_CONF_FILE", "/x")], "/x"), "eth1 10.1.0.1");
-        assert_eq!(
-            read(&[("NCCL_CONF_FILE", "/x"), (INTERFACE_VARIABLE, "=eth0")], "/x"),
-            "eth0 10.0.0.1"
-        );
+        assert_eq!(read(&[("NCCL_CONF_FILE", "/x"), (INTERFACE_VARIABLE, "=eth0")], "/x"), "eth0 10.0.0.1");
     }
 
     #[test]
@@ -293,7 +293,9 @@ mod tests {
         let host = [host(), interfaces(&[("eth1:vip", "10.1.0.9")])].concat();
         let variables = |address: &str, settings: &SocketVariables| {
             let variables = settings.variables_for(address.parse().unwrap(), &host)?;
-            Some(variables.iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>().join(" "))
+            Some(
+                variables.iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>().join(" "),
+            )
         };
         let none = settings(&[]);
         assert_eq!(variables("10.1.0.1", &none).unwrap(), "NCCL_SOCKET_IFNAME==eth1");

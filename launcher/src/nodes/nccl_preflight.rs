@@ -168,7 +168,8 @@ impl NcclPreflight {
                 continue;
             };
             let unreached = nccl.targets.iter().zip(answer.unwrap_or_default());
-            let Some((target, why)) = unreached.filter_map(|(target, why)| Some((target, why?))).next() else {
+            let Some((target, why)) = unreached.filter_map(|(target, why)| Some((target, why?))).next()
+            else {
                 continue;
             };
             let NcclTarget { interface, address, .. } = target;
@@ -331,7 +332,8 @@ mod tests {
         job.answer(1, Some("timed out"));
         let messages = kinds(&job.filter(Vec::new()));
         assert_eq!(messages[1..], ["0 start", "1 start"]);
-        let text = "host b cannot reach docker0 (172.17.0.1) of host a, which NCCL takes because NCCL_SOCKET_IFNAME";
+        let text =
+            "host b cannot reach docker0 (172.17.0.1) of host a, which NCCL takes because NCCL_SOCKET_IFNAME";
         assert!(messages[0].contains(text), "{messages:?}");
     }
 
@@ -357,7 +359,10 @@ mod tests {
         let unknown = NodeCard { nccl: None, ranks: 3, ..nccl_card("b", "") };
         let mut job = Job::new(vec![nccl_card("a", "eth0"), unknown]);
         let messages = kinds(&job.start());
-        assert!(messages[0].contains("NCCL 2.31.2 hangs if nodes have unequal numbers of ranks"), "{messages:?}");
+        assert!(
+            messages[0].contains("NCCL 2.31.2 hangs if nodes have unequal numbers of ranks"),
+            "{messages:?}"
+        );
         assert_eq!(messages[1..], ["0 start", "1 start"]);
     }
 

@@ -96,7 +96,8 @@ impl<'a> Network<'a> {
 
     /// Becomes the coordinator.
     fn host(&mut self, now: Instant) -> Result<(), LaunchError> {
-        let hosting = Hosting::start(self.job, &self.card, self.local_address()?, &self.ports, self.run, now)?;
+        let hosting =
+            Hosting::start(self.job, &self.card, self.local_address()?, &self.ports, self.run, now)?;
         self.role = Role::Coordinator(Box::new(hosting));
         Ok(())
     }

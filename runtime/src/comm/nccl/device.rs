@@ -11,6 +11,7 @@ use super::family::Family;
 use super::group::{Calls, Group};
 use super::link::{Link, WaitContext};
 use super::owner::Owner;
+use super::remote::Inquiry;
 use crate::comm::{ReduceOp, Rules};
 use crate::membership::Membership;
 use crate::progress::Operation;
@@ -117,6 +118,7 @@ impl DeviceCommunicator {
             owner,
             rules: Arc::new(Rules::new(Some(Arc::clone(membership)), membership.rank())),
             family: Arc::new(family),
+            inquiry: Inquiry::default(),
         };
         let context = WaitContext {
             operation: Operation::Connect,

@@ -10,6 +10,8 @@
 //! Messages between two ranks are not counted, since the other ranks do not take part in them. Nor are operations in
 //! host memory (`World::host_memory_communicator`), where a peer names the rank for which it waits.
 //!
+//! The page does not show that to ranks of other hosts: see [`remote`](super::remote).
+//!
 //! Groups may be dropped in any order. So only the last communicator of a [`Family`](super::family) that a rank drops
 //! waits for all ranks of the world; it ends all that are left. Before that, the drop of another one waits briefly for
 //! its members, because they usually drop it at the same time and can free it then.
@@ -115,6 +117,7 @@ impl Link {
             self.membership.collectives.remove_group(self.number);
             self.family.remove(self.number)
         } else {
+            self.announce_departure();
             self.family.retire(self.number)
         };
         if !is_last {
@@ -169,6 +172,9 @@ impl Link {
                 Ok(()) => break true,
                 Err(mgpu_control::Error::Timeout { .. }) if began.elapsed() < self.timeout => {}
                 Err(_) => break false,
+            }
+            if slice == WAIT_SLICES.0 {
+                self.announce_departure();
             }
             if peers.iter().any(|peer| self.is_awaited_by(*peer, began.elapsed())) {
                 break false;
