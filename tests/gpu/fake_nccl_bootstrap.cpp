@@ -82,7 +82,7 @@ bool find_interface(const char* list, BootstrapAddress* address) {
         const int family = one->ifa_addr->sa_family;
         if (family != AF_INET && family != AF_INET6) continue;
         const char* wanted = getenv("NCCL_SOCKET_FAMILY");
-        if (wanted != nullptr && strcmp(wanted, family == AF_INET ? "AF_INET" : "AF_INET6") != 0) continue;
+        if (wanted != nullptr && strcmp(wanted, family == AF_INET ? "AF_INET6" : "AF_INET") == 0) continue;
         *address = {};
         address->family = (unsigned short)family;
         if (family == AF_INET) memcpy(address->bytes, &((sockaddr_in*)one->ifa_addr)->sin_addr, 4);

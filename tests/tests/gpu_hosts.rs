@@ -83,8 +83,8 @@ fn add_docker(hosts: &Hosts) {
 #[test]
 fn ranks_of_several_hosts_compute_together() {
     let Some(hosts) = Hosts::start(2) else { return };
-    for body in ["all", "groups"] {
-        for finished in GpuJob::run(&hosts, &[], &[DEVICE, body]) {
+    for (body, family) in [("all", ""), ("groups", "AF_INET6")] {
+        for finished in GpuJob::run(&hosts, &[("NCCL_SOCKET_FAMILY", family)], &[DEVICE, body]) {
             finished.expect(0, &["of 4 on FAKE GPU"]);
             assert!(!finished.stderr.contains("NCCL"), "{finished:#?}");
         }
@@ -153,6 +153,19 @@ fn ranks_name_one_of_another_host_that_is_lost() {
             });
         }
     });
+}
+
+/// Its peer on the other host is in NCCL, and no other rank of its own host can tell it that.
+#[test]
+fn a_rank_that_returns_an_error_does_not_wait_for_ranks_of_other_hosts() {
+    let Some(hosts) = Hosts::start(2) else { return };
+    let mut job = GpuJob::new(&hosts);
+    // Longer than any program may run here, so that waiting for this timeout would be noticed.
+    let environment = [("MGPU_TIMEOUT", "600")];
+    (0..2).for_each(|host| job.add(host, 1, &environment, &[DEVICE, "loop", "error", "1"]));
+    let finished = job.finish();
+    expect_all(&finished, 9, &["mgpurun: rank 1 (host b) exited with code 9"]);
+    finished[0].expect(9, &["[0] error: rank 0 lost rank 1 in operation 4 of communicator-1"]);
 }
 
 /// The ranks wait for each other for 3 s at most.

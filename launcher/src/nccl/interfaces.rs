@@ -104,6 +104,18 @@ impl SocketVariables {
         self.interfaces.is_some()
     }
 
+    /// What NCCL takes on a host with these `interfaces`, as a sentence.
+    pub(crate) fn describe(&self, interfaces: &[Interface]) -> String {
+        let name = |interface: &Interface| format!("{} ({})", interface.name, interface.address);
+        match self.candidates(interfaces)[..] {
+            [] => "NCCL finds no interface for other hosts".to_owned(),
+            [one] => format!("NCCL takes the interface {}", name(one)),
+            [recent, older, ..] => {
+                format!("NCCL takes the interface {}, in older releases {}", name(recent), name(older))
+            }
+        }
+    }
+
     /// Those of `interfaces` of which NCCL takes one: the choice of recent releases, and that of older ones if it is
     /// another.
     pub(crate) fn candidates<'a>(&self, interfaces: &'a [Interface]) -> Vec<&'a Interface> {
@@ -236,6 +248,10 @@ mod tests {
         assert_eq!(chosen(&settings(&[]), &host), "eth0 10.0.0.1, ib0 10.2.0.1");
         assert_eq!(chosen(&settings(&[(INTERFACE_VARIABLE, "=ib0")]), &host), "ib0 10.2.0.1");
         assert_eq!(chosen(&settings(&[(INTERFACE_VARIABLE, "eth")]), &host), "eth0 10.0.0.1");
+        assert_eq!(
+            settings(&[]).describe(&host),
+            "NCCL takes the interface eth0 (10.0.0.1), in older releases ib0 (10.2.0.1)"
+        );
     }
 
     #[test]

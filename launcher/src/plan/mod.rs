@@ -14,8 +14,8 @@ use std::path::PathBuf;
 
 use mgpu_control::inject::Injection;
 use mgpu_control::protocol::{
-    MASTER_ADDR, MASTER_PORT, MGPU_INJECT, MGPU_PROGRESS, MGPU_RENDEZVOUS, MGPU_RESTART_COUNT, MGPU_RUN_ID,
-    RANK, WORLD_SIZE,
+    MASTER_ADDR, MASTER_PORT, MGPU_BACKEND, MGPU_INJECT, MGPU_PROGRESS, MGPU_RENDEZVOUS, MGPU_RESTART_COUNT,
+    MGPU_RUN_ID, RANK, WORLD_SIZE,
 };
 
 use crate::nccl;
@@ -237,6 +237,14 @@ impl LaunchPlan {
             Some(fewest) => Err(PlanError::TooManyAtLeast { fewest, ranks }),
             None => Ok(()),
         }
+    }
+
+    /// Whether its ranks use GPUs through NCCL.
+    pub(crate) fn uses_nccl(&self) -> bool {
+        self.ranks
+            .iter()
+            .flat_map(|rank| &rank.environment)
+            .any(|(name, value)| *name == MGPU_BACKEND && value == "nccl")
     }
 
     /// The command of a rank.

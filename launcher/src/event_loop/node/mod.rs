@@ -118,8 +118,8 @@ impl<'a> Node<'a> {
                 attempt.read_output(&of_ranks, &mut self.shared);
             }
             let signals = self.handle_own(&ready);
-            let network_is_ready = &fds_are_ready[..self.network.fds().len()];
-            let inputs = self.network.service(now, network_is_ready);
+            let of_network = fds_are_ready.get(..self.network.fds().len());
+            let inputs = self.network.service(now, of_network.unwrap_or_default());
             self.handle_inputs(inputs, now);
             self.serve_nccl(now);
             self.handle_signals(&signals, now);

@@ -11,7 +11,7 @@ use super::family::Family;
 use super::group::{Calls, Group};
 use super::link::{Link, WaitContext};
 use super::owner::Owner;
-use super::remote::Inquiry;
+use super::remote::Statement;
 use crate::comm::{ReduceOp, Rules};
 use crate::membership::Membership;
 use crate::progress::Operation;
@@ -118,7 +118,7 @@ impl DeviceCommunicator {
             owner,
             rules: Arc::new(Rules::new(Some(Arc::clone(membership)), membership.rank())),
             family: Arc::new(family),
-            inquiry: Inquiry::default(),
+            statement: Statement::default(),
         };
         let context = WaitContext {
             operation: Operation::Connect,

@@ -12,7 +12,7 @@ use mgpu_kernels::cuda;
 
 use super::family::Family;
 use super::owner::{Owner, Reply};
-use super::remote::Inquiry;
+use super::remote::Statement;
 use crate::comm::Members;
 use crate::comm::rules::{FailureHandler, ProgressEntry, Rules};
 use crate::membership::Membership;
@@ -45,7 +45,7 @@ pub(super) struct Link {
     /// Shared with the communicator for host buffers that uses this one.
     pub(super) rules: Arc<Rules>,
     pub(super) family: Arc<Family>,
-    pub(super) inquiry: Inquiry,
+    pub(super) statement: Statement,
 }
 
 /// What a rank waits in, for the progress page and for errors.
@@ -234,12 +234,12 @@ impl Link {
         if let Some(peer) = context.peers.iter().find(|peer| page.has_aborted(**peer, self.family.number())) {
             return Err(self.membership.lost_error(*peer, self.describe(context)));
         }
-        let departed = self.departed_peer(&context.peers);
-        if let Some(peer) = departed.or_else(|| self.departed_remote_peer(context, waited)) {
+        if let Some(peer) = self.departed_peer(&context.peers) {
             let (rank, operation, how) =
                 (self.rank(), self.describe(context), "has dropped the communicator");
             return Err(Error::PeerLost { rank, peer, operation, how: how.into(), silent: false });
         }
+        self.state_wait(context, waited);
         if waited < self.timeout {
             return Ok(());
         }

@@ -3,13 +3,16 @@
 //!
 //! - A rank whose wait has timed out enters a barrier. The members that are not in it soon after do not wait: they are
 //!   to blame.
-//! - A rank that has dropped a communicator before the others says so. A rank that waits in a collective asks one member
-//!   each second whether it has; different ranks ask different ones, so all of them are asked within about a second.
+//! - A rank that has waited for a second in a collective says how many it has begun in which communicator. A rank at the
+//!   shutdown of a communicator asks one of the others each second. If that one waits in a collective that this rank has
+//!   never begun, the wait cannot succeed. Such a statement stays true, so it does not matter when it is read; and it stays
+//!   on the host of the rank that makes it, so a rank that waits sends nothing to other hosts.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::link::{Link, WaitContext};
+use crate::progress::CollectiveCounter;
 
 /// How much later the timeout of a rank on another host may pass than that of this rank.
 const OVERDUE_LIMIT: Duration = Duration::from_secs(2);
@@ -17,10 +20,10 @@ const OVERDUE_LIMIT: Duration = Duration::from_secs(2);
 /// Longest wait for the answer to a question.
 const ANSWER_LIMIT: Duration = Duration::from_millis(25);
 
-/// The questions of a rank in one communicator.
+/// When a rank has said last that it waits in a communicator.
 #[derive(Debug, Default)]
-pub(super) struct Inquiry {
-    /// In which second of a wait it has asked last.
+pub(super) struct Statement {
+    /// After so many seconds of a wait.
     second: AtomicU64,
 }
 
@@ -59,36 +62,45 @@ impl Link {
         }
     }
 
-    /// Tells ranks of other hosts how many collectives this one has begun in the communicator that it has dropped.
-    pub(super) fn announce_departure(&self) {
-        if self.has_remote_members() {
-            let begun = self.progress().count.to_le_bytes();
-            // If it cannot be said, the others find out at their timeouts.
-            let _ =
-                self.membership.store().set(&self.departure(self.rank()), &begun, &[], self.members.size());
-        }
-    }
-
-    /// The member of another host that has dropped the communicator before the collective in which this rank waits, if
-    /// the one that is asked now has.
-    pub(super) fn departed_remote_peer(&self, context: &WaitContext, waited: Duration) -> Option<u32> {
+    /// Says that this rank waits in a collective, after 1, 2, 4, … seconds. It says so again, because whoever reads it
+    /// removes it, and may be another one than the rank that blocks it.
+    pub(super) fn state_wait(&self, context: &WaitContext, waited: Duration) {
         let second = waited.as_secs();
-        if second == self.inquiry.second.swap(second, Ordering::Relaxed)
-            || second == 0
-            || !context.is_collective()
-        {
-            return None;
+        let is_due =
+            second.is_power_of_two() && second != self.statement.second.swap(second, Ordering::Relaxed);
+        if !is_due || !context.is_collective() || !self.has_remote_members() {
+            return;
         }
-        let remote: Vec<u32> = context.peers.iter().copied().filter(|peer| self.is_remote(*peer)).collect();
-        let turn = (u64::from(self.rank()) + second) % remote.len().max(1) as u64;
-        let peer = *remote.get(turn as usize)?;
-        let (value, _) = self.membership.store().get(&self.departure(peer), peer, ANSWER_LIMIT).ok()?;
-        let begun = u32::from_le_bytes(value.try_into().ok()?);
-        (begun < self.progress().count).then_some(peer)
+        let (store, rank, key) = (self.membership.store(), self.rank(), statement_of(self.rank()));
+        let CollectiveCounter { communicator, count } = self.progress();
+        let value = [communicator.to_le_bytes(), count.to_le_bytes()].concat();
+        // The previous one, if nobody has read it. If this cannot be said, the others find out at the timeout.
+        let _ = store.get(&key, rank, Duration::ZERO);
+        let _ = store.set(&key, &value, &[], 1);
     }
 
-    /// Where a rank says that it has dropped the communicator.
-    fn departure(&self, rank: u32) -> String {
-        format!("{}/departed/{rank}", self.key)
+    /// Whether the rank of another host that is asked now waits in a collective that this rank, which has been at the
+    /// shutdown for so long, has never begun.
+    pub(super) fn is_awaited_remotely(&self, at_the_end: Duration) -> bool {
+        let second = at_the_end.as_secs();
+        if second == self.statement.second.swap(second, Ordering::Relaxed) || !self.has_remote_members() {
+            return false;
+        }
+        let world = 0..self.membership.page().world_size();
+        let remote: Vec<u32> = world.filter(|rank| self.is_remote(*rank)).collect();
+        let turn = (u64::from(self.rank()) + second) % remote.len().max(1) as u64;
+        let Some(peer) = remote.get(turn as usize) else { return false };
+        let Ok((value, _)) = self.membership.store().get(&statement_of(*peer), *peer, ANSWER_LIMIT) else {
+            return false;
+        };
+        let number = |at: usize| Some(u32::from_le_bytes(value.get(at..at + 4)?.try_into().ok()?));
+        let (Some(communicator), Some(theirs)) = (number(0), number(4)) else { return false };
+        let ours = self.membership.collectives.progress_if_member(communicator);
+        ours.is_some_and(|ours| theirs > ours)
     }
+}
+
+/// Where a rank says that it waits.
+fn statement_of(rank: u32) -> String {
+    format!("nccl/rank-{rank}-waits")
 }

@@ -80,7 +80,7 @@ impl CollectiveCounters {
     }
 
     /// The number of collectives that this rank has begun in any communicator; `None` for a group of other ranks.
-    fn progress_if_member(&self, communicator: u32) -> Option<u32> {
+    pub(super) fn progress_if_member(&self, communicator: u32) -> Option<u32> {
         let count = self.counts().get(&communicator).copied();
         count.or_else(|| (communicator & GROUP == 0).then_some(0))
     }
@@ -117,7 +117,6 @@ impl Link {
             self.membership.collectives.remove_group(self.number);
             self.family.remove(self.number)
         } else {
-            self.announce_departure();
             self.family.retire(self.number)
         };
         if !is_last {
@@ -173,10 +172,9 @@ impl Link {
                 Err(mgpu_control::Error::Timeout { .. }) if began.elapsed() < self.timeout => {}
                 Err(_) => break false,
             }
-            if slice == WAIT_SLICES.0 {
-                self.announce_departure();
-            }
-            if peers.iter().any(|peer| self.is_awaited_by(*peer, began.elapsed())) {
+            let waited = began.elapsed();
+            let is_awaited = peers.iter().any(|peer| self.is_awaited_by(*peer, waited));
+            if is_awaited || self.is_awaited_remotely(waited) {
                 break false;
             }
             slice = (slice * 2).min(WAIT_SLICES.1);
@@ -185,9 +183,12 @@ impl Link {
         together
     }
 
-    /// True if `peer` waits in a collective that this rank has never begun, or for this rank in an operation in host
-    /// memory, and this rank has been at the shutdown for long enough.
+    /// True if `peer`, on this host, waits in a collective that this rank has never begun, or for this rank in an operation
+    /// in host memory, and this rank has been at the shutdown for long enough.
     fn is_awaited_by(&self, peer: u32, at_the_end: Duration) -> bool {
+        if self.is_remote(peer) {
+            return false;
+        }
         let page = self.membership.page();
         let Some(theirs) = page.waiting_collective(peer) else {
             // The shutdown itself has no number.
