@@ -73,7 +73,7 @@ fn the_interface_of_the_real_library_is_predicted() {
         let real = ask(&["-n", "1", "--backend", "cpu", "--no-prefix", UNIQUE_ID], setting);
         match real.lines().find_map(|line| line.strip_prefix("NCCL listens at ")) {
             Some(address) => {
-                assert!(predicted.contains(&format!("({address})")), "{setting:?} {predicted} {real}")
+                assert!(predicted.contains(&format!("({address})")), "{setting:?} {predicted} {real}");
             }
             None => assert_eq!(predicted, "# NCCL finds no interface for other hosts", "{setting:?} {real}"),
         }

@@ -120,11 +120,17 @@ impl DeviceCommunicator {
             family: Arc::new(family),
             statement: Statement::default(),
         };
+        let advice = match link.has_remote_members() {
+            true => {
+                " (NCCL_DEBUG=INFO shows which network interface it takes, NCCL_SOCKET_IFNAME names another one)"
+            }
+            false => "",
+        };
         let context = WaitContext {
             operation: Operation::Connect,
             sequence: number,
             bytes: 0,
-            text: "the initialisation of NCCL".into(),
+            text: format!("the initialisation of NCCL{advice}"),
             peers: link.peers(),
             messages: None,
         };

@@ -1,5 +1,5 @@
-//! What ranks of other hosts do. The progress page of a host does not show that, except for how they end, so it is asked
-//! for at the rendezvous, and only once a wait is long.
+//! What ranks of other hosts do. The progress page of a host does not show that, or not all of it and late, except for how
+//! they end. So it is asked for at the rendezvous, and only once a wait is long.
 //!
 //! - A rank whose wait has timed out enters a barrier. The members that are not in it soon after do not wait: they are
 //!   to blame.
@@ -33,7 +33,8 @@ impl Link {
         self.membership.store().layout().is_some_and(|layout| !layout.is_local(rank))
     }
 
-    fn has_remote_members(&self) -> bool {
+    /// Whether a member is on another host.
+    pub(super) fn has_remote_members(&self) -> bool {
         self.members.world_ranks().iter().any(|member| self.is_remote(*member))
     }
 
@@ -66,8 +67,9 @@ impl Link {
     /// removes it, and may be another one than the rank that blocks it.
     pub(super) fn state_wait(&self, context: &WaitContext, waited: Duration) {
         let second = waited.as_secs();
-        let is_due =
-            second.is_power_of_two() && second != self.statement.second.swap(second, Ordering::Relaxed);
+        // In every call: the next wait begins with second 0.
+        let is_new = second != self.statement.second.swap(second, Ordering::Relaxed);
+        let is_due = is_new && second.is_power_of_two();
         if !is_due || !context.is_collective() || !self.has_remote_members() {
             return;
         }
