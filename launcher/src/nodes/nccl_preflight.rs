@@ -6,8 +6,8 @@
 //! have. Interfaces that the user has named are kept, and only reported.
 //!
 //! This stands between the coordinator and the connections to the nodes. It holds the orders to start back until
-//! the nodes have answered, at most [`ANSWER_LIMIT`]. Whatever else the coordinator has to say about the ranks ends the
-//! check.
+//! the nodes have answered, at most [`ANSWER_LIMIT`]. If the coordinator has anything else to say to one of these nodes, the
+//! check ends early: the ranks must exist before anything is said about them.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -54,6 +54,7 @@ type Outgoing = (MemberId, ToAgent);
 /// The check.
 #[derive(Default)]
 pub(crate) struct NcclPreflight {
+    /// Of the members whose ranks use NCCL.
     cards: BTreeMap<MemberId, NodeCard>,
     check: Option<Check>,
 }
@@ -67,6 +68,13 @@ struct Check {
     deadline: Instant,
 }
 
+impl Check {
+    /// The number of a member's node.
+    fn node_of(&self, id: MemberId) -> Option<usize> {
+        self.starts.iter().position(|(other, _)| *other == id)
+    }
+}
+
 impl NcclPreflight {
     /// Takes a message of a member in. Returns it, unless it was an answer.
     pub(crate) fn take_answer(&mut self, id: MemberId, message: FromAgent) -> Option<FromAgent> {
@@ -76,14 +84,16 @@ impl NcclPreflight {
             // It may also be late.
             (Some(answer), true) => {
                 if let Some(check) = &mut self.check
-                    && let Some(node) = check.starts.iter().position(|(other, _)| *other == id)
+                    && let Some(node) = check.node_of(id)
                 {
                     check.answers[node] = Some(answer);
                 }
                 None
             }
             _ => {
-                self.cards.insert(id, NodeCard::clone(card));
+                if card.backend == "nccl" {
+                    self.cards.insert(id, NodeCard::clone(card));
+                }
                 Some(message)
             }
         }
@@ -108,14 +118,21 @@ impl NcclPreflight {
         now: Instant,
     ) -> Vec<Outgoing> {
         let mut passed = Vec::new();
-        let mut starts = Vec::new();
+        let mut starts: Vec<(MemberId, Box<StartOrder>)> = Vec::new();
         for (id, message) in messages {
             match message {
                 ToAgent::Start(order) if order.layout.nodes() > 1 => starts.push((id, order)),
                 ToAgent::Beat | ToAgent::Say { .. } => passed.push((id, message)),
                 message => {
-                    // The ranks must exist before anything is said about them.
-                    passed.extend(self.release(&own_interface));
+                    if starts.iter().any(|(other, _)| *other == id) {
+                        passed.extend(starts.drain(..).map(|(id, order)| (id, ToAgent::Start(order))));
+                    }
+                    if self.check.as_ref().is_some_and(|check| check.node_of(id).is_some()) {
+                        passed.extend(self.release(&own_interface));
+                    }
+                    if matches!(message, ToAgent::Refused { .. }) {
+                        self.forget(id);
+                    }
                     passed.push((id, message));
                 }
             }
@@ -132,8 +149,7 @@ impl NcclPreflight {
     fn begin(&mut self, starts: Vec<(MemberId, Box<StartOrder>)>, now: Instant) -> Vec<Outgoing> {
         let cards: Vec<&NodeCard> = starts.iter().filter_map(|(id, _)| self.cards.get(id)).collect();
         let mut messages = Vec::new();
-        let uses_nccl = cards.iter().any(|card| card.backend == "nccl");
-        if uses_nccl && cards.iter().any(|card| card.ranks != cards[0].ranks) {
+        if cards.iter().any(|card| card.ranks != cards[0].ranks) {
             let text = "NCCL 2.31.2 hangs if nodes have unequal numbers of ranks (NVIDIA/nccl#2385): give each node as many, \
                         or use another release";
             messages.push((OWN, ToAgent::Say { text: text.to_owned() }));
@@ -347,8 +363,23 @@ mod tests {
         // The ranks have to exist before the coordinator ends them.
         job.start();
         job.preflight.forget(1);
-        let orders = vec![(0, ToAgent::Do { orders: Vec::new() })];
-        assert_eq!(kinds(&job.filter(orders)), ["0 start", "1 start", "0 other"]);
+        let orders = |id| (id, ToAgent::Do { orders: Vec::new() });
+        assert_eq!(kinds(&job.filter(vec![orders(0)])), ["0 start", "1 start", "0 other"]);
+        assert_eq!(
+            kinds(&job.filter([starts(&["a", "b"]), vec![orders(1)]].concat())),
+            ["0 start", "1 start", "1 other"]
+        );
+    }
+
+    #[test]
+    fn a_node_that_is_refused_meanwhile_does_not_end_the_check() {
+        let mut job = Job::new(vec![nccl_card("a", "eth0"), nccl_card("b", "eth0")]);
+        job.start();
+        let refused = ToAgent::Refused { exit_code: 73, why: "there are enough nodes".into() };
+        assert_eq!(kinds(&job.filter(vec![(7, refused)])), ["7 other"]);
+        job.answer(0, None);
+        job.answer(1, None);
+        assert_eq!(kinds(&job.filter(Vec::new())), ["0 start", "1 start"]);
     }
 
     #[test]
