@@ -18,12 +18,13 @@ use crate::doctor;
 use crate::error::LaunchError;
 use crate::guardian::{self, Role};
 use crate::launch::Launch;
+use crate::nccl::interfaces::{SocketVariables, own_interfaces};
 use crate::nodes::ssh::Remote;
 use crate::nodes::{
     NodeSettings, SettingsError, Surroundings, binding_notice, complete_by_pmi, ranks_variable, settings,
 };
 use crate::output::OutputOptions;
-use crate::plan::{LaunchPlan, Machine, Ranks, Request, RunContext};
+use crate::plan::{LaunchPlan, Machine, NodePlace, Ranks, Request, RunContext};
 use crate::program::ProgramError;
 use crate::restart::RestartPolicy;
 use crate::status::runs;
@@ -128,9 +129,15 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
         .grace(args.grace)
         .adopt_orphans();
     if args.dry_run {
-        let of_nodes = nodes.iter().flat_map(NodeSettings::describe);
-        let lines: Vec<String> = notices.into_iter().chain(of_nodes).collect();
-        return stdout::print(&describe(&lines, &launch.plan()?), ExitCode::SUCCESS);
+        let plans = launch.plan()?;
+        let nodes = nodes.as_ref();
+        let place = nodes.and_then(|nodes| place_of(nodes, &plans[0]));
+        let of_nccl = place.iter().filter(|_| plans[0].uses_nccl());
+        let of_nccl = of_nccl.map(|_| SocketVariables::detect().describe(&own_interfaces()));
+        let of_nodes = nodes.map(NodeSettings::describe).unwrap_or_default();
+        let lines: Vec<String> = notices.into_iter().chain(of_nodes).chain(of_nccl).collect();
+        let context = RunContext { place, ..RunContext::placeholder() };
+        return stdout::print(&describe(&lines, &plans, &context), ExitCode::SUCCESS);
     }
     if let Some(nodes) = nodes {
         launch = launch.nodes(nodes).attached(is_attached);
@@ -259,8 +266,22 @@ fn request(
     })
 }
 
+/// What a dry run knows of the place of this node, which is not how many ranks the others have; `None` if it is alone.
+fn place_of(settings: &NodeSettings, plan: &LaunchPlan) -> Option<NodePlace> {
+    let nodes = *settings.nodes.end();
+    (nodes > 1).then(|| NodePlace {
+        node: settings.node_rank.unwrap_or_default(),
+        nodes,
+        first_rank: 0,
+        world_size: plan.ranks.len() as u32,
+        master_addr: "(address of node 0)".into(),
+        injections: String::new(),
+        nccl_interface: Vec::new(),
+    })
+}
+
 /// The plans as shell commands, a block for each rank.
-fn describe(notices: &[String], plans: &[LaunchPlan]) -> String {
+fn describe(notices: &[String], plans: &[LaunchPlan], context: &RunContext) -> String {
     let mut text: String = notices.iter().map(|notice| format!("# {notice}\n")).collect();
     for (job, plan) in plans.iter().enumerate() {
         if plans.len() > 1 {
@@ -270,7 +291,7 @@ fn describe(notices: &[String], plans: &[LaunchPlan]) -> String {
         text.extend(plan.notices.iter().map(|notice| format!("# {notice}\n")));
         for rank in &plan.ranks {
             text += &format!("# {}\n", rank.location);
-            for (name, value) in rank.full_environment(&RunContext::placeholder()) {
+            for (name, value) in rank.full_environment(context) {
                 text += &format!("{name}={} \\\n", quote(&value));
             }
             let command = plan.command_of(rank);
@@ -396,6 +417,6 @@ mod tests {
             ..Request::new("/bin/echo")
         };
         let plan = crate::plan::plan(&request, &crate::plan::Machine::default()).unwrap();
-        insta::assert_snapshot!(describe(&[], &[plan]));
+        insta::assert_snapshot!(describe(&[], &[plan], &RunContext::placeholder()));
     }
 }

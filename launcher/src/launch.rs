@@ -408,6 +408,7 @@ fn node_card(plan: &LaunchPlan, settings: &NodeSettings) -> NodeCard {
         program: command.program.display().to_string(),
         digest: digest::of_file(&command.program).ok().map(|digest| format!("{digest:016x}")),
         arguments: command.arguments.iter().map(|word| word.to_string_lossy().into_owned()).collect(),
+        nccl: None,
     }
 }
 

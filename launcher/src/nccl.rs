@@ -1,7 +1,8 @@
 //! The environment variables that configure NCCL.
 //!
-//! All ranks are on this machine: they bootstrap over its loopback interface and need no network. (The payload does not
-//! use this interface; it goes from GPU to GPU.)
+//! If all ranks are on this machine, they bootstrap over its loopback interface and need no network. (The payload does not
+//! use this interface; it goes from GPU to GPU.) On several nodes NCCL chooses an interface itself ([`interfaces`]), unless
+//! that one turns out to lead nowhere.
 //!
 //! By default NCCL refuses several ranks on one GPU: kernels of two ranks that wait for each other may never run at the
 //! same time. With few thread blocks per kernel they do run together, slowly. So this is for tests on machines with one
@@ -11,7 +12,11 @@
 //! communicate over sockets, because they do not use the connections between GPUs of one host. Since 2.30 there is a
 //! variable that allows it.
 
+pub(crate) mod interfaces;
+
 use nccl_sys::{Library, Version};
+
+use interfaces::{FAMILY_VARIABLE, INTERFACE_VARIABLE};
 
 /// First version with a variable that allows it.
 const SWITCH: Version = Version { major: 2, minor: 30, patch: 0 };
@@ -21,9 +26,9 @@ pub(crate) fn version() -> Option<Version> {
     Library::open().ok()?.version().ok()
 }
 
-/// The variables of every rank.
+/// The variables of every rank if all are on one host.
 pub(crate) fn on_one_host() -> Vec<(&'static str, String)> {
-    vec![("NCCL_SOCKET_IFNAME", "lo".to_owned())]
+    vec![(INTERFACE_VARIABLE, "lo".to_owned())]
 }
 
 /// Additional variables of `rank` if ranks share a GPU.
@@ -45,14 +50,22 @@ pub(crate) fn on_one_gpu(rank: u32, nccl: Option<Version>) -> Vec<(&'static str,
     let mut variables: Vec<(&'static str, String)> =
         fixed.iter().map(|(name, value)| (*name, (*value).to_owned())).collect();
     if nccl.is_none_or(|version| version < SWITCH) {
-        variables.push(("NCCL_HOSTID", format!("mgpu-rank-{rank}")));
+        variables.push((HOST_ID, host_id(rank)));
     }
     variables
 }
 
+/// The variable by which NCCL tells hosts apart.
+pub(crate) const HOST_ID: &str = "NCCL_HOSTID";
+
+/// A host id that no other rank of the world has.
+pub(crate) fn host_id(rank: u32) -> String {
+    format!("mgpu-rank-{rank}")
+}
+
 /// All NCCL variables that the launcher may set. Variables that the user has set are kept.
-pub(crate) const NAMES: [&str; 10] = [
-    "NCCL_HOSTID",
+pub(crate) const NAMES: [&str; 11] = [
+    HOST_ID,
     "NCCL_IB_DISABLE",
     "NCCL_MAX_CTAS",
     "NCCL_MNNVL_ENABLE",
@@ -61,7 +74,8 @@ pub(crate) const NAMES: [&str; 10] = [
     "NCCL_NVLS_ENABLE",
     "NCCL_P2P_DISABLE",
     "NCCL_SHM_DISABLE",
-    "NCCL_SOCKET_IFNAME",
+    FAMILY_VARIABLE,
+    INTERFACE_VARIABLE,
 ];
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-// NCCL for the ranks of one machine: the functions, and the life cycle of communicators.
+// NCCL for the ranks of one machine, or of several hosts on it (fake_nccl_bootstrap.cpp): the functions, and the life cycle of communicators.
 //
 // Faithful where a runtime can go wrong: a non-blocking communicator reports "in progress" and continues on its own
 // thread (initialisation, split, finalisation and every launch), refuses calls meanwhile, and writes its handle a second

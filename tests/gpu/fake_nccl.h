@@ -54,6 +54,22 @@ struct Op {
     bool is_pair() const { return kind == Kind::Send || kind == Kind::Recv; }
 };
 
+// An address of a host, with a port in network order.
+struct BootstrapAddress {
+    unsigned short family, port;
+    unsigned char bytes[16];
+};
+
+// How ranks on several hosts meet.
+struct Bootstrap {
+    // Listens for the ranks of the id with this cookie.
+    static bool start_root(uint64_t cookie, BootstrapAddress* address);
+
+    // Meets the other ranks. False if aborted first, or if there is no interface.
+    static bool meet(const BootstrapAddress& root, uint64_t cookie, int rank, int world,
+                     const std::atomic<bool>& aborted);
+};
+
 struct Region;
 
 // A rank's connection to the others: shared memory for all ranks of one id, freed with the last of them.

@@ -1,6 +1,8 @@
 // Communication between ranks through anonymous shared memory, which is freed with its last process.
 //
-// The process that creates the id creates the memory; the id contains its process id and descriptor. Each rank has a
+// The process that creates the id creates the memory; the id contains its process id and descriptor. With
+// FAKE_NCCL_HOSTS=FOLDER the ranks are on several hosts, which are namespaces of one machine: the memory is a file in this
+// folder, removed when all ranks have mapped it, and before that the ranks meet over the network. Each rank has a
 // counter of arrivals. A collective passes through the ranks' slots in chunks, with one arrival of all ranks per
 // chunk. With two alternating slots per rank one arrival per chunk is enough: a rank that has arrived for a chunk has
 // read the previous one. A killed rank never arrives, and nobody is notified.
@@ -67,7 +69,13 @@ struct IdText {
     char magic[16];
     int process, descriptor;
     uint64_t cookie;
+    BootstrapAddress root;   // with several hosts
 };
+
+// The folder of the file for ranks on several hosts; null with one host.
+const char* hosts_folder() { return getenv("FAKE_NCCL_HOSTS"); }
+
+std::string file_of(uint64_t cookie) { return std::string(hosts_folder()) + "/" + std::to_string(cookie); }
 
 size_t slots_at() { return (sizeof(Region) + 4095) / 4096 * 4096; }
 size_t mail_at(int world) { return slots_at() + (size_t)world * 2 * SLOT; }
@@ -79,23 +87,29 @@ Mailbox& mailbox(Region* region, int world, int from, int to) {
 }
 
 uint64_t host_hash() {
-    // Real NCCL also uses this variable to decide which ranks are on one machine.
-    const char* name = getenv("NCCL_HOSTID");
+    // Real NCCL also uses this variable, or else the host's name, to decide which ranks are on one machine.
+    char host[65] = "";
+    gethostname(host, sizeof host - 1);
+    const char* id = getenv("NCCL_HOSTID");
+    const char* name = id == nullptr ? host : id;
     uint64_t hash = 0xcbf29ce484222325;
-    for (; name != nullptr && *name != 0; ++name) hash = (hash ^ (unsigned char)*name) * 0x100000001b3;
+    for (; *name != 0; ++name) hash = (hash ^ (unsigned char)*name) * 0x100000001b3;
     return hash;
 }
 
-// Descriptors of ids whose ranks have not all joined.
+// Descriptors of ids that this process has made and whose ranks have not all joined, by the cookies of the ids.
 std::mutex waiting_mutex;
-std::set<int>& waiting() {
-    static auto* all = new std::set<int>;
+std::map<uint64_t, int>& waiting() {
+    static auto* all = new std::map<uint64_t, int>;
     return *all;
 }
 
-void forget(int descriptor) {
+void forget(uint64_t cookie) {
     std::lock_guard lock(waiting_mutex);
-    if (waiting().erase(descriptor) != 0) close(descriptor);
+    const auto found = waiting().find(cookie);
+    if (found == waiting().end()) return;
+    close(found->second);
+    waiting().erase(found);
 }
 
 std::string describe(const CallSignature& offer) {
@@ -117,12 +131,17 @@ bool Transport::create_id(ncclUniqueId* id) {
     IdText text = {};
     memcpy(text.magic, MAGIC, sizeof MAGIC);
     text.process = getpid();
-    text.descriptor = (int)syscall(SYS_memfd_create, "fake-nccl", MFD_CLOEXEC);
-    if (text.descriptor < 0 || ftruncate(text.descriptor, (off_t)end_of(MAX_RANKS)) != 0) return false;
     if (getrandom(&text.cookie, sizeof text.cookie, 0) != sizeof text.cookie) return false;
+    if (hosts_folder() != nullptr) {
+        text.descriptor = open(file_of(text.cookie).c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+        if (!Bootstrap::start_root(text.cookie, &text.root)) return false;
+    } else {
+        text.descriptor = (int)syscall(SYS_memfd_create, "fake-nccl", MFD_CLOEXEC);
+    }
+    if (text.descriptor < 0 || ftruncate(text.descriptor, (off_t)end_of(MAX_RANKS)) != 0) return false;
     if (pwrite(text.descriptor, &text.cookie, sizeof text.cookie, 0) != sizeof text.cookie) return false;
     std::lock_guard lock(waiting_mutex);
-    waiting().insert(text.descriptor);
+    waiting()[text.cookie] = text.descriptor;
     memset(id, 0, sizeof *id);
     memcpy(id, &text, sizeof text);
     return true;
@@ -138,9 +157,15 @@ ncclResult_t Transport::join(const ncclUniqueId& id, int own_rank, int ranks, co
         why = "not an id that this library made";
         return ncclInvalidArgument;
     }
-    char path[64];
-    snprintf(path, sizeof path, "/proc/%d/fd/%d", text.process, text.descriptor);
-    const int descriptor = open(path, O_RDWR | O_CLOEXEC);
+    std::string path = "/proc/" + std::to_string(text.process) + "/fd/" + std::to_string(text.descriptor);
+    if (hosts_folder() != nullptr) {
+        if (!Bootstrap::meet(text.root, text.cookie, rank, world, aborted)) {
+            why = aborted ? "aborted" : "no socket interface found";
+            return aborted ? ncclInternalError : ncclSystemError;
+        }
+        path = file_of(text.cookie);
+    }
+    const int descriptor = open(path.c_str(), O_RDWR | O_CLOEXEC);
     if (descriptor < 0) {
         why = "the process that made the id is gone";
         return ncclSystemError;
@@ -170,8 +195,9 @@ ncclResult_t Transport::join(const ncclUniqueId& id, int own_rank, int ranks, co
         why = "aborted";
         return ncclInternalError;
     }
-    // All ranks have mapped the memory: the creator of the id can close the descriptor.
-    if (text.process == getpid()) forget(text.descriptor);
+    // All ranks have mapped the memory: the creator of the id can close the descriptor, and the file can go.
+    forget(text.cookie);
+    if (hosts_folder() != nullptr) unlink(file_of(text.cookie).c_str());
     return check_ranks(why);
 }
 

@@ -5,6 +5,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::nccl_preflight::NcclCard;
+
 /// What a node says about itself.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct NodeCard {
@@ -26,6 +28,9 @@ pub(crate) struct NodeCard {
     pub(crate) digest: Option<String>,
     /// The program's arguments.
     pub(crate) arguments: Vec<String>,
+    /// Where NCCL of its ranks is going to listen, if they use it and that can be predicted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) nccl: Option<NcclCard>,
 }
 
 impl NodeCard {
@@ -99,6 +104,7 @@ pub(crate) mod tests {
             program: "/bin/x".into(),
             digest: Some("77".into()),
             arguments: vec!["--net".into(), "lenet5".into()],
+            nccl: None,
         }
     }
 

@@ -13,6 +13,7 @@ use mgpu_control::rendezvous::Blame;
 use serde::{Deserialize, Serialize};
 
 use super::card::NodeCard;
+use super::nccl_preflight::NcclTarget;
 use crate::supervisor::{Exit, Outcome};
 
 /// Interval between two heartbeats, in both directions.
@@ -29,7 +30,7 @@ pub(crate) const MAX_LAST_LINE: usize = 2048;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "agent", rename_all = "snake_case")]
 pub(crate) enum FromAgent {
-    /// The first message.
+    /// The first message. Sent again as the answer to [`ToAgent::Reach`], with what was found on the card.
     Join(Box<NodeCard>),
     /// Of its rendezvous server, for those of other nodes.
     Relay { messages: Vec<RelayMessage> },
@@ -58,6 +59,10 @@ pub(crate) enum FromAgent {
 pub(crate) enum ToAgent {
     /// The node is not needed, or contradicts the others. The agent exits with this code.
     Refused { exit_code: u8, why: String },
+    /// Try to connect to where NCCL of another node is going to listen.
+    Reach { targets: Vec<NcclTarget>, tag: String },
+    /// The next start: NCCL takes the interface of the connections between the nodes.
+    UseControlInterface,
     /// Start the ranks.
     Start(Box<StartOrder>),
     /// For its rendezvous server.

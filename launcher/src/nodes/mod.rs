@@ -10,6 +10,7 @@
 //! | `card` | what a node says about itself, and whether two nodes contradict each other (pure) |
 //! | `arrangement` | which node has which number (pure) |
 //! | `coordinator` | agents + events → one job: epochs, orders, losses (pure) |
+//! | `nccl_preflight` | does every node reach the interface that NCCL takes on the one before? (pure) |
 //! | `message` | what agents and the coordinator say to each other |
 //! | `ssh` | `--hosts a,b`: starts the agents by ssh |
 //! | `engine_variables` | which variables of an engine are about the agent, and not about its ranks? (pure) |
@@ -21,6 +22,7 @@ mod coordinator;
 mod engine;
 mod engine_variables;
 mod message;
+mod nccl_preflight;
 mod pmi;
 mod settings;
 pub(crate) mod ssh;
@@ -32,6 +34,7 @@ pub(crate) use engine_variables::variables_to_remove;
 pub(crate) use message::{
     FromAgent, HEARTBEAT, MAX_LAST_LINE, MAX_LAST_LINES, MAX_RELAYED, Order, StartOrder, ToAgent,
 };
+pub(crate) use nccl_preflight::{NcclCard, NcclPreflight, NcclTarget, REACH_LIMIT};
 pub(crate) use pmi::complete as complete_by_pmi;
 pub(crate) use settings::{
     AuthChoice, NodeSettings, Ports, SettingsError, Surroundings, ranks_variable, settings,

@@ -14,8 +14,8 @@ use std::path::PathBuf;
 
 use mgpu_control::inject::Injection;
 use mgpu_control::protocol::{
-    MASTER_ADDR, MASTER_PORT, MGPU_INJECT, MGPU_PROGRESS, MGPU_RENDEZVOUS, MGPU_RESTART_COUNT, MGPU_RUN_ID,
-    RANK, WORLD_SIZE,
+    MASTER_ADDR, MASTER_PORT, MGPU_BACKEND, MGPU_INJECT, MGPU_PROGRESS, MGPU_RENDEZVOUS, MGPU_RESTART_COUNT,
+    MGPU_RUN_ID, RANK, WORLD_SIZE,
 };
 
 use crate::nccl;
@@ -192,6 +192,8 @@ pub struct NodePlace {
     pub master_addr: String,
     /// Faults to inject into ranks of the world, in the syntax of `MGPU_INJECT`.
     pub injections: String,
+    /// Variables that make NCCL take another interface than it would choose.
+    pub nccl_interface: Vec<(&'static str, String)>,
 }
 
 impl RunContext {
@@ -235,6 +237,14 @@ impl LaunchPlan {
             Some(fewest) => Err(PlanError::TooManyAtLeast { fewest, ranks }),
             None => Ok(()),
         }
+    }
+
+    /// Whether its ranks use GPUs through NCCL.
+    pub(crate) fn uses_nccl(&self) -> bool {
+        self.ranks
+            .iter()
+            .flat_map(|rank| &rank.environment)
+            .any(|(name, value)| *name == MGPU_BACKEND && value == "nccl")
     }
 
     /// The command of a rank.
@@ -302,6 +312,7 @@ impl NodePlace {
             match *name {
                 RANK => *value = (self.first_rank + number).to_string(),
                 WORLD_SIZE => *value = self.world_size.to_string(),
+                nccl::HOST_ID => *value = nccl::host_id(self.first_rank + number),
                 _ => {}
             }
         }
@@ -309,6 +320,7 @@ impl NodePlace {
             let on_one_host = nccl::on_one_host();
             environment.retain(|variable| !on_one_host.contains(variable));
         }
+        environment.extend(self.nccl_interface.iter().cloned());
         if !self.injections.is_empty() {
             environment.push((MGPU_INJECT, self.injections.clone()));
         }

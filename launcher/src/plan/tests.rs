@@ -96,6 +96,34 @@ fn the_variables_of_torchrun_are_set() {
     assert!(!names.contains(&"TORCHELASTIC_USE_AGENT_STORE"));
 }
 
+/// On one host NCCL needs no network. On several, no setting may lead to this host only, and no two ranks may have one host
+/// id.
+#[cfg(feature = "cuda")]
+#[test]
+fn settings_of_nccl_depend_on_the_number_of_nodes() {
+    let request = Request { share_gpus: true, ..request(Ranks::Count(2)) };
+    let plan = plan(&request, &machine(1)).unwrap();
+    let variables = |nodes: u32, nccl_interface: &[(&'static str, String)]| {
+        let place = NodePlace {
+            node: 0,
+            nodes,
+            first_rank: 4,
+            world_size: 6,
+            master_addr: "10.0.0.1".into(),
+            injections: String::new(),
+            nccl_interface: nccl_interface.to_vec(),
+        };
+        let context = RunContext { place: Some(place), ..RunContext::placeholder() };
+        let all = plan.ranks[1].full_environment(&context);
+        let wanted = ["NCCL_SOCKET_IFNAME", "NCCL_HOSTID", MASTER_ADDR];
+        let value = |name| all.iter().find(|(key, _)| *key == name).map_or("", |(_, value)| value).to_owned();
+        wanted.map(value)
+    };
+    assert_eq!(variables(1, &[]), ["lo", "mgpu-rank-5", "10.0.0.1"]);
+    assert_eq!(variables(2, &[]), ["", "mgpu-rank-5", "10.0.0.1"]);
+    assert_eq!(variables(2, &[("NCCL_SOCKET_IFNAME", "=eth0".into())])[0], "=eth0");
+}
+
 #[test]
 fn auto_is_one_rank_per_gpu_or_one_rank() {
     assert_eq!(plan(&request(Ranks::Auto), &machine(0)).unwrap().ranks.len(), 1);

@@ -4,6 +4,7 @@
 //! the ranks is reported to the coordinator, and its orders are carried out; on node 0 the coordinator is in this process.
 //! If the coordinator is lost, this node ends its ranks by itself.
 
+mod nccl;
 mod network;
 mod ranks;
 
@@ -21,11 +22,12 @@ use crate::error::LaunchError;
 use crate::events::EventLog;
 use crate::interrupt::{Signals, ends_the_run};
 use crate::launch::Supervision;
-use crate::nodes::{FromAgent, NodeCard, NodeLoss, NodeSettings, Order, ToAgent};
+use crate::nodes::{FromAgent, NcclCard, NodeCard, NodeLoss, NodeSettings, Order, ToAgent};
 use crate::orphans;
 use crate::output::Output;
 use crate::plan::LaunchPlan;
 use crate::supervisor::{Action, Outcome};
+use nccl::NcclEndpoint;
 use network::{Input, Network};
 use ranks::ProgressReport;
 
@@ -52,12 +54,16 @@ pub(crate) fn run(
     output: &mut Output,
     events: &mut EventLog,
 ) -> Result<LaunchEnd, LaunchError> {
-    let network = Network::new(job)?;
+    let nccl = NcclEndpoint::open(job);
+    let card = NodeCard { nccl: nccl.as_ref().map(NcclEndpoint::card), ..job.card.clone() };
+    let network = Network::new(job, card.clone())?;
     let node = Node {
         job,
         signals,
         shared: Shared::new(output, events),
+        card,
         network,
+        nccl,
         attempt: None,
         hosts: Vec::new(),
         progress: ProgressReport::new(),
@@ -75,7 +81,10 @@ struct Node<'a> {
     job: &'a NodeJob<'a>,
     signals: &'a Signals,
     shared: Shared<'a>,
+    card: NodeCard,
     network: Network<'a>,
+    /// Where NCCL of the ranks is going to listen, if they use it and that can be predicted.
+    nccl: Option<NcclEndpoint>,
     /// The ranks of this host, while they run.
     attempt: Option<Attempt<'a>>,
     /// The hosts of the nodes, once they are known.
@@ -95,7 +104,7 @@ struct Node<'a> {
 impl<'a> Node<'a> {
     fn run(mut self) -> Result<LaunchEnd, LaunchError> {
         while self.outcome.is_none() {
-            let (ready, network_is_ready) = self.wait();
+            let (ready, fds_are_ready) = self.wait();
             let now = Instant::now();
             let of_ranks: Vec<JobSource> = ready
                 .iter()
@@ -109,8 +118,10 @@ impl<'a> Node<'a> {
                 attempt.read_output(&of_ranks, &mut self.shared);
             }
             let signals = self.handle_own(&ready);
-            let inputs = self.network.service(now, &network_is_ready);
+            let of_network = fds_are_ready.get(..self.network.fds().len());
+            let inputs = self.network.service(now, of_network.unwrap_or_default());
             self.handle_inputs(inputs, now);
+            self.serve_nccl(now);
             self.handle_signals(&signals, now);
             self.handle_ranks(&of_ranks, &signals, now);
             // On node 0 a report may cause orders for this node at once.
@@ -142,7 +153,8 @@ impl<'a> Node<'a> {
         }
     }
 
-    /// Sleeps until something is ready or a deadline has passed. The flags are those of the network's descriptors.
+    /// Sleeps until something is ready or a deadline has passed. The flags are those of the network's descriptors and of
+    /// those behind them.
     fn wait(&mut self) -> (Vec<Source>, Vec<bool>) {
         let guardian_ended = self.shared.guardian_ended;
         let is_news = |source: &Source| !(guardian_ended && matches!(source, Source::Guardian));
@@ -155,10 +167,13 @@ impl<'a> Node<'a> {
             self.attempt.as_ref().and_then(Attempt::next_deadline),
             self.shared.output.next_deadline(),
             self.network.next_deadline(),
+            self.nccl.as_ref().and_then(NcclEndpoint::next_deadline),
             Some(self.progress.next_deadline()),
         ];
         let deadline = deadlines.into_iter().flatten().min();
-        let ready = poll_sources_and(&sources, self.network.fds(), deadline);
+        let of_nccl = self.nccl.iter().flat_map(NcclEndpoint::fds);
+        let fds = self.network.fds().into_iter().chain(of_nccl).collect();
+        let ready = poll_sources_and(&sources, fds, deadline);
         if deadline.is_some_and(|deadline| Instant::now() > deadline + SUSPENSION_THRESHOLD) {
             self.shared.awake_since = progress::now();
         }
@@ -188,6 +203,12 @@ impl<'a> Node<'a> {
     /// Carries out a message of the coordinator.
     fn obey(&mut self, message: ToAgent, now: Instant) {
         match message {
+            ToAgent::Reach { targets, tag } => {
+                self.nccl.iter_mut().for_each(|nccl| nccl.reach(&targets, &tag, now));
+            }
+            ToAgent::UseControlInterface => {
+                self.nccl.iter_mut().for_each(NcclEndpoint::use_control_interface);
+            }
             ToAgent::Start(order) => self.start(&order, now),
             ToAgent::Relay { messages } => {
                 let Some(attempt) = &mut self.attempt else { return };
@@ -210,6 +231,16 @@ impl<'a> Node<'a> {
             ToAgent::Beat => self.progress.note_beat(),
             ToAgent::Refused { exit_code, why } => self.end(failure(exit_code, why)),
             ToAgent::End { outcome } => self.end(outcome),
+        }
+    }
+
+    /// Serves the check of the interfaces that NCCL takes, and answers the coordinator.
+    fn serve_nccl(&mut self, now: Instant) {
+        let Some(nccl) = &mut self.nccl else { return };
+        if let Some(answer) = nccl.service(now) {
+            let answered = NcclCard { answer: Some(answer), ..nccl.card() };
+            let card = NodeCard { nccl: Some(answered), ..self.card.clone() };
+            self.network.report(FromAgent::Join(Box::new(card)), now);
         }
     }
 

@@ -17,7 +17,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use super::{NodeJob, failure};
 use crate::error::LaunchError;
 use crate::exit_code;
-use crate::nodes::{FromAgent, NodeLoss, Ports, ToAgent};
+use crate::nodes::{FromAgent, NodeCard, NodeLoss, Ports, ToAgent};
 use crate::supervisor::Outcome;
 use endpoint_check::EndpointCheck;
 use hosting::Hosting;
@@ -40,6 +40,7 @@ pub(super) enum Input {
 /// This node's connections.
 pub(super) struct Network<'a> {
     job: &'a NodeJob<'a>,
+    card: NodeCard,
     endpoint: Endpoint,
     ports: Vec<u16>,
     run: RunTag,
@@ -72,11 +73,11 @@ struct AgentLink {
 }
 
 impl<'a> Network<'a> {
-    /// Begins to look for the coordinator, or listens as it.
+    /// Begins to look for the coordinator, or listens as it. The card is this node's.
     ///
     /// # Errors
     /// If this is node 0 and cannot listen.
-    pub(super) fn new(job: &'a NodeJob<'a>) -> Result<Self, LaunchError> {
+    pub(super) fn new(job: &'a NodeJob<'a>, card: NodeCard) -> Result<Self, LaunchError> {
         let settings = job.settings;
         let run = RunTag::of(settings.run_id.as_deref().unwrap_or_default());
         let (host, ports) = match &settings.endpoint {
@@ -88,7 +89,7 @@ impl<'a> Network<'a> {
         let now = Instant::now();
         let deadline = now + job.supervision.join_timeout;
         let role = Role::Deciding(None, now);
-        let mut network = Network { job, endpoint, ports, run, deadline, role, endpoint_check: None };
+        let mut network = Network { job, card, endpoint, ports, run, deadline, role, endpoint_check: None };
         match settings.node_rank {
             Some(0) => {
                 network.host(now)?;
@@ -105,7 +106,8 @@ impl<'a> Network<'a> {
 
     /// Becomes the coordinator.
     fn host(&mut self, now: Instant) -> Result<(), LaunchError> {
-        let hosting = Hosting::start(self.job, self.local_address()?, &self.ports, self.run, now)?;
+        let hosting =
+            Hosting::start(self.job, &self.card, self.local_address()?, &self.ports, self.run, now)?;
         self.role = Role::Coordinator(Box::new(hosting));
         Ok(())
     }
@@ -245,7 +247,7 @@ impl<'a> Network<'a> {
             Some(Ok(link)) => {
                 let agent = AgentLink { link, heard: now, is_over: false, is_lost: false };
                 self.role = Role::Agent(Box::new(agent));
-                let card = Box::new(self.job.card.clone());
+                let card = Box::new(self.card.clone());
                 self.report(FromAgent::Join(card), now);
                 Vec::new()
             }

@@ -87,6 +87,7 @@ impl<'a> Node<'a> {
                 world_size: layout.world_size(),
                 master_addr: self.network.master_address(),
                 injections: mgpu_control::inject::join(self.job.injections),
+                nccl_interface: self.nccl_variables(),
             }),
         };
         if self.job.report_bindings {
@@ -114,6 +115,12 @@ impl<'a> Node<'a> {
         let supervision = Supervision { progress_timeout, ..self.job.supervision };
         let judge = Judge::Coordinator(Vec::new());
         Ok(Attempt::new(started, judge, supervision, self.shared.events.is_enabled()))
+    }
+
+    /// The variables that make NCCL take the interface of the connections between the nodes, if the coordinator says so.
+    fn nccl_variables(&mut self) -> Vec<(&'static str, String)> {
+        let (nccl, address) = (self.nccl.as_mut(), self.network.own_address());
+        nccl.zip(address).map(|(nccl, address)| nccl.take_variables(address)).unwrap_or_default()
     }
 
     /// Handles what has happened to the ranks.

@@ -11,6 +11,7 @@ use super::family::Family;
 use super::group::{Calls, Group};
 use super::link::{Link, WaitContext};
 use super::owner::Owner;
+use super::remote::Statement;
 use crate::comm::{ReduceOp, Rules};
 use crate::membership::Membership;
 use crate::progress::Operation;
@@ -117,12 +118,19 @@ impl DeviceCommunicator {
             owner,
             rules: Arc::new(Rules::new(Some(Arc::clone(membership)), membership.rank())),
             family: Arc::new(family),
+            statement: Statement::default(),
+        };
+        let advice = match link.has_remote_members() {
+            true => {
+                " (NCCL_DEBUG=INFO shows which network interface it takes, NCCL_SOCKET_IFNAME names another one)"
+            }
+            false => "",
         };
         let context = WaitContext {
             operation: Operation::Connect,
             sequence: number,
             bytes: 0,
-            text: "the initialisation of NCCL".into(),
+            text: format!("the initialisation of NCCL{advice}"),
             peers: link.peers(),
             messages: None,
         };

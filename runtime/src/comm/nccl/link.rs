@@ -12,6 +12,7 @@ use mgpu_kernels::cuda;
 
 use super::family::Family;
 use super::owner::{Owner, Reply};
+use super::remote::Statement;
 use crate::comm::Members;
 use crate::comm::rules::{FailureHandler, ProgressEntry, Rules};
 use crate::membership::Membership;
@@ -44,6 +45,7 @@ pub(super) struct Link {
     /// Shared with the communicator for host buffers that uses this one.
     pub(super) rules: Arc<Rules>,
     pub(super) family: Arc<Family>,
+    pub(super) statement: Statement,
 }
 
 /// What a rank waits in, for the progress page and for errors.
@@ -73,7 +75,7 @@ impl WaitContext {
         ProgressEntry { operation: self.operation, number: self.sequence, bytes: self.bytes }
     }
 
-    fn is_collective(&self) -> bool {
+    pub(super) fn is_collective(&self) -> bool {
         !matches!(self.operation, Operation::Send | Operation::Recv)
     }
 }
@@ -237,6 +239,7 @@ impl Link {
                 (self.rank(), self.describe(context), "has dropped the communicator");
             return Err(Error::PeerLost { rank, peer, operation, how: how.into(), silent: false });
         }
+        self.state_wait(context, waited);
         if waited < self.timeout {
             return Ok(());
         }
@@ -247,7 +250,12 @@ impl Link {
             }
             Some((call, since)) => Error::Stuck { rank, operation, call, after: since.elapsed() },
             None => {
-                let waited_for = self.causes_of_wait(suspects);
+                let absent = self.absent_members(context);
+                // Meanwhile a rank may have ended, which explains more.
+                if let Some(error) = self.membership.lost_peer(&context.peers, || operation.clone()) {
+                    return Err(error);
+                }
+                let waited_for = absent.unwrap_or_else(|| self.causes_of_wait(suspects));
                 Error::Timeout { rank, waited_for, operation, after: waited }
             }
         })
@@ -292,11 +300,12 @@ impl Link {
         let those = |is: &dyn Fn(u32) -> bool| -> Vec<u32> {
             context.peers.iter().copied().filter(|peer| is(*peer)).collect()
         };
-        let stopped = |peer| page.state(peer) == RankState::Joined && is_stopped(page.progress(peer).pid);
-        let busy = |peer| {
-            let last = page.progress(peer).operation;
-            !last.is_some_and(|last| last.running && last.waits_for.is_some())
+        let stopped = |peer| {
+            !self.is_remote(peer)
+                && page.state(peer) == RankState::Joined
+                && is_stopped(page.progress(peer).pid)
         };
+        let busy = |peer| self.is_busy(peer);
         let behind = |peer| {
             let last = page.progress(peer).operation;
             last.is_some_and(|last| last.sequence < u64::from(context.sequence))

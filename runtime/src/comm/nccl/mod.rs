@@ -10,6 +10,7 @@
 //! | [`link`] | how do callers wait for it without ever hanging? |
 //! | [`split`] | how are groups connected? |
 //! | [`family`] | which communicators fail together? |
+//! | [`remote`] | what do ranks of other hosts do? |
 //! | [`shutdown`] | how do ranks shut down a communicator, also after errors? |
 //! | [`host`], [`staging`] | how are host buffers transferred? |
 //!
@@ -25,6 +26,7 @@ mod group;
 mod host;
 mod link;
 mod owner;
+mod remote;
 mod shutdown;
 mod split;
 mod staging;

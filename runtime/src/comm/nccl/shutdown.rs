@@ -10,6 +10,8 @@
 //! Messages between two ranks are not counted, since the other ranks do not take part in them. Nor are operations in
 //! host memory (`World::host_memory_communicator`), where a peer names the rank for which it waits.
 //!
+//! The page does not show that to ranks of other hosts: see [`remote`](super::remote).
+//!
 //! Groups may be dropped in any order. So only the last communicator of a [`Family`](super::family) that a rank drops
 //! waits for all ranks of the world; it ends all that are left. Before that, the drop of another one waits briefly for
 //! its members, because they usually drop it at the same time and can free it then.
@@ -78,7 +80,7 @@ impl CollectiveCounters {
     }
 
     /// The number of collectives that this rank has begun in any communicator; `None` for a group of other ranks.
-    fn progress_if_member(&self, communicator: u32) -> Option<u32> {
+    pub(super) fn progress_if_member(&self, communicator: u32) -> Option<u32> {
         let count = self.counts().get(&communicator).copied();
         count.or_else(|| (communicator & GROUP == 0).then_some(0))
     }
@@ -170,7 +172,9 @@ impl Link {
                 Err(mgpu_control::Error::Timeout { .. }) if began.elapsed() < self.timeout => {}
                 Err(_) => break false,
             }
-            if peers.iter().any(|peer| self.is_awaited_by(*peer, began.elapsed())) {
+            let waited = began.elapsed();
+            let is_awaited = peers.iter().any(|peer| self.is_awaited_by(*peer, waited));
+            if is_awaited || self.is_awaited_remotely(waited) {
                 break false;
             }
             slice = (slice * 2).min(WAIT_SLICES.1);
@@ -179,9 +183,12 @@ impl Link {
         together
     }
 
-    /// True if `peer` waits in a collective that this rank has never begun, or for this rank in an operation in host
-    /// memory, and this rank has been at the shutdown for long enough.
+    /// True if `peer`, on this host, waits in a collective that this rank has never begun, or for this rank in an operation
+    /// in host memory, and this rank has been at the shutdown for long enough.
     fn is_awaited_by(&self, peer: u32, at_the_end: Duration) -> bool {
+        if self.is_remote(peer) {
+            return false;
+        }
         let page = self.membership.page();
         let Some(theirs) = page.waiting_collective(peer) else {
             // The shutdown itself has no number.

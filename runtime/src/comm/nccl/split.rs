@@ -15,6 +15,7 @@ use mgpu_kernels::cuda::{Device, Memory, Stream};
 use super::DeviceCommunicator;
 use super::link::{Link, WaitContext};
 use super::owner::{Ended, Owner};
+use super::remote::Statement;
 use super::shutdown::FINALISE_LIMIT;
 use crate::Result;
 use crate::comm::split::{SplitArguments, SplitGroup, form_group, group_number};
@@ -115,6 +116,7 @@ impl Link {
             owner,
             rules: Arc::new(rules),
             family: Arc::clone(&self.family),
+            statement: Statement::default(),
         })
     }
 

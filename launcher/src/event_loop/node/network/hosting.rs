@@ -11,7 +11,10 @@ use super::super::NodeJob;
 use super::{Input, node_loss};
 use crate::error::LaunchError;
 use crate::exit_code;
-use crate::nodes::{Config, Coordinator, FromAgent, MemberId, NodeLoss, OWN, ToAgent};
+use crate::nccl::interfaces::own_interfaces;
+use crate::nodes::{
+    Config, Coordinator, FromAgent, MemberId, NcclPreflight, NodeCard, NodeLoss, OWN, ToAgent,
+};
 use crate::port::ReservedPort;
 
 /// So many links are served as soon as one of them is ready. For each time as many more, they are left alone for
@@ -23,6 +26,7 @@ const PAUSE: Duration = Duration::from_millis(1);
 /// The coordinator's connections.
 pub(super) struct Hosting {
     coordinator: Coordinator,
+    preflight: NcclPreflight,
     listener: NodeListener,
     /// In ascending order of their ids.
     links: Vec<(MemberId, Link)>,
@@ -41,6 +45,7 @@ impl Hosting {
     /// Listens for the agents of `job`.
     pub(super) fn start(
         job: &NodeJob<'_>,
+        card: &NodeCard,
         address: Option<IpAddr>,
         ports: &[u16],
         run: RunTag,
@@ -57,8 +62,11 @@ impl Hosting {
             run_id: new_run_id()?,
             master_port: port.number(),
         };
+        let mut preflight = NcclPreflight::default();
+        preflight.take_answer(OWN, FromAgent::Join(Box::new(card.clone())));
         Ok(Hosting {
-            coordinator: Coordinator::new(config, job.card.clone(), now),
+            coordinator: Coordinator::new(config, card.clone(), now),
+            preflight,
             listener,
             links: Vec::new(),
             paused_until: None,
@@ -82,7 +90,8 @@ impl Hosting {
         let links =
             self.links.iter().map(|(_, link)| link).chain(&self.leaving).filter_map(Link::next_deadline);
         let listener = self.listener.next_deadline();
-        links.chain(listener).chain(self.paused_until).chain(self.coordinator.next_deadline()).min()
+        let decisions = self.coordinator.next_deadline().into_iter().chain(self.preflight.next_deadline());
+        links.chain(listener).chain(self.paused_until).chain(decisions).min()
     }
 
     /// Reads, writes and handles deadlines. `ready` tells which of [`fds`](Self::fds) are ready.
@@ -125,7 +134,7 @@ impl Hosting {
                 continue;
             }
             has_served = true;
-            if let Some(loss) = serve(&mut self.coordinator, *id, link, now) {
+            if let Some(loss) = serve(&mut self.coordinator, &mut self.preflight, *id, link, now) {
                 lost.push((*id, loss));
             }
         }
@@ -156,6 +165,7 @@ impl Hosting {
 
     /// Handles a message of this node's agent.
     pub(super) fn report(&mut self, message: FromAgent, now: Instant) {
+        let Some(message) = self.preflight.take_answer(OWN, message) else { return };
         if let Err(why) = self.coordinator.handle(OWN, message, now) {
             // Cannot happen: both are in this process.
             self.coordinator.lost(OWN, &NodeLoss::Failed(why), now);
@@ -166,7 +176,9 @@ impl Hosting {
     pub(super) fn flush(&mut self, now: Instant) -> Vec<Input> {
         self.coordinator.tick(now);
         let mut inputs = Vec::new();
-        for (id, message) in self.coordinator.take_outbox() {
+        let messages = self.coordinator.take_outbox();
+        let own_interface = || interface_of(own_address(&self.links)?);
+        for (id, message) in self.preflight.filter(messages, own_interface, now) {
             if id == OWN {
                 inputs.push(Input::Message(message));
                 continue;
@@ -194,13 +206,13 @@ impl Hosting {
                 self.leaving.push(link);
             }
         }
+        self.preflight.forget(id);
         self.coordinator.lost(id, loss, now);
     }
 
     /// This host's address as the other nodes reach it.
     pub(super) fn own_address(&self) -> Option<IpAddr> {
-        let addresses = self.links.iter().map(|(_, link)| link.local_address().ip());
-        addresses.clone().find(|address| !address.is_loopback()).or_else(|| addresses.clone().next())
+        own_address(&self.links)
     }
 
     /// All links that have not ended.
@@ -209,13 +221,33 @@ impl Hosting {
     }
 }
 
+fn own_address(links: &[(MemberId, Link)]) -> Option<IpAddr> {
+    let addresses = links.iter().map(|(_, link)| link.local_address().ip());
+    addresses.clone().find(|address| !address.is_loopback()).or_else(|| addresses.clone().next())
+}
+
+/// The name of the interface that has an address.
+fn interface_of(address: IpAddr) -> Option<String> {
+    own_interfaces()
+        .into_iter()
+        .find(|interface| interface.address == address)
+        .map(|interface| interface.name)
+}
+
 /// Reads from a link and passes its messages on. Returns how the link was lost.
-fn serve(coordinator: &mut Coordinator, id: MemberId, link: &mut Link, now: Instant) -> Option<NodeLoss> {
+fn serve(
+    coordinator: &mut Coordinator,
+    preflight: &mut NcclPreflight,
+    id: MemberId,
+    link: &mut Link,
+    now: Instant,
+) -> Option<NodeLoss> {
     let state = link.service(now);
     // Messages first: what an agent said before it ended counts.
     loop {
         match link.next_message::<FromAgent>() {
             Ok(Some(message)) => {
+                let Some(message) = preflight.take_answer(id, message) else { continue };
                 if let Err(why) = coordinator.handle(id, message, now) {
                     return Some(NodeLoss::Failed(why));
                 }

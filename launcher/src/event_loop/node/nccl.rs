@@ -1,0 +1,132 @@
+//! This node's part in the check of the interfaces that NCCL takes: it listens where NCCL is going to listen, and tries to
+//! reach another node there, both without blocking. The connections are authenticated like those to the coordinator, so
+//! a node is not mistaken for another one that has the same address.
+
+use std::net::IpAddr;
+use std::time::Instant;
+
+use mgpu_control::nodes::{Credentials, Dialer, Endpoint, Link, LinkState, NodeListener, RunTag};
+use mgpu_control::protocol::new_run_id;
+use nix::poll::PollFd;
+
+use super::NodeJob;
+use crate::nccl::interfaces::{Interface, SocketVariables, own_interfaces};
+use crate::nodes::{NcclCard, NcclTarget, REACH_LIMIT};
+
+/// Most connections of others that are kept until the others end them.
+const MAX_LINKS: usize = 16;
+
+/// Where NCCL of this node's ranks is going to listen.
+pub(super) struct NcclEndpoint {
+    card: NcclCard,
+    variables: SocketVariables,
+    credentials: Credentials,
+    listeners: Vec<NodeListener>,
+    /// Connections of the node that tries to reach this one.
+    links: Vec<Link>,
+    /// Attempts to reach another node, with their results.
+    attempts: Vec<(Dialer, Option<Result<(), String>>)>,
+    /// The next start: NCCL takes the interface of the connections between the nodes.
+    uses_control: bool,
+}
+
+impl NcclEndpoint {
+    /// Listens. `None` if the ranks do not use NCCL, are on one node, or it cannot be predicted what NCCL takes.
+    pub(super) fn open(job: &NodeJob<'_>) -> Option<Self> {
+        if job.card.backend != "nccl" || *job.settings.nodes.end() < 2 {
+            return None;
+        }
+        let (variables, interfaces) = (SocketVariables::detect(), own_interfaces());
+        let tag = new_run_id().ok()?;
+        let mut listeners = Vec::new();
+        let mut listen = |interface: &Interface| {
+            let Interface { name, address, .. } = interface;
+            let (credentials, run) = (job.credentials.clone(), RunTag::of(&tag));
+            let listener = NodeListener::bind(Some(*address), &[0], credentials, run).ok()?;
+            let target = NcclTarget { interface: name.clone(), address: *address, port: listener.port() };
+            listeners.push(listener);
+            Some(target)
+        };
+        // If this node cannot listen there, NCCL cannot either, and says so.
+        let targets: Option<Vec<NcclTarget>> =
+            variables.candidates(&interfaces).into_iter().map(&mut listen).collect();
+        let targets = targets.filter(|targets| !targets.is_empty())?;
+        let card = NcclCard { targets, tag, is_named: variables.names_interfaces(), answer: None };
+        Some(NcclEndpoint {
+            card,
+            variables,
+            credentials: job.credentials.clone(),
+            listeners,
+            links: Vec::new(),
+            attempts: Vec::new(),
+            uses_control: false,
+        })
+    }
+
+    /// What the other nodes have to know.
+    pub(super) fn card(&self) -> NcclCard {
+        self.card.clone()
+    }
+
+    pub(super) fn fds(&self) -> Vec<PollFd<'_>> {
+        let listeners = self.listeners.iter().flat_map(NodeListener::fds);
+        let attempts = self.running().flat_map(Dialer::fds);
+        listeners.chain(self.links.iter().map(Link::poll_fd)).chain(attempts).collect()
+    }
+
+    /// When [`service`](Self::service) has to be called at the latest.
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
+        let listeners = self.listeners.iter().filter_map(NodeListener::next_deadline);
+        listeners.chain(self.running().map(Dialer::next_deadline)).min()
+    }
+
+    /// The attempts that have no result.
+    fn running(&self) -> impl Iterator<Item = &Dialer> {
+        self.attempts.iter().filter(|(_, result)| result.is_none()).map(|(dialer, _)| dialer)
+    }
+
+    /// Tries to connect to another node.
+    pub(super) fn reach(&mut self, targets: &[NcclTarget], tag: &str, now: Instant) {
+        let attempt = |target: &NcclTarget| {
+            let endpoint = Endpoint::of_host(&target.address.to_string()).with_port(target.port);
+            let (credentials, run) = (self.credentials.clone(), RunTag::of(tag));
+            (Dialer::new(&endpoint, &[], None, credentials, run, now + REACH_LIMIT), None)
+        };
+        self.attempts = targets.iter().map(attempt).collect();
+    }
+
+    /// Reads, writes and handles deadlines. Returns for each target, once all have a result, why it was not reached.
+    pub(super) fn service(&mut self, now: Instant) -> Option<Vec<Option<String>>> {
+        for listener in &mut self.listeners {
+            self.links.extend(listener.service(now));
+            // Whoever else connects is of no interest.
+            drop(listener.take_rejections(now, true));
+        }
+        // The other side ends its connection when it has seen the last packet.
+        self.links.retain_mut(|link| link.service(now) == LinkState::Open);
+        let surplus = self.links.len().saturating_sub(MAX_LINKS);
+        self.links.drain(..surplus);
+        for (dialer, result) in self.attempts.iter_mut().filter(|(_, result)| result.is_none()) {
+            *result = dialer.service(now).map(|link| link.map(drop).map_err(|error| error.to_string()));
+        }
+        if self.attempts.is_empty() || self.running().next().is_some() {
+            return None;
+        }
+        let results = std::mem::take(&mut self.attempts).into_iter();
+        Some(results.map(|(_, result)| result.and_then(Result::err)).collect())
+    }
+
+    /// At the next start NCCL takes the interface of the connections between the nodes, unless the user has named others.
+    pub(super) fn use_control_interface(&mut self) {
+        self.uses_control = !self.card.is_named;
+    }
+
+    /// The variables for the start that follows [`use_control_interface`](Self::use_control_interface), on a host with
+    /// this `address` for the connections; none without that.
+    pub(super) fn take_variables(&mut self, address: IpAddr) -> Vec<(&'static str, String)> {
+        match std::mem::take(&mut self.uses_control) {
+            true => self.variables.variables_for(address, &own_interfaces()).unwrap_or_default(),
+            false => Vec::new(),
+        }
+    }
+}
