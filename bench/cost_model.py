@@ -4,29 +4,42 @@ H hosts have L ranks each, n = H·L; every rank has S bytes. Four parameters des
 
     α  latency: from the start of a message to its arrival, without its bytes
     o  overhead: what each message costs the rank that handles it
-    β  seconds per byte of a host's link, in each direction; the ranks of a host share the link
+    β  seconds per byte of payload of a host's link, in each direction; the ranks of a host share the link
     γ  seconds per byte that a rank reads and adds
 
 A cost is linear in them as long as it is known what a pipeline waits for, its link or its sums; so `fit` is linear least squares.
-Hosts that are namespaces of one machine share its cores: there the overhead counts n / cores times.
+Hosts that are namespaces of one machine share its cores: there the overhead of a message to all counts n / cores times.
 
-mgpurun takes the first for up to 16 KiB, the third if each host has one rank, and the second otherwise.
+A link also carries headers and acknowledgements, which are part of β. For TCP over Ethernet with an MTU of 1,500 bytes a frame of 1,514
+bytes has 1,448 of payload, and every second one is acknowledged by a frame of 66 bytes on the other direction, which has payload to
+carry, too: (1,514 + 33) / 1,448 = 1.07 times the payload. `WIRE_BYTES` is this factor.
 
-**Raw.** A small payload goes from every rank to every other in one go: α + (n−1)·o + L²·(H−1)·S·β + n·S·γ. A host sends L ranks'
+mgpurun takes the first for up to 16 KiB, the third if each host has one rank, and the second otherwise. All of them begin with the
+arrival of all ranks, A = α + (n−1)·o.
+
+**Raw.** A small payload goes from every rank to every other one with the arrival: A + L²·(H−1)·S·β + n·S·γ. A host sends L ranks'
 payloads to each of the (H−1)·L ranks elsewhere.
 
-**Chain.** Rank l of each host owns shard l, S/L bytes, in blocks of b bytes. A block visits the hosts in order; each adds its L ranks'
-parts; the last host's result goes back along the chain. The L chains of a host work at the same time, and their blocks pass its link
-one after the other. The first block needs 2·(H−1) hops of α + o + b·β and H sums of L·b·γ. The others follow at the pace of what is
-slowest, the link, a rank's sums or its messages: a host in the middle sends 2·S bytes and receives as many, with two hosts each sends
-S. So with c = 1 for H = 2 and c = 2 beyond, after the arrival of all ranks, α + (n−1)·o:
+**Chain.** Rank l of each host owns part l, S/L bytes, in blocks of b bytes. A block visits the hosts in order; each adds its L ranks'
+contributions; the last host's result goes back along the chain. The L chains of a host work at the same time, and their blocks pass its
+link one after the other. The first block needs 2·(H−1) hops of α + o + b·β and H sums of L·b·γ. The others follow at the pace of what
+is slowest, the link, a rank's sums or its messages: a host in the middle sends 2·S bytes and receives as many, with two hosts each
+sends S. At the end the ranks of a host meet at a barrier, B = α + (L−1)·o, or 0 for one rank. So with c = 1 for H = 2 and c = 2 beyond:
 
-    2·(H−1)·(α + o + b·β) + H·L·b·γ + (S − b)·max(c·β, γ, c·o/(L·b))
+    A + 2·(H−1)·(α + o + b·β) + H·L·b·γ + (S − b)·max(c·β, γ, c·o/(L·b)) + B
 
-**Direct.** As a small payload, but each of the n ranks owns a part, gets it from all others and sums it in rank order, too; then its
-result goes to every host. That is (L + 1)·(H−1)/H·S bytes for a link: the parts of a host's ranks cannot be added up before those of
-the hosts before it. The payload is cut into k chunks of n pieces; the results of a chunk and the parts of the next one travel together,
-so there are k + 1 steps with n−1 messages each.
+b = √(S/L · 64 KiB / (2·(H−1))), between 4 and 128 KiB and at most a part of a chunk of 1 MiB. This is for buffers in memory that the
+ranks of a host share; others are copied, and each chunk waits for the one before.
+
+**Direct.** Each of the n ranks owns a part, S/n bytes, gets the contributions to it from all others, sums them in rank order, and sends
+the result to every host. That is (L + 1)·(H−1)/H·S bytes for a link: the contributions of a host's ranks cannot be added up before
+those of the hosts before it. A part is cut into k pieces of p bytes, a quarter of it, between 16 and 256 KiB. Contributions of two
+turns are ahead of the piece that is summed, so the link never waits for a sum or an answer, except at the end: the last
+results leave when the contributions of the slowest stream have come. TCP does not divide a link evenly among its streams, so while one
+host is late, those of the H − 2 others have come too early, by a piece each: the link is idle as long as these would take. So a turn
+takes (L + 1)·L·(H−1)·p·β, n·p·γ or 2·(n−1)·o:
+
+    3·A + (L + 1)·L·(H−1)·p·β + n·p·γ + (k−1)·max(of these three) + L²·(H−2)·p·β
 
 **Tree.** Two binary trees over the hosts, each with half of the bytes, up and down: 2·⌈log₂ H⌉ hops, in which two children share a
 link. The pace is that of the chain: every host is inside one tree and a leaf of the other.
@@ -41,10 +54,14 @@ import collections
 import math
 
 Parameters = collections.namedtuple("Parameters", "alpha overhead beta gamma")
-# Sizes up to this one are exchanged raw; blocks of the chain, and pieces of the direct exchange, in bytes.
+# Bytes on a link per byte of payload, see above.
+WIRE_BYTES = (1514 + 66 / 2) / 1448
+# Sizes up to this one are exchanged raw (hosts/frame.rs).
 RAW_BYTES = 16 << 10
-BLOCK_BYTES = 128 << 10
-PIECE_BYTES = 256 << 10
+# The chain (hosts/chain.rs): limits of a block, the bytes that cost as much as a message, and the size of a chunk.
+MIN_BLOCK, MAX_BLOCK, MESSAGE_COST, CHUNK_BYTES = 4 << 10, 128 << 10, 64 << 10, 1 << 20
+# The direct exchange (hosts/direct.rs): pieces of a part, their limits, the memory for contributions, and for how many turns.
+TURNS, MIN_PIECE, MAX_PIECE, MEMORY, TURNS_IN_MEMORY = 4, 16 << 10, 256 << 10, 8 << 20, 3
 # Sizes up to this one show latency and overhead.
 TINY_BYTES = 256
 ALTERNATIVES = ("direct", "tree", "ring", "halving")
@@ -67,10 +84,18 @@ def dot(cost, parameters):
 HOP = Parameters(1, 1, 0, 0)
 
 
+def crowd(hosts, ranks, cores=None):
+    """How many ranks share a core. `cores` are those that all hosts share, if they do."""
+    return max(1, hosts * ranks / cores) if cores else 1
+
+
+def meeting(ranks, crowd=1):
+    """Every rank tells every other one of `ranks` that it has come; nothing for one rank."""
+    return Parameters(1, (ranks - 1) * crowd, 0, 0) if ranks > 1 else Parameters(0, 0, 0, 0)
+
+
 def arrival(hosts, ranks, cores=None):
-    """Every rank tells every other that it has come. `cores` are those that all hosts share, if they do."""
-    crowd = max(1, hosts * ranks / cores) if cores else 1
-    return Parameters(1, (hosts * ranks - 1) * crowd, 0, 0)
+    return meeting(hosts * ranks, crowd(hosts, ranks, cores))
 
 
 def raw(hosts, ranks, size, cores=None):
@@ -78,37 +103,61 @@ def raw(hosts, ranks, size, cores=None):
     return plus(arrival(hosts, ranks, cores), own)
 
 
-def pace(hosts, ranks, block, parameters):
-    """The cost of a byte in a full pipeline."""
-    busiest = 1 if hosts == 2 else 2
-    link, sums = Parameters(0, 0, busiest, 0), Parameters(0, 0, 0, 1)
-    messages = Parameters(0, busiest / (ranks * block), 0, 0)
-    return max(link, sums, messages, key=lambda cost: dot(cost, parameters))
+def slowest(parameters, link, sums, messages):
+    """What a full pipeline waits for: bytes on the link, bytes to add, or messages to handle."""
+    costs = Parameters(0, 0, link, 0), Parameters(0, 0, 0, sums), Parameters(0, messages, 0, 0)
+    return max(costs, key=lambda cost: dot(cost, parameters))
+
+
+def block_bytes(part, hops):
+    """The size of a block on the way of `part` bytes over so many hops, there and back."""
+    best = math.isqrt(int(part * MESSAGE_COST / hops))
+    return min(max(best, MIN_BLOCK), MAX_BLOCK) // 64 * 64
+
+
+def first_block(ranks, size, hops, block=None):
+    """`block`, or the one of mgpurun, at most a part."""
+    if block is None:
+        block = min(block_bytes(size / ranks, hops), CHUNK_BYTES / ranks)
+    return min(block, size / ranks)
 
 
 def pipelined(hosts, ranks, size, parameters, block, hops, sums, hop_blocks):
     """A first block takes `hops` hops, in which `hop_blocks` blocks share a link, and `sums` sums; the others follow at their pace."""
-    first = min(block, size / ranks)
+    first = first_block(ranks, size, hops, block)
     hop = plus(HOP, Parameters(0, 0, hop_blocks * first, 0))
-    rest = times(size - first, pace(hosts, ranks, first, parameters))
-    return plus(times(hops, hop), Parameters(0, 0, 0, sums * ranks * first), rest)
+    busiest = 1 if hosts == 2 else 2
+    pace = slowest(parameters, link=busiest, sums=1, messages=busiest / (ranks * first))
+    return plus(times(hops, hop), Parameters(0, 0, 0, sums * ranks * first), times(size - first, pace))
 
 
-def chain(hosts, ranks, size, parameters, block=BLOCK_BYTES, cores=None):
+def chain(hosts, ranks, size, parameters, block=None, cores=None):
+    """`block` is what mgpurun takes unless it is given."""
     steps = pipelined(hosts, ranks, size, parameters, block, hops=2 * (hosts - 1), sums=hosts, hop_blocks=1)
-    return plus(arrival(hosts, ranks, cores), steps)
+    return plus(arrival(hosts, ranks, cores), steps, meeting(ranks, crowd(hosts, ranks, cores)))
 
 
-def direct(hosts, ranks, size, _=None, cores=None):
-    chunks = math.ceil(size / (hosts * ranks * PIECE_BYTES))
-    moved = Parameters(0, 0, (ranks + 1) * (hosts - 1) / hosts * size, size)
-    return plus(times(1 + chunks + 1, arrival(hosts, ranks, cores)), moved)
+def piece_bytes(part, ranks):
+    """The size of a piece of the direct exchange."""
+    most = min(max(MEMORY // TURNS_IN_MEMORY // ranks, 64), MAX_PIECE)
+    return min(part, min(max(part // TURNS, MIN_PIECE), most) // 64 * 64)
 
 
-def tree(hosts, ranks, size, parameters, block=BLOCK_BYTES):
+def direct(hosts, ranks, size, parameters, cores=None):
+    everyone = hosts * ranks
+    part = size / everyone
+    piece = piece_bytes(part, everyone)
+    link, sums = (ranks + 1) * ranks * (hosts - 1) * piece, everyone * piece
+    turn = slowest(parameters, link, sums, messages=2 * (everyone - 1))
+    late = Parameters(0, 0, ranks * ranks * (hosts - 2) * piece, 0)
+    steps = plus(Parameters(0, 0, link, sums), times(part / piece - 1, turn), late)
+    return plus(times(3, arrival(hosts, ranks, cores)), steps)
+
+
+def tree(hosts, ranks, size, parameters, block=None):
     depth, children = math.ceil(math.log2(hosts)), 1 if hosts == 2 else 2
     steps = pipelined(hosts, ranks, size, parameters, block, hops=2 * depth, sums=depth + 1, hop_blocks=children)
-    return plus(arrival(hosts, ranks), steps)
+    return plus(arrival(hosts, ranks), steps, meeting(ranks))
 
 
 def scattered(hosts, ranks, size, steps):

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Tests of the model of all-reduce over hosts: its formulas against schedules that are played out, and the fit. Standard library only."""
 
+import math
 import random
 import sys
 import unittest
@@ -39,17 +40,40 @@ def place(hops, hosts):
     return hops if hops < hosts else 2 * (hosts - 1) - hops
 
 
+def exchanged(hosts, size, parameters):
+    """The time of a direct exchange by hand, one rank a host, in which all hosts do the same at the same time.
+
+    A link carries what is posted, in order. Contributions of three turns are posted, then those of another one for each that is summed.
+    """
+    part = size / hosts
+    piece = model.piece_bytes(part, hosts)
+    turns = [min(piece, part - at) for at in range(0, math.ceil(part), int(piece))]
+    posted = 2 * parameters.alpha
+    link = parameters.alpha  # when it has sent what was posted so far, after the arrival
+    arrived = []
+    for turn in range(len(turns) + 2):
+        if turn < len(turns):
+            link = max(link, posted) if turn > 2 else link
+            link += (hosts - 1) * turns[turn] * parameters.beta
+            arrived.append(link + parameters.alpha)
+        if turn >= 2:
+            posted = arrived[turn - 2] + size / len(turns) * parameters.gamma
+            link = max(link, posted) + (hosts - 1) * turns[turn - 2] * parameters.beta
+    return link + parameters.alpha
+
+
 class Formulas(unittest.TestCase):
     def test_the_chain_takes_what_its_schedule_takes(self):
         for hosts in (2, 3, 4, 5, 8):
             for ranks in (1, 2):
                 for blocks in (1, 2, 16, 64):
-                    block = model.BLOCK_BYTES
+                    block = model.MAX_BLOCK
                     size = blocks * ranks * block
                     hop = SLOW.alpha + SLOW.overhead + block * SLOW.beta
                     by_hand = played(hosts, blocks * ranks, hop, ranks * block * SLOW.gamma, block * SLOW.beta)
                     by_hand += model.dot(model.arrival(hosts, ranks), SLOW)
-                    formula = model.seconds(model.chain, hosts, ranks, size, SLOW)
+                    by_hand += model.dot(model.meeting(ranks), SLOW)
+                    formula = model.seconds(model.chain, hosts, ranks, size, SLOW, block=block)
                     # Before the first result comes back, a link in the middle serves one direction only: a hop or two at most.
                     self.assertLess(abs(formula - by_hand), 2 * hop + 0.05 * by_hand, (hosts, ranks, blocks))
 
@@ -64,15 +88,44 @@ class Formulas(unittest.TestCase):
         self.assertEqual(model.all_reduce(3, 2, 100, SLOW), Parameters(1, 5, 4 * 2 * 100, 6 * 100))
         size = model.RAW_BYTES + 1
         self.assertEqual(model.all_reduce(3, 2, size, SLOW), model.chain(3, 2, size, SLOW))
-        self.assertEqual(model.all_reduce(3, 1, size, SLOW), model.direct(3, 1, size))
+        self.assertEqual(model.all_reduce(3, 1, size, SLOW), model.direct(3, 1, size, SLOW))
 
     def test_a_fast_link_leaves_messages_and_sums(self):
-        fast = SLOW._replace(beta=1e-12)
-        sums = model.chain(8, 1, 64 << 20, fast)
-        self.assertEqual(sums.gamma, 8 * model.BLOCK_BYTES + (64 << 20) - model.BLOCK_BYTES)
-        messages = model.chain(8, 1, 64 << 20, fast._replace(gamma=0))
-        self.assertEqual(messages.gamma, 8 * model.BLOCK_BYTES)
+        fast, block = SLOW._replace(beta=1e-12), 128 << 10
+        sums = model.chain(8, 1, 64 << 20, fast, block)
+        self.assertEqual(sums.gamma, 8 * block + (64 << 20) - block)
+        messages = model.chain(8, 1, 64 << 20, fast._replace(gamma=0), block)
+        self.assertEqual(messages.gamma, 8 * block)
         self.assertAlmostEqual(messages.overhead, 7 + 14 + 2 * 511)
+        # Direct: each of four turns has 14 messages.
+        self.assertAlmostEqual(model.direct(8, 1, 1 << 20, fast._replace(gamma=0)).overhead, 3 * 7 + 3 * 14)
+
+    def test_blocks_shrink_with_the_number_of_hosts(self):
+        # √(1 MiB · 64 KiB / (2·(hosts − 1))), as in the runtime, in cache lines.
+        self.assertEqual([model.block_bytes(1 << 20, 2 * (hosts - 1)) for hosts in (2, 3, 9, 1024)], [128 << 10, 128 << 10, 64 << 10, 5760])
+        self.assertEqual(model.block_bytes(64 << 20, 2), 128 << 10)
+        self.assertEqual(model.block_bytes(1 << 10, 14), 4 << 10)
+        # At most a part, and a part of a chunk.
+        self.assertEqual(model.first_block(2, 100, 2), 50)
+        self.assertEqual(model.first_block(16, 64 << 20, 2), 64 << 10)
+        self.assertEqual(model.first_block(2, 1 << 20, 2, 512), 512)
+
+    def test_pieces_are_a_quarter_of_a_part(self):
+        for part, ranks, piece in [(1000, 4, 1000), (20 << 10, 4, 16 << 10), (400 << 10, 4, 100 << 10), (4 << 20, 4, 256 << 10),
+                                   (4 << 20, 64, 43648), (4 << 20, 100_000, 64)]:
+            self.assertEqual(model.piece_bytes(part, ranks), piece, (part, ranks))
+
+    def test_the_direct_exchange_takes_what_its_schedule_takes(self):
+        for hosts in (2, 3, 5, 8):
+            for size in (64 << 10, 1 << 20, 16 << 20):
+                by_hand = exchanged(hosts, size, SLOW)
+                formula = model.seconds(model.direct, hosts, 1, size, SLOW)
+                late = (hosts - 2) * model.piece_bytes(size / hosts, hosts) * SLOW.beta
+                # Hosts on paper are never late, and a sum is hidden behind the link.
+                self.assertLess(abs(formula - late - by_hand), 0.02 * by_hand + 4 * hosts * SLOW.overhead, (hosts, size))
+
+    def test_frames_have_headers(self):
+        self.assertAlmostEqual(model.WIRE_BYTES, 1.0684, 4)
 
     def test_ring_and_halving_differ_in_their_steps_only(self):
         ring, halving = model.ring(8, 1, 1 << 20), model.halving(8, 1, 1 << 20)
@@ -89,18 +142,23 @@ class Formulas(unittest.TestCase):
         block, best = model.best_block(model.chain, 64, 8, 10 << 20, SLOW)
         for power in range(12, 21):
             self.assertLessEqual(best, model.seconds(model.chain, 64, 8, 10 << 20, SLOW, block=1 << power))
-        self.assertLess(block, model.BLOCK_BYTES)
+        self.assertLess(block, model.MAX_BLOCK)
+
+    def test_the_block_is_near_the_best(self):
+        for hosts in (2, 4, 16, 64):
+            for size in (1 << 20, 16 << 20):
+                _, best = model.best_block(model.chain, hosts, 8, size, SLOW)
+                self.assertLess(model.seconds(model.chain, hosts, 8, size, SLOW), 2 * best, (hosts, size))
 
     def test_buckets_add_up(self):
         self.assertEqual(model.in_buckets(10, 4, lambda size: size), 10)
         self.assertEqual(model.in_buckets(10, 4, lambda _: 1), 3)
         self.assertEqual(model.in_buckets(8, 4, lambda _: 1), 2)
 
-
     def test_direct_moves_fewer_bytes_than_the_chain_with_one_rank_a_host(self):
         for hosts in (3, 4, 8):
-            self.assertLess(model.direct(hosts, 1, 1 << 30).beta, model.chain(hosts, 1, 1 << 30, SLOW).beta)
-        self.assertGreater(model.direct(8, 8, 1 << 30).beta, model.chain(8, 8, 1 << 30, SLOW).beta)
+            self.assertLess(model.direct(hosts, 1, 1 << 30, SLOW).beta, model.chain(hosts, 1, 1 << 30, SLOW).beta)
+        self.assertGreater(model.direct(8, 8, 1 << 30, SLOW).beta, model.chain(8, 8, 1 << 30, SLOW).beta)
 
     def test_shared_cores_multiply_the_overhead_only(self):
         alone, crowded = model.all_reduce(3, 2, 100, SLOW), model.all_reduce(3, 2, 100, SLOW, cores=2)
@@ -110,11 +168,11 @@ class Formulas(unittest.TestCase):
 
 class Crossovers(unittest.TestCase):
     def test_from_the_crossover_on_the_alternative_is_faster(self):
-        chain = lambda hosts: model.seconds(model.chain, hosts, 8, 100 << 20, SLOW)
-        for kind in (model.direct, model.tree, model.ring, model.halving):
-            alternative = lambda hosts: model.seconds(kind, hosts, 8, 100 << 20, SLOW)
+        for kind, ranks in ((model.direct, 1), (model.tree, 8), (model.ring, 8), (model.halving, 8)):
+            chain = lambda hosts: model.seconds(model.chain, hosts, ranks, 100 << 20, SLOW)
+            alternative = lambda hosts: model.seconds(kind, hosts, ranks, 100 << 20, SLOW)
             hosts = model.crossover(alternative, chain, most=4096)
-            self.assertIsNotNone(hosts)
+            self.assertIsNotNone(hosts, kind)
             for count in range(hosts, 128):
                 self.assertLessEqual(alternative(count), 0.9 * chain(count))
             if 2 < hosts <= 64:
