@@ -25,171 +25,39 @@ import concurrent.futures
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 
 import provenance
+from launchers import BIN, start_mgpurun, start_mpi, start_torchrun
+from namespaces import Hosts, address
 
-BIN = os.path.join(provenance.ROOT, "target/release")
 TORCHRUN = os.environ.get("TORCHRUN", "torchrun")
-KEEP = "echo ready; exec sleep infinity"
-ALL = ("--net", "--uts", "--pid", "--mount")
-# Variables that would make a launcher part of another job, or of this one.
-ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith(("MGPU_", "PET_", "OMPI_", "PMI"))}
-
-
-def address(host):
-    return f"10.97.0.{host + 1}"
-
-
-def hardware_address(host):
-    return f"02:00:00:00:00:{host + 1:02x}"
-
-
-def children(pid):
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return [int(child) for child in file.read().split()]
-
-
-class Namespaces:
-    """A process that keeps namespaces; when it is killed, all others in them are."""
-
-    def __init__(self, options, script=KEEP, outer=None):
-        enter = outer.enter(("--net",)) if outer else []
-        self.process = subprocess.Popen(
-            [*enter, "unshare", *options, "--fork", "--kill-child", "sh", "-ec", script],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        if self.process.stdout.readline() != "ready\n":
-            sys.exit(f"this machine does not allow hosts as namespaces: {self.process.stderr.read().strip()}")
-        self.pid = children(self.process.pid)[0]
-
-    def enter(self, namespaces):
-        return ["nsenter", "--target", str(self.pid), *namespaces, "--"]
-
-    def ip(self, *commands):
-        script = "".join(command + "\n" for command in commands)
-        subprocess.run([*self.enter(("--net",)), "ip", "-batch", "-"], input=script, text=True, check=True,
-                       stdout=subprocess.DEVNULL)
-
-    def end(self):
-        try:
-            os.kill(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self.process.wait()
-
-
-class Hosts:
-    """Hosts n0, n1, … on a bridge."""
-
-    def __init__(self, count):
-        self.folder = tempfile.TemporaryDirectory()
-        self.switch = Namespaces(["--net"])
-        self.switch.ip("link add br0 type bridge", "link set br0 up", "link set lo up")
-        names = self.path("hosts")
-        with open(names, "w") as file:
-            file.write("127.0.0.1 localhost\n")
-            file.writelines(f"{address(host)} n{host}\n" for host in range(count))
-        self.hosts = []
-        for host in range(count):
-            script = (f"echo n{host} >/proc/sys/kernel/hostname; mount --bind {shlex.quote(names)} /etc/hosts; "
-                      f"ip link set lo up; {KEEP}")
-            namespaces = Namespaces(["--net", "--uts", "--pid", "--mount", "--mount-proc"], script, self.switch)
-            self.switch.ip(f"link add port{host} type veth peer name eth0 "
-                           f"address {hardware_address(host)} netns {namespaces.pid}",
-                           f"link set port{host} master br0", f"link set port{host} up")
-            # The kernel's table of neighbours is shared by all namespaces, and too small to find out 64 × 63 of them.
-            others = (other for other in range(count) if other != host)
-            namespaces.ip(f"address add {address(host)}/24 dev eth0", "link set eth0 up",
-                          *(f"neighbour add {address(other)} lladdr {hardware_address(other)} dev eth0 nud permanent"
-                            for other in others))
-            self.hosts.append(namespaces)
-        # What mpirun and mpiexec start their daemons with, instead of ssh.
-        with open(self.path("shell"), "w") as file:
-            file.write("#!/bin/sh\nwhile case $1 in -*) true;; *) false;; esac; do shift; done\ncase $1 in\n")
-            for host, namespaces in enumerate(self.hosts):
-                file.write(f'{address(host)}) shift; exec {" ".join(namespaces.enter(ALL))} sh -c "$*";;\n')
-            file.write("esac\nexit 1\n")
-        os.chmod(self.path("shell"), 0o755)
-
-    def path(self, name):
-        return os.path.join(self.folder.name, name)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for namespaces in [*self.hosts, self.switch]:
-            namespaces.end()
-        self.folder.cleanup()
-
-    def start(self, host, command, namespaces=ALL):
-        return subprocess.Popen([*self.hosts[host].enter(namespaces), *command], stdin=subprocess.DEVNULL,
-                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                                env={**ENVIRONMENT, "MGPU_SECRET": "a secret of the benchmark"})
-
-    def processes(self, host, name):
-        """The processes of a host that run this program, or a script of this name."""
-        found = []
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            try:
-                with open(f"/proc/{pid}/cmdline") as file:
-                    words = file.read().split("\0")[:2]
-                if name in map(os.path.basename, words) and os.readlink(f"/proc/{pid}/ns/pid") == os.readlink(f"/proc/{self.hosts[host].pid}/ns/pid"):
-                    found.append(int(pid))
-            except OSError:
-                pass
-        return found
-
-    def set_link(self, host, state):
-        self.switch.ip(f"link set port{host} {state}")
-
-    def power_off(self, host):
-        """Its link goes down first: nobody hears of the end of its processes."""
-        self.set_link(host, "down")
-        os.kill(self.hosts[host].pid, signal.SIGKILL)
+# Debian's names.
+MPIEXEC = {"openmpi": "mpirun.openmpi", "mpich": "mpiexec.hydra"}
 
 
 def start(launcher, hosts, ranks, program):
     """Starts a job with `ranks` ranks on each host. Returns the processes that were started, the one on n0 first."""
-    count = len(hosts.hosts)
     if launcher == "mgpurun":
-        command = [os.path.join(BIN, "mgpurun"), "--nnodes", str(count), "--rdzv-endpoint", "n0:29400", "--timeout", "60",
-                   "-n", str(ranks)]
-        return [hosts.start(host, [*command, "--node-rank", str(host), *program]) for host in range(count)]
+        return start_mgpurun(hosts, ranks, program)
     if launcher == "torchrun":
-        command = [TORCHRUN, "--nnodes", str(count), "--nproc-per-node", str(ranks), "--master-addr", address(0),
-                   "--master-port", "29500", "--no-python"]
-        commands = [[*command[:3], "--node-rank", str(host), *command[3:], *program] for host in range(count)]
-        return [hosts.start(host, command) for host, command in enumerate(commands)]
-    names = [address(host) for host in range(count)]
-    command = {
-        "openmpi": ["mpirun.openmpi", "--allow-run-as-root", "--mca", "plm_rsh_agent", hosts.path("shell"),
-                    "--mca", "oob_tcp_if_include", "eth0", "--bind-to", "none",
-                    "-H", ",".join(f"{name}:{ranks}" for name in names), "-n", str(count * ranks)],
-        "mpich": ["mpiexec.hydra", "-launcher", "ssh", "-launcher-exec", hosts.path("shell"), "-iface", "eth0",
-                  "-hosts", ",".join(names), "-ppn", str(ranks), "-n", str(count * ranks)],
-    }[launcher]
-    # In the mount namespace outside, from which the shell reaches the other hosts.
-    return [hosts.start(0, [*command, *program], ("--net", "--uts"))]
+        return start_torchrun(hosts, ranks, program, [TORCHRUN])
+    return start_mpi(launcher, hosts, ranks, program, MPIEXEC[launcher])
 
 
 def available():
-    programs = {"mgpurun": os.path.join(BIN, "mgpurun"), "openmpi": "mpirun.openmpi", "mpich": "mpiexec.hydra",
-                "torchrun": TORCHRUN}
+    programs = {"mgpurun": os.path.join(BIN, "mgpurun"), **MPIEXEC, "torchrun": TORCHRUN}
     return [name for name, program in programs.items() if shutil.which(program)]
 
 
 def version(launcher):
     if launcher == "torchrun":
         return provenance.package_version(os.path.join(os.path.dirname(shutil.which(TORCHRUN)), "python"), "torch")
-    program = {"openmpi": "mpirun.openmpi", "mpich": "mpiexec.hydra"}[launcher]
-    return re.search(r"\d+\.\d+\.\d+", provenance.output(program, "--version") or "")[0]
+    return re.search(r"\d+\.\d+\.\d+", provenance.output(MPIEXEC[launcher], "--version") or "")[0]
 
 
 def once(launcher, hosts, ranks, program):
@@ -238,7 +106,7 @@ def measure_rest(seconds):
     """CPU time of launcher and guardian of each host, as a share of one core."""
     with Hosts(2) as hosts:
         start("mgpurun", hosts, 2, ["sleep", "100000"])
-        wait_for(lambda: all(len(hosts.processes(host, "sleep")) == 3 for host in range(2)))
+        wait_for(lambda: all(len(hosts.processes(host, "sleep")) == 2 for host in range(2)))
         time.sleep(2)
         pids = [hosts.processes(host, "mgpurun") for host in range(2)]
         before = [cpu_seconds(of_host) for of_host in pids]
@@ -255,8 +123,7 @@ def measure_fault(launcher, fault, limit):
     """Seconds until the launcher on n0 ends after a fault of n1; None if it does not."""
     with Hosts(2) as hosts:
         processes = start(launcher, hosts, 1, ["sleep", "100000"])
-        # Beside the rank there is the process that keeps the host.
-        wait_for(lambda: len(hosts.processes(1, "sleep")) == 2, 120)
+        wait_for(lambda: len(hosts.processes(1, "sleep")) == 1, 120)
         time.sleep(3)
         agents = hosts.processes(1, AGENTS[launcher])
         started = time.perf_counter()
@@ -307,7 +174,7 @@ def measure_links(binary, seconds=10):
         before = cpu_seconds(hosts.processes(0, "mgpurun"))
         swarm = ["env", "MGPU_SWARM=127.0.0.1:29400", binary, "thousand_links", "--ignored", "--nocapture"]
         swarm = hosts.start(0, swarm)
-        wait_for(lambda: len(hosts.processes(0, "sleep")) == 2)
+        wait_for(lambda: len(hosts.processes(0, "sleep")) == 1)
         joined = cpu_seconds(hosts.processes(0, "mgpurun"))
         time.sleep(2)
         started = cpu_seconds(hosts.processes(0, "mgpurun"))

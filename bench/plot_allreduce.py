@@ -1,8 +1,10 @@
-"""Plots a result of bench/allreduce.sh: time against size, a panel for each number of ranks. Standard library only.
+"""Plots a result of bench/allreduce.sh or hosts_collectives.py: time against size, a panel for each number of ranks, or layout of
+hosts. Standard library only.
 
     plot_allreduce.py RESULT.json OUT.svg
 
-Both axes are logarithmic. Each collective has a row of panels. The dashed line is the time of the memory traffic alone.
+Both axes are logarithmic. Each collective has a row of panels. The dashed line is the bound: the time of the memory traffic alone,
+or what the result calls it.
 """
 
 import json
@@ -14,10 +16,10 @@ WIDTH, HEIGHT = 380, 300  # of a panel's plotting area
 LEFT, RIGHT, TOP, BOTTOM = 62, 16, 34, 42  # around it
 LEGEND = 46  # below all panels
 # Distinguishable without colour vision (Okabe and Ito); ours is the dark one.
-COLOURS = {"mgpu": "#000000", "mpich": "#0072b2", "openmpi": "#d55e00", "impi": "#009e73", "gloo": "#cc79a7"}
-NAMES = {"mpich": "MPICH", "openmpi": "Open MPI", "impi": "Intel MPI"}
-SPARE = ["#e69f00", "#56b4e9"]
-BOUND = "memory bound"
+COLOURS = {"mgpu": "#000000", "mpich": "#0072b2", "openmpi": "#d55e00", "impi": "#009e73", "gloo": "#cc79a7", "mpich-ucx": "#56b4e9"}
+NAMES = {"mpich": "MPICH", "mpich-ucx": "MPICH, UCX", "openmpi": "Open MPI", "impi": "Intel MPI"}
+SPARE = ["#e69f00", "#f0e442"]
+BOUND = "bound"
 
 
 def size_name(size):
@@ -40,11 +42,23 @@ def series(figure):
     yield BOUND, [(entry["bytes"], entry["bound_us"]) for entry in figure["sizes"] if entry.get("bound_us")]
 
 
+def column(figure):
+    """What a panel's column stands for."""
+    return figure.get("layout", figure["ranks"])
+
+
+def title(figure):
+    if "layout" in figure:
+        hosts, ranks = map(int, figure["layout"].split("x"))
+        return f"{figure['collective']}, {hosts} hosts × {ranks} rank{'s' if ranks > 1 else ''}"
+    return f"{figure['collective']}, {figure['ranks']} rank{'s' if figure['ranks'] > 1 else ''}"
+
+
 class Drawing:
-    def __init__(self, figures):
-        self.figures = figures
+    def __init__(self, figures, bound):
+        self.figures, self.bound = figures, bound
         self.rows = list(dict.fromkeys(figure["collective"] for figure in figures))
-        self.columns = sorted({figure["ranks"] for figure in figures})
+        self.columns = sorted({column(figure) for figure in figures})
         entries = [entry for figure in figures for entry in figure["sizes"]]
         sizes = [entry["bytes"] for entry in entries]
         # The bound of sizes that fit a cache is far below the others and must not stretch the axis.
@@ -89,8 +103,7 @@ class Drawing:
 
     def panel(self, figure):
         self.axes()
-        title = f"{figure['collective']}, {figure['ranks']} rank{'s' if figure['ranks'] > 1 else ''}"
-        self.text(WIDTH / 2, -12, title, size=13, extra='font-weight="bold"')
+        self.text(WIDTH / 2, -12, title(figure), size=13, extra='font-weight="bold"')
         self.text(WIDTH / 2, HEIGHT + 33, "size of a rank's buffer")
         # Our line is drawn last, above the others.
         for name, points in sorted(series(figure), key=lambda line: (line[0] == "mgpu", line[0] != BOUND)):
@@ -107,14 +120,14 @@ class Drawing:
         x = LEFT
         for name in self.names:
             self.parts.append(f'<path d="M{x} {y}h26" {self.stroke(name)}/>')
-            self.text(x + 32, y + 4, NAMES.get(name, name), "start", 12)
+            self.text(x + 32, y + 4, self.bound if name == BOUND else NAMES.get(name, name), "start", 12)
             x += 118
 
     def svg(self, caption):
         panel_width, panel_height = LEFT + WIDTH + RIGHT, TOP + HEIGHT + BOTTOM
         for figure in self.figures:
-            column, row = self.columns.index(figure["ranks"]), self.rows.index(figure["collective"])
-            self.parts.append(f'<g transform="translate({column * panel_width + LEFT} {row * panel_height + TOP})">')
+            x, y = self.columns.index(column(figure)) * panel_width, self.rows.index(figure["collective"]) * panel_height
+            self.parts.append(f'<g transform="translate({x + LEFT} {y + TOP})">')
             self.panel(figure)
             self.parts.append("</g>")
         width = max(len(self.columns) * panel_width, LEFT + 118 * len(self.names))
@@ -126,6 +139,14 @@ class Drawing:
         return "\n".join([head, '<rect width="100%" height="100%" fill="#ffffff"/>', *self.parts, "</svg>", ""])
 
 
+def draw(result):
+    """The drawing of a result, as SVG."""
+    machine = result["machine"]
+    where = f"{machine['processor']}, {machine['cores']} cores"
+    caption = f"{where}, {result['date']}, commit {result.get('commit', 'unknown')}: p50, lower is better"
+    return Drawing(result["figures"], result.get("bound", "memory bound")).svg(caption)
+
+
 def main():
     if len(sys.argv) != 3:
         sys.exit("usage: plot_allreduce.py RESULT.json OUT.svg")
@@ -133,11 +154,8 @@ def main():
         result = json.load(file)
     if not result["figures"]:
         sys.exit(f"{sys.argv[1]} has no figures")
-    machine = result["machine"]
-    where = f"{machine['processor']}, {machine['cores']} cores"
-    caption = f"{where}, {result['date']}, commit {result.get('commit', 'unknown')}: p50, lower is better"
     with open(sys.argv[2], "w") as file:
-        file.write(Drawing(result["figures"]).svg(caption))
+        file.write(draw(result))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,9 @@ import sys
 
 sys.dont_write_bytecode = True
 import gpu_next  # noqa: E402
+import hosts_collectives  # noqa: E402
+import hosts_model  # noqa: E402
+import hosts_train  # noqa: E402
 import summarise_placements  # noqa: E402
 import summarise_train  # noqa: E402
 
@@ -302,6 +305,43 @@ def ensemble():
             f"(`bench/results/{name}`):\n\n") + rows(*lines)
 
 
+def hosts_table(kind, script, make_rows):
+    """A table of the newest result file of a kind; a sentence without one."""
+    name = newest(kind)
+    if not name:
+        return f"No result file has these figures yet: `bench/{script}` measures them.\n"
+    made = result(name)
+    machine = made["machine"]
+    return (f"Measured on {made['date']} with hosts that are namespaces of one machine of {machine['cores']} cores "
+            f"({machine['processor']}), `bench/results/{name}`:\n\n") + rows(*make_rows(made))
+
+
+HOSTS_SIZES = [4, 1 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20]
+
+
+def hosts_misses():
+    name = newest("hosts-collectives")
+    missed = hosts_collectives.misses(result(name)) if name else []
+    return "".join(f"- {line}\n" for line in missed) or "None.\n"
+
+
+def hosts_fit():
+    """What was fitted and how well it predicts, then the predictions."""
+    name = newest("hosts-model")
+    table = hosts_table("hosts-model", "hosts_model.py", hosts_model.check_rows)
+    return table if not name else f"{table}\n{hosts_model.verdict(result(name))}\n"
+
+
+def hosts_paper(make_rows, *of_link):
+    """A table of the model, which needs the measured time of a sum."""
+    name = newest("hosts-model")
+    if not name:
+        return "No result file has the time of a sum yet: `bench/hosts_model.py` measures it.\n"
+    gamma = result(name)["gamma"]
+    origin = "".join(f"With {hosts_model.parameter_words(hosts_model.link(gbits, gamma))}:\n\n" for gbits in of_link)
+    return origin + rows(*make_rows(*of_link, gamma))
+
+
 TABLES = {
     "accuracy": accuracy, "headline": headline, "gpu": gpu, "gpu-accuracy": gpu_accuracy,
     "gpu-next": gpu_what_next, "train-cpu": train_cpu,
@@ -312,6 +352,17 @@ TABLES = {
     "document-003": lambda: rows(*summarise_placements.document_003(placements(), one_gpu())),
     "document-004": lambda: rows(*summarise_placements.document_004(placements(), one_gpu())),
     "document-004-test": lambda: rows(*summarise_placements.document_004_test()),
+    "hosts-collectives": lambda: hosts_table("hosts-collectives", "hosts_collectives.py",
+                                             lambda made: hosts_collectives.rows_of(made, HOSTS_SIZES)),
+    "hosts-collectives-misses": hosts_misses,
+    "hosts-rate": lambda: hosts_table("hosts-rate", "hosts_collectives.py --tbf 1gbit",
+                                      lambda made: hosts_collectives.rows_of(made, HOSTS_SIZES)),
+    "hosts-train": lambda: hosts_table("hosts-train", "hosts_train.py", hosts_train.speed_rows),
+    "hosts-bytes": lambda: hosts_table("hosts-train", "hosts_train.py", hosts_train.bytes_rows),
+    "hosts-model": hosts_fit,
+    "hosts-model-25": lambda: hosts_paper(hosts_model.paper_rows, 25),
+    "hosts-model-400": lambda: hosts_paper(hosts_model.paper_rows, 400),
+    "hosts-model-crossover": lambda: hosts_paper(hosts_model.crossover_rows),
     "placements-speed": lambda: placement_table(summarise_placements.speed, with_origin=True),
     "placements-bytes": lambda: placement_table(summarise_placements.traffic),
     "placements-memory": lambda: placement_table(summarise_placements.memory),

@@ -14,26 +14,29 @@ OURS = "mgpu"
 
 
 def summarise(lines):
-    """One entry for each collective and number of ranks, with ascending sizes; our implementation comes first."""
+    """One entry for each collective and number of ranks, or layout of hosts, with ascending sizes; our implementation comes first."""
     times = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     bounds = defaultdict(lambda: defaultdict(list))
     for line in lines:
-        key = (line["collective"], line["ranks"])
+        key = (line["collective"], line["ranks"], line.get("layout"))
         times[key][line["bytes"]][line["impl"]].append(line["us_p50"])
         if "bound_us" in line:
             bounds[key][line["bytes"]].append(line["bound_us"])
     figures = []
-    for (collective, ranks), sizes in times.items():
+    for key, sizes in times.items():
+        collective, ranks, layout = key
         names = {name for of_size in sizes.values() for name in of_size}
         contenders = sorted(names, key=lambda name: (name != OURS, name))
         figure = {"collective": collective, "ranks": ranks, "contenders": contenders, "sizes": []}
+        if layout:
+            figure["layout"] = layout
         for size in sorted(sizes):
             measured = {name: sizes[size][name] for name in contenders if name in sizes[size]}
             medians = {name: round(statistics.median(rounds), 2) for name, rounds in measured.items()}
             ranges = {name: [min(rounds), max(rounds)] for name, rounds in measured.items()}
             entry = {"bytes": size, "us": medians, "us_range": ranges}
-            if bounds[collective, ranks][size]:
-                entry["bound_us"] = round(statistics.median(bounds[collective, ranks][size]), 4)
+            if bounds[key][size]:
+                entry["bound_us"] = round(statistics.median(bounds[key][size]), 4)
             peers = {name: time for name, time in medians.items() if name != OURS}
             if peers and OURS in medians:
                 entry["best_peer"] = min(peers, key=peers.get)

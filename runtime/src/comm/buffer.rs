@@ -68,6 +68,11 @@ impl Arena {
         std::ptr::eq(self.owner.as_ptr(), Arc::as_ptr(membership))
     }
 
+    /// Whether all `members` have allocated it together.
+    pub(crate) fn is_of(&self, members: &Members) -> bool {
+        members.are_within(&self.members)
+    }
+
     /// The error of using it in another world, or by another rank.
     #[cold]
     fn foreign_error(&self, operation: &'static str) -> Error {
@@ -273,9 +278,7 @@ impl Buffer {
     ) -> Result<()> {
         match self.arena() {
             Some((arena, _)) if !arena.belongs_to(membership) => Err(arena.foreign_error(operation)),
-            Some((arena, _)) if !members.are_within(&arena.members) => {
-                Err(arena.too_few_error(operation, members))
-            }
+            Some((arena, _)) if !arena.is_of(members) => Err(arena.too_few_error(operation, members)),
             _ => Ok(()),
         }
     }

@@ -57,7 +57,7 @@ impl HostsTransport {
         self.enter_with(call, 0, payload)
     }
 
-    /// The same, and tells them where this rank's buffer is (see [`location`](super::house::location)).
+    /// The same, and tells them where this rank's buffer is (see [`location`](Self::location)).
     pub(super) fn enter_with<'a>(
         &mut self,
         call: &Signature,

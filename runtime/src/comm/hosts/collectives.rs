@@ -1,8 +1,10 @@
 //! Collectives without a reduction.
 
+use std::ops::Range;
+
 use super::HostsTransport;
 use super::frame::SMALL_BYTES;
-use super::moves::{Moves, carve};
+use super::moves::{Moves, Relayed, carve};
 use super::transfer::Transfer;
 use super::wait::Awaited;
 use crate::Result;
@@ -18,11 +20,21 @@ impl HostsTransport {
         let signature = Signature::of(call, buffer).without_location();
         let (rank, ranks) = (self.members.rank(), self.members.size());
         let moves = Moves::of(call, (rank, ranks), buffer.len()).expect("neither a reduction nor a message");
+        let is_large = moves.longest * buffer.dtype().size() > SMALL_BYTES;
+        let same_for_all = matches!(
+            call,
+            Call::AllGather | Call::AllGatherV { .. } | Call::UpdateAllGather(_) | Call::Broadcast { .. }
+        );
+        let relayed = is_large && same_for_all && !self.runs.are_single();
         match call {
             Call::UpdateAllGather(SegmentUpdate { segments, block, update }) => {
                 *buffer = update_blocks(buffer.take(), segments, (ranks, rank), *block, *update, |_, _| ());
-                self.execute(&signature, &moves, None, buffer)
+                match relayed {
+                    true => self.relay(&signature, moves, buffer),
+                    false => self.execute(&signature, &moves, None, buffer),
+                }
             }
+            _ if relayed => self.relay(&signature, moves, buffer),
             &mut Call::AllToAllV { from, .. } => {
                 let exchange = Exchange::of(call, rank, ranks, buffer.len());
                 let (own, at) = exchange.expect("a call that consists of messages").own;
@@ -74,6 +86,43 @@ impl HostsTransport {
         sources.into_iter().for_each(|(to, part)| transfer.send(to, part));
         targets.for_each(|(from, part)| transfer.receive(from, part));
         self.wait(Awaited::Transfer, call, &mut transfer)
+    }
+
+    /// Transfers parts that all ranks need: each enters a host once, and is copied there to the buffers of its ranks, if
+    /// they share memory.
+    fn relay(&mut self, call: &Signature, moves: Moves, buffer: &Buffer) -> Result<()> {
+        let location = self.location(buffer);
+        self.enter_with(call, location, |_| &[])?;
+        let in_place: Vec<bool> = (0..self.runs.count()).map(|run| self.is_in_place(run, location)).collect();
+        let buffers = self.buffers_of_run(buffer).unwrap_or_default();
+        let Relayed { moves, copies } = moves.relayed(&self.runs, &in_place);
+        let (element, own) = (buffer.dtype().size(), buffer.address());
+        let part = |range: &Range<usize>| (own.wrapping_add(range.start * element), range.len() * element);
+        let mut transfer = self.transfer(call);
+        for (to, range) in &moves.send {
+            let (begin, bytes) = part(range);
+            // SAFETY: nobody writes to the parts that are sent before the operation is over.
+            transfer.send(*to, unsafe { std::slice::from_raw_parts(begin, bytes) });
+        }
+        for (from, range) in &moves.receive {
+            let (begin, bytes) = part(range);
+            // SAFETY: parts of different ranks are disjoint, and only this rank writes to those that it receives.
+            transfer.receive(*from, unsafe { std::slice::from_raw_parts_mut(begin, bytes) });
+        }
+        let copy = |range: &Range<usize>| {
+            let (begin, bytes) = part(range);
+            for buffer in buffers.iter().filter(|buffer| **buffer != own) {
+                let target = buffer.wrapping_add(range.start * element);
+                // SAFETY: all ranks of the run have arrived with buffers of this length; only this rank writes to this part
+                // of them before the operation is over; buffers of different ranks do not overlap.
+                unsafe { std::ptr::copy_nonoverlapping(begin.cast_const(), target, bytes) };
+            }
+        };
+        self.advance(call, &mut transfer)?;
+        copies.iter().for_each(copy);
+        self.wait(Awaited::Transfer, call, &mut transfer)?;
+        moves.receive.iter().for_each(|(_, range)| copy(range));
+        self.house_barrier(call)
     }
 
     /// Arrives with all parts for each rank.

@@ -145,15 +145,32 @@ impl HostsTransport {
         }
     }
 
-    /// The buffers of all ranks of the house at the current collective, if they are in one arena at one place; this
-    /// rank's is `buffer`. All of them come to the same result.
-    pub(super) fn buffers_of_house(&self, buffer: &Buffer) -> Option<Addresses> {
-        let (house, own) = (self.house.as_ref()?, location(buffer));
-        let same = |rank: u32| rank == self.members.rank() || self.peers[rank as usize].location == own;
-        let (arena, offset) = buffer.arena()?;
-        let addresses =
-            || house.ranks.clone().map(|rank| arena.address(self.members.world_rank(rank), offset));
-        house.ranks.clone().all(same).then(|| addresses().collect())
+    /// Identifies the memory of a buffer for the other ranks of the house; 0 if not all of them map it.
+    pub(super) fn location(&self, buffer: &Buffer) -> u64 {
+        let is_ours = |arena: &Arena| arena.belongs_to(&self.membership) && arena.is_of(&self.members);
+        let Some((arena, offset)) = buffer.arena().filter(|(arena, _)| is_ours(arena)) else { return 0 };
+        xxhash_rust::xxh3::xxh3_64_with_seed(&arena.id.to_le_bytes(), offset as u64).max(1)
+    }
+
+    /// Whether all ranks of a run map the buffers of all of them at the current collective, at the same place. All ranks
+    /// come to the same result. `own` is the location of this rank's buffer.
+    pub(super) fn is_in_place(&self, run: usize, own: u64) -> bool {
+        let ranks = self.runs.run(run);
+        let location =
+            |rank: u32| if rank == self.members.rank() { own } else { self.peers[rank as usize].location };
+        let first = location(ranks.start);
+        ranks.len() == 1 || first != 0 && ranks.into_iter().all(|rank| location(rank) == first)
+    }
+
+    /// The buffers of all ranks of this run at the current collective, if this rank can access them; its own is `buffer`.
+    pub(super) fn buffers_of_run(&self, buffer: &Buffer) -> Option<Addresses> {
+        let own = self.location(buffer);
+        let (arena, offset) = match buffer.arena() {
+            Some(place) if self.house.is_some() => place,
+            _ => return self.house.is_none().then(|| Addresses::from_slice(&[buffer.address()])),
+        };
+        let addresses = || self.runs.own().map(|rank| arena.address(self.members.world_rank(rank), offset));
+        self.is_in_place(self.runs.position(), own).then(|| addresses().collect())
     }
 
     /// Waits until all ranks of the house have come here.
@@ -187,10 +204,4 @@ impl HostsTransport {
         peer.barriers = number;
         Ok(())
     }
-}
-
-/// Identifies the memory of a buffer for the other ranks of the house; 0 for private memory.
-pub(super) fn location(buffer: &Buffer) -> u64 {
-    let Some((arena, offset)) = buffer.arena() else { return 0 };
-    xxhash_rust::xxh3::xxh3_64_with_seed(&arena.id.to_le_bytes(), offset as u64).max(1)
 }

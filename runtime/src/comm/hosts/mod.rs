@@ -10,7 +10,7 @@
 //! | [`frame`] | what do the bytes of a connection mean? |
 //! | [`transfer`], [`wire`] | how do posted sends and receives progress without blocking? |
 //! | [`wait`], [`deadlock`] | how does a wait end if a peer fails, or calls can never meet? |
-//! | [`agree`], [`collectives`], [`moves`], [`reductions`], [`messages`] | what does each operation exchange? |
+//! | [`agree`], [`collectives`], [`moves`], [`reductions`], [`direct`], [`messages`] | what does each operation exchange? |
 //! | [`runs`], [`house`], [`chain`] | how do ranks of one host share the work? |
 //!
 //! Ranks of one host use the same connections, over its loopback interface. Nothing but [`wire`] and [`connect`] knows
@@ -22,6 +22,7 @@ mod chain;
 mod collectives;
 mod connect;
 mod deadlock;
+mod direct;
 mod family;
 mod frame;
 mod hello;

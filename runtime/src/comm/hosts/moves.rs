@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use smallvec::SmallVec;
 
+use super::runs::Runs;
 use crate::comm::call::{Call, SegmentUpdate};
 use crate::comm::exchange::{Exchange, Partition};
 use crate::comm::shard;
@@ -64,6 +65,39 @@ impl Moves {
         }
         let longest = segments.iter().map(|segment| shard(segment.len(), ranks, 0).len()).sum();
         Moves { send, receive, longest }
+    }
+}
+
+/// The payload of one rank in a call in which each part is sent to all ranks.
+pub(super) struct Relayed {
+    /// What crosses from one rank to another by the wire.
+    pub(super) moves: Moves,
+    /// Parts of this rank that it copies to the other ranks of its run.
+    pub(super) copies: SmallVec<[Range<usize>; 8]>,
+}
+
+impl Moves {
+    /// Leaves out what the ranks of a run that are `in_place` copy to each other. Of each part that is from another run,
+    /// one rank of the run receives it.
+    pub(super) fn relayed(self, runs: &Runs, in_place: &[bool]) -> Relayed {
+        let own_run = in_place[runs.position()];
+        let is_own = |rank: u32| runs.own().contains(&rank);
+        let mut copies = SmallVec::new();
+        for (_, range) in self.send.iter().filter(|(to, _)| own_run && is_own(*to)) {
+            if copies.last() != Some(range) && !copies.contains(range) {
+                copies.push(range.clone());
+            }
+        }
+        let part = runs.part_of(runs.rank());
+        let takes = |to: u32| !in_place[runs.index_of(to)] || runs.worker_beside(to, part) == to;
+        let send = self.send.into_iter().filter(|(to, _)| if is_own(*to) { !own_run } else { takes(*to) });
+        let is_taker = |from: u32| !own_run || runs.worker(runs.part_of(from)) == runs.rank();
+        let receive = self
+            .receive
+            .into_iter()
+            .filter(|(from, _)| if is_own(*from) { !own_run } else { is_taker(*from) });
+        let moves = Moves { send: send.collect(), receive: receive.collect(), longest: self.longest };
+        Relayed { moves, copies }
     }
 }
 
@@ -144,6 +178,51 @@ mod tests {
                         let total: usize = theirs.map(|(_, range)| range.len()).sum();
                         prop_assert!(total <= moves.longest && moves.longest == all[0].longest);
                     }
+                }
+            }
+        }
+
+        /// Every rank gets each part of the others: by the wire, or from a rank of its run that shares memory. No part
+        /// enters a run in place twice.
+        #[test]
+        fn each_part_enters_a_run_once(hosts in prop::collection::vec(0u32..3, 2..8), shares: [bool; 8], root in 0u32..8) {
+            let ranks = hosts.len() as u32;
+            let len = 10 * ranks as usize;
+            for call in [Call::AllGather, Call::Broadcast { root: root % ranks }] {
+                let relayed: Vec<(Runs, Relayed)> = (0..ranks)
+                    .map(|rank| {
+                        let runs = Runs::new(hosts.iter().copied(), rank);
+                        let in_place: Vec<bool> =
+                            (0..runs.count()).map(|run| runs.run(run).len() == 1 || shares[run]).collect();
+                        let relayed = Moves::of(&call, (rank, ranks), len).unwrap().relayed(&runs, &in_place);
+                        (runs, relayed)
+                    })
+                    .collect();
+                let mut has = vec![vec![0; len]; ranks as usize];
+                for (rank, (runs, Relayed { moves, copies })) in (0..).zip(&relayed) {
+                    let shares = runs.own().len() > 1 && shares[runs.position()];
+                    let received = moves.receive.iter().map(|(_, range)| range);
+                    received.clone().cloned().flatten().for_each(|element| has[rank as usize][element] += 1);
+                    if shares {
+                        for other in runs.own().filter(|other| *other != rank) {
+                            let copied = received.clone().chain(copies).cloned().flatten();
+                            copied.for_each(|element| has[other as usize][element] += 1);
+                        }
+                    }
+                    for (to, range) in &moves.send {
+                        let theirs = &relayed[*to as usize].1.moves.receive;
+                        prop_assert!(theirs.contains(&(rank, range.clone())));
+                    }
+                    let sent_to = |from: u32| relayed[from as usize].1.moves.send.iter().filter(|(to, _)| *to == rank).count();
+                    let from = |from: u32| moves.receive.iter().filter(|(rank, _)| *rank == from).count();
+                    prop_assert!((0..ranks).all(|rank| sent_to(rank) == from(rank)));
+                }
+                for (rank, elements) in (0..).zip(has) {
+                    let own = |element: usize| match call {
+                        Call::Broadcast { root } => rank == root,
+                        _ => shard(len, ranks, rank).contains(&element),
+                    };
+                    prop_assert!(elements.iter().enumerate().all(|(element, count)| *count == i32::from(!own(element))));
                 }
             }
         }

@@ -53,8 +53,27 @@ impl Runs {
 
     /// The rank of this run that works on part `part`.
     pub(super) fn worker(&self, part: u32) -> u32 {
-        let own = self.own();
-        own.start + part % own.len() as u32
+        self.worker_beside(self.rank, part)
+    }
+
+    /// The rank that works on part `part` in the run of `rank`.
+    pub(super) fn worker_beside(&self, rank: u32, part: u32) -> u32 {
+        let run = self.run_of(rank);
+        run.start + part % run.len() as u32
+    }
+
+    /// The part on which `rank` works, and no other rank of its run.
+    pub(super) fn part_of(&self, rank: u32) -> u32 {
+        rank - self.run_of(rank).start
+    }
+
+    /// Position of the run of `rank`.
+    pub(super) fn index_of(&self, rank: u32) -> usize {
+        self.runs.iter().position(|run| run.contains(&rank)).expect("a rank is in some run")
+    }
+
+    fn run_of(&self, rank: u32) -> Range<u32> {
+        self.run(self.index_of(rank))
     }
 
     /// The ranks that work on part `part` in the run before and the run after this one.
@@ -71,6 +90,21 @@ impl Runs {
     /// This rank's position in its run.
     pub(super) fn position_in_run(&self) -> u32 {
         self.rank - self.runs[self.own].start
+    }
+
+    /// This rank.
+    pub(super) fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    /// Number of runs.
+    pub(super) fn count(&self) -> usize {
+        self.runs.len()
+    }
+
+    /// The ranks of run `run`.
+    pub(super) fn run(&self, run: usize) -> Range<u32> {
+        self.runs[run].clone()
     }
 
     /// Position of this rank's run.

@@ -1,0 +1,221 @@
+"""The cost of an all-reduce over hosts, on paper. Pure functions; standard library only.
+
+H hosts have L ranks each, n = H·L; every rank has S bytes. Four parameters describe machine and network:
+
+    α  latency: from the start of a message to its arrival, without its bytes
+    o  overhead: what each message costs the rank that handles it
+    β  seconds per byte of a host's link, in each direction; the ranks of a host share the link
+    γ  seconds per byte that a rank reads and adds
+
+A cost is linear in them as long as it is known what a pipeline waits for, its link or its sums; so `fit` is linear least squares.
+Hosts that are namespaces of one machine share its cores: there the overhead counts n / cores times.
+
+mgpurun takes the first for up to 16 KiB, the third if each host has one rank, and the second otherwise.
+
+**Raw.** A small payload goes from every rank to every other in one go: α + (n−1)·o + L²·(H−1)·S·β + n·S·γ. A host sends L ranks'
+payloads to each of the (H−1)·L ranks elsewhere.
+
+**Chain.** Rank l of each host owns shard l, S/L bytes, in blocks of b bytes. A block visits the hosts in order; each adds its L ranks'
+parts; the last host's result goes back along the chain. The L chains of a host work at the same time, and their blocks pass its link
+one after the other. The first block needs 2·(H−1) hops of α + o + b·β and H sums of L·b·γ. The others follow at the pace of what is
+slowest, the link, a rank's sums or its messages: a host in the middle sends 2·S bytes and receives as many, with two hosts each sends
+S. So with c = 1 for H = 2 and c = 2 beyond, after the arrival of all ranks, α + (n−1)·o:
+
+    2·(H−1)·(α + o + b·β) + H·L·b·γ + (S − b)·max(c·β, γ, c·o/(L·b))
+
+**Direct.** As a small payload, but each of the n ranks owns a part, gets it from all others and sums it in rank order, too; then its
+result goes to every host. That is (L + 1)·(H−1)/H·S bytes for a link: the parts of a host's ranks cannot be added up before those of
+the hosts before it. The payload is cut into k chunks of n pieces; the results of a chunk and the parts of the next one travel together,
+so there are k + 1 steps with n−1 messages each.
+
+**Tree.** Two binary trees over the hosts, each with half of the bytes, up and down: 2·⌈log₂ H⌉ hops, in which two children share a
+link. The pace is that of the chain: every host is inside one tree and a leaf of the other.
+
+**Ring, halving.** A reduce-scatter over the hosts and an all-gather: 2·(H−1) steps around a ring, or 2·⌈log₂ H⌉ steps between hosts at
+doubling distances, with 2·(H−1)/H·S·β for the bytes and S·γ for the sums.
+
+Chain and direct keep the order of sums, 0…n−1. The others do not: there the order depends on the number of hosts or on the element.
+"""
+
+import collections
+import math
+
+Parameters = collections.namedtuple("Parameters", "alpha overhead beta gamma")
+# Sizes up to this one are exchanged raw; blocks of the chain, and pieces of the direct exchange, in bytes.
+RAW_BYTES = 16 << 10
+BLOCK_BYTES = 128 << 10
+PIECE_BYTES = 256 << 10
+# Sizes up to this one show latency and overhead.
+TINY_BYTES = 256
+ALTERNATIVES = ("direct", "tree", "ring", "halving")
+
+
+def plus(*costs):
+    return Parameters(*map(sum, zip(*costs)))
+
+
+def times(factor, cost):
+    return Parameters(*(factor * part for part in cost))
+
+
+def dot(cost, parameters):
+    """The seconds of a cost."""
+    return sum(a * b for a, b in zip(cost, parameters))
+
+
+# Costs have the form of Parameters: how often each of them counts.
+HOP = Parameters(1, 1, 0, 0)
+
+
+def arrival(hosts, ranks, cores=None):
+    """Every rank tells every other that it has come. `cores` are those that all hosts share, if they do."""
+    crowd = max(1, hosts * ranks / cores) if cores else 1
+    return Parameters(1, (hosts * ranks - 1) * crowd, 0, 0)
+
+
+def raw(hosts, ranks, size, cores=None):
+    own = Parameters(0, 0, ranks * ranks * (hosts - 1) * size, hosts * ranks * size)
+    return plus(arrival(hosts, ranks, cores), own)
+
+
+def pace(hosts, ranks, block, parameters):
+    """The cost of a byte in a full pipeline."""
+    busiest = 1 if hosts == 2 else 2
+    link, sums = Parameters(0, 0, busiest, 0), Parameters(0, 0, 0, 1)
+    messages = Parameters(0, busiest / (ranks * block), 0, 0)
+    return max(link, sums, messages, key=lambda cost: dot(cost, parameters))
+
+
+def pipelined(hosts, ranks, size, parameters, block, hops, sums, hop_blocks):
+    """A first block takes `hops` hops, in which `hop_blocks` blocks share a link, and `sums` sums; the others follow at their pace."""
+    first = min(block, size / ranks)
+    hop = plus(HOP, Parameters(0, 0, hop_blocks * first, 0))
+    rest = times(size - first, pace(hosts, ranks, first, parameters))
+    return plus(times(hops, hop), Parameters(0, 0, 0, sums * ranks * first), rest)
+
+
+def chain(hosts, ranks, size, parameters, block=BLOCK_BYTES, cores=None):
+    steps = pipelined(hosts, ranks, size, parameters, block, hops=2 * (hosts - 1), sums=hosts, hop_blocks=1)
+    return plus(arrival(hosts, ranks, cores), steps)
+
+
+def direct(hosts, ranks, size, _=None, cores=None):
+    chunks = math.ceil(size / (hosts * ranks * PIECE_BYTES))
+    moved = Parameters(0, 0, (ranks + 1) * (hosts - 1) / hosts * size, size)
+    return plus(times(1 + chunks + 1, arrival(hosts, ranks, cores)), moved)
+
+
+def tree(hosts, ranks, size, parameters, block=BLOCK_BYTES):
+    depth, children = math.ceil(math.log2(hosts)), 1 if hosts == 2 else 2
+    steps = pipelined(hosts, ranks, size, parameters, block, hops=2 * depth, sums=depth + 1, hop_blocks=children)
+    return plus(arrival(hosts, ranks), steps)
+
+
+def scattered(hosts, ranks, size, steps):
+    moved = Parameters(0, 0, 2 * (hosts - 1) / hosts * size, size)
+    return plus(arrival(hosts, ranks), times(steps, HOP), moved)
+
+
+def ring(hosts, ranks, size, _=None):
+    return scattered(hosts, ranks, size, 2 * (hosts - 1))
+
+
+def halving(hosts, ranks, size, _=None):
+    return scattered(hosts, ranks, size, 2 * math.ceil(math.log2(hosts)))
+
+
+def all_reduce(hosts, ranks, size, parameters, cores=None):
+    """The cost of what mgpurun does."""
+    if size <= RAW_BYTES:
+        return raw(hosts, ranks, size, cores)
+    return (direct if ranks == 1 else chain)(hosts, ranks, size, parameters, cores=cores)
+
+
+def seconds(algorithm, hosts, ranks, size, parameters, **options):
+    return dot(algorithm(hosts, ranks, size, parameters, **options), parameters)
+
+
+def best_block(algorithm, hosts, ranks, size, parameters):
+    """The power of two from 4 KiB that is the fastest block, and its seconds."""
+    blocks = [1 << power for power in range(12, 31) if 1 << power < 2 * max(size / ranks, 1 << 12)]
+    timed = [(seconds(algorithm, hosts, ranks, size, parameters, block=block), block) for block in blocks]
+    return min(timed)[::-1]
+
+
+def in_buckets(size, bucket, time_of):
+    """Seconds of one all-reduce for each bucket of gradients; `time_of` gives the seconds of one."""
+    whole, rest = divmod(size, bucket)
+    return whole * time_of(bucket) + (time_of(rest) if rest else 0)
+
+
+def crossover(alternative, chain_seconds, most, share=0.9):
+    """The fewest hosts from which on, up to `most`, the alternative takes at most this share of the chain's time; None if none do.
+
+    Both are functions from the number of hosts to seconds. Above 64 hosts not every number is tried.
+    """
+    found, hosts = None, most
+    while hosts >= 2 and alternative(hosts) <= share * chain_seconds(hosts):
+        found = hosts
+        hosts -= max(1, hosts // 64)
+    return found
+
+
+def solve(matrix, right):
+    """The solution of a small system of linear equations, by elimination with pivots."""
+    rows = [[*row, value] for row, value in zip(matrix, right)]
+    for column in range(len(rows)):
+        pivot = max(range(column, len(rows)), key=lambda row: abs(rows[row][column]))
+        if abs(rows[pivot][column]) < 1e-300:
+            raise ValueError("the measurements do not determine the parameters")
+        rows[column], rows[pivot] = rows[pivot], rows[column]
+        for row in range(len(rows)):
+            if row != column:
+                factor = rows[row][column] / rows[column][column]
+                rows[row] = [a - factor * b for a, b in zip(rows[row], rows[column])]
+    return [row[-1] / row[index] for index, row in enumerate(rows)]
+
+
+def least_squares(rows, right):
+    """Parameters not below 0 with the least squares; a parameter that would be negative is 0."""
+    if not rows:
+        raise ValueError("the measurements do not determine the parameters")
+    used = list(range(len(rows[0])))
+    while used:
+        normal = [[sum(row[a] * row[b] for row in rows) for b in used] for a in used]
+        found = solve(normal, [sum(row[a] * value for row, value in zip(rows, right)) for a in used])
+        if min(found) >= 0:
+            return [found[used.index(index)] if index in used else 0.0 for index in range(len(rows[0]))]
+        used.remove(used[found.index(min(found))])
+    return [0.0] * len(rows[0])
+
+
+def fit(points, gamma, cores=None):
+    """The parameters, of which γ is known, from points (hosts, ranks, size, seconds); relative errors are made small.
+
+    Tiny sizes give latency and overhead, those above RAW_BYTES give β, and each needs what the other gives: a few turns
+    settle that. The links must be slower than the sums.
+    """
+    slow, found = Parameters(0, 0, 1, 0), Parameters(0.0, 0.0, 0.0, gamma)
+    costs = [(size, measured, all_reduce(hosts, ranks, size, slow, cores)) for hosts, ranks, size, measured in points]
+    tiny = [(measured, cost) for size, measured, cost in costs if size <= TINY_BYTES]
+    large = [(measured, cost) for size, measured, cost in costs if size > RAW_BYTES]
+    for _ in range(20):
+        found = refitted(tiny, found, ("alpha", "overhead"))
+        found = refitted(large, found, ("beta",))
+    return found
+
+
+def refitted(timed, parameters, names):
+    """The parameters with the named ones fitted to (seconds, cost) by least squares of the relative errors."""
+    # In nanoseconds, so that the equations stay well conditioned.
+    rest = parameters._replace(**dict.fromkeys(names, 0.0))
+    rows = [[getattr(cost, name) * 1e-9 / measured for name in names] for measured, cost in timed]
+    right = [1 - dot(cost, rest) / measured for measured, cost in timed]
+    return rest._replace(**{name: value * 1e-9 for name, value in zip(names, least_squares(rows, right))})
+
+
+def deviations(points, parameters, cores=None):
+    """(hosts, ranks, size, measured, predicted, relative deviation) of each point."""
+    for hosts, ranks, size, measured in points:
+        predicted = dot(all_reduce(hosts, ranks, size, parameters, cores), parameters)
+        yield hosts, ranks, size, measured, predicted, predicted / measured - 1

@@ -1,0 +1,173 @@
+#!/usr/bin/env python3
+"""Tests of the model of all-reduce over hosts: its formulas against schedules that are played out, and the fit. Standard library only."""
+
+import random
+import sys
+import unittest
+
+sys.dont_write_bytecode = True
+import cost_model as model  # noqa: E402
+import namespaces  # noqa: E402
+from cost_model import Parameters  # noqa: E402
+
+SLOW = Parameters(50e-6, 5e-6, 80e-9, 0.2e-9)
+
+
+def played(hosts, blocks, hop, sums, link):
+    """The time of a chain by hand: `blocks` blocks, each hop and each sum of a block in order, one block at a time on a link.
+
+    `link` is the part of a hop for which it occupies its sender's link. A link sends results before accumulators.
+    """
+    free, done = [0.0] * hosts, []
+    events = [(0.0, block, 0) for block in range(blocks)]  # (time, block, hops behind it)
+    last = 2 * (hosts - 1)
+    while events:
+        events.sort(key=lambda event: (max(event[0], free[place(event[2], hosts)]), -event[2], event[1]))
+        time, block, hops = events.pop(0)
+        if hops == last:
+            done.append(time)
+            continue
+        host = place(hops, hosts)
+        start = max(time + (sums if hops < hosts else 0), free[host])
+        free[host] = start + link
+        events.append((start + hop, block, hops + 1))
+    return max(done)
+
+
+def place(hops, hosts):
+    """The host that has a block after so many hops: forth and back along the chain."""
+    return hops if hops < hosts else 2 * (hosts - 1) - hops
+
+
+class Formulas(unittest.TestCase):
+    def test_the_chain_takes_what_its_schedule_takes(self):
+        for hosts in (2, 3, 4, 5, 8):
+            for ranks in (1, 2):
+                for blocks in (1, 2, 16, 64):
+                    block = model.BLOCK_BYTES
+                    size = blocks * ranks * block
+                    hop = SLOW.alpha + SLOW.overhead + block * SLOW.beta
+                    by_hand = played(hosts, blocks * ranks, hop, ranks * block * SLOW.gamma, block * SLOW.beta)
+                    by_hand += model.dot(model.arrival(hosts, ranks), SLOW)
+                    formula = model.seconds(model.chain, hosts, ranks, size, SLOW)
+                    # Before the first result comes back, a link in the middle serves one direction only: a hop or two at most.
+                    self.assertLess(abs(formula - by_hand), 2 * hop + 0.05 * by_hand, (hosts, ranks, blocks))
+
+    def test_two_hosts_send_every_byte_once_in_each_direction(self):
+        size = 64 << 20
+        link = model.seconds(model.chain, 2, 1, size, SLOW) / (size * SLOW.beta)
+        self.assertTrue(1 < link < 1.02, link)
+        in_the_middle = model.seconds(model.chain, 3, 1, size, SLOW) / (size * SLOW.beta)
+        self.assertTrue(2 < in_the_middle < 2.04, in_the_middle)
+
+    def test_small_payloads_go_from_all_to_all(self):
+        self.assertEqual(model.all_reduce(3, 2, 100, SLOW), Parameters(1, 5, 4 * 2 * 100, 6 * 100))
+        size = model.RAW_BYTES + 1
+        self.assertEqual(model.all_reduce(3, 2, size, SLOW), model.chain(3, 2, size, SLOW))
+        self.assertEqual(model.all_reduce(3, 1, size, SLOW), model.direct(3, 1, size))
+
+    def test_a_fast_link_leaves_messages_and_sums(self):
+        fast = SLOW._replace(beta=1e-12)
+        sums = model.chain(8, 1, 64 << 20, fast)
+        self.assertEqual(sums.gamma, 8 * model.BLOCK_BYTES + (64 << 20) - model.BLOCK_BYTES)
+        messages = model.chain(8, 1, 64 << 20, fast._replace(gamma=0))
+        self.assertEqual(messages.gamma, 8 * model.BLOCK_BYTES)
+        self.assertAlmostEqual(messages.overhead, 7 + 14 + 2 * 511)
+
+    def test_ring_and_halving_differ_in_their_steps_only(self):
+        ring, halving = model.ring(8, 1, 1 << 20), model.halving(8, 1, 1 << 20)
+        self.assertEqual((ring.alpha, halving.alpha), (1 + 14, 1 + 6))
+        self.assertEqual(ring[2:], halving[2:])
+        self.assertEqual(ring.beta, 2 * 7 / 8 * (1 << 20))
+
+    def test_hosts_are_one_more_hop(self):
+        two, three = (model.seconds(model.tree, hosts, 1, 1 << 20, SLOW) for hosts in (2, 3))
+        self.assertLess(two, three)
+        self.assertEqual(model.tree(2, 1, 1 << 20, SLOW), model.chain(2, 1, 1 << 20, SLOW))
+
+    def test_a_best_block_is_no_worse_than_any(self):
+        block, best = model.best_block(model.chain, 64, 8, 10 << 20, SLOW)
+        for power in range(12, 21):
+            self.assertLessEqual(best, model.seconds(model.chain, 64, 8, 10 << 20, SLOW, block=1 << power))
+        self.assertLess(block, model.BLOCK_BYTES)
+
+    def test_buckets_add_up(self):
+        self.assertEqual(model.in_buckets(10, 4, lambda size: size), 10)
+        self.assertEqual(model.in_buckets(10, 4, lambda _: 1), 3)
+        self.assertEqual(model.in_buckets(8, 4, lambda _: 1), 2)
+
+
+    def test_direct_moves_fewer_bytes_than_the_chain_with_one_rank_a_host(self):
+        for hosts in (3, 4, 8):
+            self.assertLess(model.direct(hosts, 1, 1 << 30).beta, model.chain(hosts, 1, 1 << 30, SLOW).beta)
+        self.assertGreater(model.direct(8, 8, 1 << 30).beta, model.chain(8, 8, 1 << 30, SLOW).beta)
+
+    def test_shared_cores_multiply_the_overhead_only(self):
+        alone, crowded = model.all_reduce(3, 2, 100, SLOW), model.all_reduce(3, 2, 100, SLOW, cores=2)
+        self.assertEqual(crowded, alone._replace(overhead=3 * alone.overhead))
+        self.assertEqual(model.arrival(2, 1, cores=4), model.arrival(2, 1))
+
+
+class Crossovers(unittest.TestCase):
+    def test_from_the_crossover_on_the_alternative_is_faster(self):
+        chain = lambda hosts: model.seconds(model.chain, hosts, 8, 100 << 20, SLOW)
+        for kind in (model.direct, model.tree, model.ring, model.halving):
+            alternative = lambda hosts: model.seconds(kind, hosts, 8, 100 << 20, SLOW)
+            hosts = model.crossover(alternative, chain, most=4096)
+            self.assertIsNotNone(hosts)
+            for count in range(hosts, 128):
+                self.assertLessEqual(alternative(count), 0.9 * chain(count))
+            if 2 < hosts <= 64:
+                self.assertGreater(alternative(hosts - 1), 0.9 * chain(hosts - 1))
+
+    def test_an_alternative_that_never_wins_has_no_crossover(self):
+        self.assertIsNone(model.crossover(lambda hosts: 1.0, lambda hosts: 1.0, most=256))
+
+
+class Fit(unittest.TestCase):
+    POINTS = [(hosts, ranks, 4**power) for hosts in (2, 3, 4) for ranks in (1, 2) for power in range(1, 12)]
+
+    def points(self, noise=0.0, where=None, cores=2):
+        chance = random.Random(1)
+        for hosts, ranks, size in where or self.POINTS:
+            exact = model.dot(model.all_reduce(hosts, ranks, size, SLOW, cores), SLOW)
+            yield hosts, ranks, size, exact * (1 + chance.uniform(-noise, noise))
+
+    def test_exact_points_give_the_parameters(self):
+        found = model.fit(list(self.points()), SLOW.gamma, cores=2)
+        for name in SLOW._fields:
+            self.assertAlmostEqual(getattr(found, name) / getattr(SLOW, name), 1, 4, name)
+
+    def test_noisy_points_predict_a_fifth_host(self):
+        found = model.fit(list(self.points(noise=0.1)), SLOW.gamma, cores=2)
+        fifth = list(self.points(where=[(5, ranks, 4**power) for ranks in (1, 2) for power in range(1, 12)]))
+        for *_, deviation in model.deviations(fifth, found, cores=2):
+            self.assertLess(abs(deviation), 0.15)
+
+    def test_no_parameter_is_negative(self):
+        # Without any latency, noise would make it negative.
+        bare, sizes = Parameters(0, 0, 80e-9, 0), [4**power for power in range(13)]
+        points = [(hosts, 1, size, model.dot(model.all_reduce(hosts, 1, size, bare), bare) * (1 + 0.01 * (-1) ** (hosts + index)))
+                  for hosts in (2, 3, 4) for index, size in enumerate(sizes)]
+        self.assertGreaterEqual(min(model.fit(points, 0.0)), 0)
+
+    def test_too_few_points_are_an_error(self):
+        with self.assertRaisesRegex(ValueError, "do not determine"):
+            model.fit([(2, 1, 4, 1e-4), (2, 1, 1 << 20, 1e-2)], 0.0)
+
+
+class Rates(unittest.TestCase):
+    def test_rates_are_bits(self):
+        self.assertEqual(namespaces.bytes_per_second("100mbit"), 12.5e6)
+        self.assertEqual(namespaces.bytes_per_second("1gbit"), 125e6)
+        for wrong in ("100", "100mb", "mbit", "-1mbit", "1gbit "):
+            with self.assertRaisesRegex(ValueError, "is not a rate"):
+                namespaces.bytes_per_second(wrong)
+
+    def test_a_bucket_holds_a_frame(self):
+        for rate in ("1kbit", "100mbit", "10gbit"):
+            self.assertGreaterEqual(namespaces.bucket_bytes(rate), 1514)
+
+
+if __name__ == "__main__":
+    unittest.main()
