@@ -202,7 +202,7 @@ fn damage(world: &World, damaged: u32, at: usize) {
 fn damaged_payloads_are_reported_on_all_ranks() {
     let small = HEADER_BYTES + 40;
     for (len, at) in [(100, 30), (100, small), (1 << 20, 3 * HEADER_BYTES + 100_000)] {
-        // A large payload goes from each rank to each, without a barrier before.
+        let done = Barrier::new(3);
         let errors = on_hosts(&[1, 1, 1], |mut world| {
             if world.rank() == 0 {
                 damage(&world, 2, at);
@@ -211,7 +211,10 @@ fn damaged_payloads_are_reported_on_all_ranks() {
             let buffer = Buffer::zeroed::<f32>(len * 3);
             // The others may have all that they need, and learn of it in the next operation.
             let exchanged = comm.all_to_all(buffer).and_then(|pending| pending.wait());
-            exchanged.and_then(|_| comm.barrier()).unwrap_err()
+            let error = exchanged.and_then(|_| comm.barrier()).unwrap_err();
+            // Who leaves before must not be taken for the culprit.
+            done.wait();
+            error
         });
         for (rank, error) in errors.iter().enumerate() {
             let text = error.to_string();
