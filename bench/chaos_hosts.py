@@ -10,7 +10,7 @@ The hosts are network, UTS, PID and mount namespaces of this machine on one brid
     rank         a rank dies by one of the faults of `mgpurun --inject`, or hangs
     agent        an agent, its guardian or both are killed
     off          a host is turned off
-    drop         packets are dropped between a host and node 0, in one direction or both
+    drop         packets are dropped between a host and node 0, in one direction or both, before they leave or on their way
     outage       a link is dead for up to 3 s: nothing happens
     stop         an agent is stopped
     interrupt    an agent, or all agents at once, receive a signal
@@ -106,8 +106,10 @@ class Hosts:
     def set_link(self, host, state):
         self.switch.ip(f"link set port{host} {state}\n")
 
-    def drop(self, source, target):
-        self.hosts[source].ip(f"route add blackhole 10.99.0.{target + 1}/32\n")
+    def drop(self, source, target, they_leave):
+        address = f"10.99.0.{target + 1}"
+        nobody = f"neighbour replace {address} lladdr 02:00:00:00:00:99 nud permanent dev eth0\n"
+        self.hosts[source].ip(nobody if they_leave else f"route add blackhole {address}/32\n")
 
     def turn_off(self, host):
         self.off.add(host)
@@ -184,7 +186,7 @@ class Run:
             expect(survivors, 71, f"host {'abcdefgh'[self.host]} does not answer")
         elif self.kind == "drop":
             self.longest += 6
-            self.variant = chance.choice(["to", "from", "both"])
+            self.variant = chance.choice(["to", "from", "both", "to, on the way", "from, on the way", "both, on the way"])
             lost = f"host {'abcdefgh'[self.other]} does not answer"
             expect([host for host in everyone if host != self.other], 71, lost)
             expect([self.other], 71, "host a does not answer")
@@ -291,10 +293,11 @@ class Run:
         elif self.kind == "off":
             hosts.turn_off(self.host)
         elif self.kind == "drop":
-            if self.variant in ("to", "both"):
-                hosts.drop(0, self.other)
-            if self.variant in ("from", "both"):
-                hosts.drop(self.other, 0)
+            direction, _, place = self.variant.partition(", ")
+            if direction in ("to", "both"):
+                hosts.drop(0, self.other, place)
+            if direction in ("from", "both"):
+                hosts.drop(self.other, 0, place)
         elif self.kind == "outage":
             hosts.set_link(self.other, "down")
             time.sleep(self.outage)

@@ -75,6 +75,22 @@ fn two_nodes_with_one_rank_are_both_named() {
     }
 }
 
+/// Only one of them is on the host of the endpoint. The other one finds that out, also if the endpoint does not answer.
+#[test]
+fn two_nodes_0_are_both_named_and_so_is_the_endpoint_of_another_host() {
+    let Some(hosts) = Hosts::start(2) else { return };
+    let mut job = Job::new(&hosts);
+    (0..2).for_each(|host| job.add(host, &["-n", "1", "--node-rank", "0"], &["true"]));
+    expect_all(&job.finish(), 73, &["hosts a and b both have node rank 0: give each its own --node-rank"]);
+    let mut job = Job::new(&hosts);
+    job.add(1, &["-n", "1", "--node-rank", "0", "--timeout", "2"], &["true"]);
+    let addresses = "is no address of this host; unless it is forwarded to here";
+    job.finish_one(1).expect(
+        64,
+        &["this is node 0 (--node-rank) on host b, and the endpoint a:29400 (--rdzv-endpoint)", addresses],
+    );
+}
+
 #[test]
 fn another_node_than_expected_is_refused_and_the_job_runs_on() {
     let Some(hosts) = Hosts::start(3) else { return };

@@ -126,6 +126,7 @@ fn two_jobs_run_on_the_same_hosts() {
     let finished = taken.finish_one(0);
     assert_eq!(finished.code, Some(1), "{finished:#?}");
     finished.expect(1, &["cannot listen for other hosts at port 29400", "ss -ltnp"]);
+    finished.expect(1, &["if that is node 0 of this job, give this node another --node-rank"]);
     first.interrupt(1);
     expect_all(&first.finish(), 130, &[]);
 }

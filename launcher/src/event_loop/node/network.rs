@@ -3,6 +3,7 @@
 //! A node without a rank finds out first whether the endpoint is its own host: then it is node 0. Everything here is
 //! non-blocking, and whatever has to be decided about the job is in the pure [`Coordinator`].
 
+mod endpoint_check;
 mod hosting;
 
 use std::net::IpAddr;
@@ -18,6 +19,7 @@ use crate::error::LaunchError;
 use crate::exit_code;
 use crate::nodes::{FromAgent, NodeLoss, Ports, ToAgent};
 use crate::supervisor::Outcome;
+use endpoint_check::EndpointCheck;
 use hosting::Hosting;
 
 /// Pause before the name of the endpoint is looked up again.
@@ -44,13 +46,15 @@ pub(super) struct Network<'a> {
     /// Until then the coordinator has to be found.
     deadline: Instant,
     role: Role,
+    /// Of a node 0 that was told that it is.
+    endpoint_check: Option<EndpointCheck<'a>>,
 }
 
 enum Role {
     /// The endpoint's name is looked up; at this time again.
     Deciding(Option<Lookup>, Instant),
     Dialing(Box<Dialer>),
-    Agent(AgentLink),
+    Agent(Box<AgentLink>),
     Coordinator(Box<Hosting>),
     /// Nothing is left to do.
     Left,
@@ -84,9 +88,15 @@ impl<'a> Network<'a> {
         let now = Instant::now();
         let deadline = now + job.supervision.join_timeout;
         let role = Role::Deciding(None, now);
-        let mut network = Network { job, endpoint, ports, run, deadline, role };
+        let mut network = Network { job, endpoint, ports, run, deadline, role, endpoint_check: None };
         match settings.node_rank {
-            Some(0) => network.host(now)?,
+            Some(0) => {
+                network.host(now)?;
+                network.endpoint_check = settings
+                    .endpoint
+                    .is_some()
+                    .then(|| EndpointCheck::new(job, network.place(), network.dialer(), now));
+            }
             Some(_) => network.dial(),
             None => network.look_up(now)?,
         }
@@ -102,10 +112,21 @@ impl<'a> Network<'a> {
 
     /// Becomes an agent that looks for the coordinator.
     fn dial(&mut self) {
+        self.role = Role::Dialing(Box::new(self.dialer()));
+    }
+
+    fn dialer(&self) -> Dialer {
         let local = self.local_address().ok().flatten();
         let (credentials, run) = (self.job.credentials.clone(), self.run);
-        let dialer = Dialer::new(&self.endpoint, &self.ports, local, credentials, run, self.deadline);
-        self.role = Role::Dialing(Box::new(dialer));
+        Dialer::new(&self.endpoint, &self.ports, local, credentials, run, self.deadline)
+    }
+
+    /// The endpoint, with its port if there is one only.
+    fn place(&self) -> Endpoint {
+        match self.ports[..] {
+            [port] => self.endpoint.with_port(port),
+            _ => self.endpoint.clone(),
+        }
     }
 
     /// The address that the user has chosen for this node.
@@ -141,7 +162,10 @@ impl<'a> Network<'a> {
             }
             Role::Dialing(dialer) => dialer.fds(),
             Role::Agent(agent) => vec![agent.link.poll_fd()],
-            Role::Coordinator(hosting) => hosting.fds(),
+            Role::Coordinator(hosting) => {
+                let check = self.endpoint_check.iter().flat_map(EndpointCheck::fds);
+                hosting.fds().into_iter().chain(check).collect()
+            }
             Role::Left => Vec::new(),
         }
     }
@@ -156,7 +180,10 @@ impl<'a> Network<'a> {
             Role::Agent(agent) => {
                 agent.link.next_deadline().into_iter().chain([agent.heard + self.node_timeout()]).min()
             }
-            Role::Coordinator(hosting) => hosting.next_deadline(),
+            Role::Coordinator(hosting) => {
+                let check = self.endpoint_check.as_ref().and_then(EndpointCheck::next_deadline);
+                hosting.next_deadline().into_iter().chain(check).min()
+            }
             Role::Left => None,
         }
     }
@@ -171,7 +198,11 @@ impl<'a> Network<'a> {
             Role::Deciding(..) => self.serve_lookup(now),
             Role::Dialing(_) => self.serve_dialer(now),
             Role::Agent(_) => self.serve_link(now),
-            Role::Coordinator(hosting) => hosting.service(now, ready),
+            Role::Coordinator(hosting) => {
+                let mut inputs = hosting.service(now, ready);
+                inputs.extend(self.endpoint_check.as_mut().and_then(|check| check.service(hosting, now)));
+                inputs
+            }
             Role::Left => Vec::new(),
         }
     }
@@ -212,7 +243,8 @@ impl<'a> Network<'a> {
         match dialer.service(now) {
             None => Vec::new(),
             Some(Ok(link)) => {
-                self.role = Role::Agent(AgentLink { link, heard: now, is_over: false, is_lost: false });
+                let agent = AgentLink { link, heard: now, is_over: false, is_lost: false };
+                self.role = Role::Agent(Box::new(agent));
                 let card = Box::new(self.job.card.clone());
                 self.report(FromAgent::Join(card), now);
                 Vec::new()

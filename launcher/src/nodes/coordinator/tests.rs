@@ -4,10 +4,15 @@ mod endings;
 mod hostile;
 mod scale;
 
+use std::ops::Range;
+
 use mgpu_control::progress::{Phase, ProgressEntry, RankState};
 use proptest::prelude::*;
 
 use super::super::card::tests::card;
+use super::super::message::{MAX_LAST_LINE, MAX_LAST_LINES, Order};
+use super::doubt::{DOUBT, MAX_HOLD};
+use super::loss::DETECTION_TIME;
 use super::*;
 use crate::supervisor::Exit;
 
@@ -215,12 +220,43 @@ fn a_contradiction_before_the_start_ends_the_job_for_all() {
 }
 
 #[test]
+fn another_node_0_is_a_contradiction() {
+    for (own_rank, expected) in [
+        (Some(0), "hosts a and b both have node rank 0: give each its own --node-rank"),
+        (None, "host a is node 0, and host b has node rank 0: give each its own --node-rank"),
+    ] {
+        let mut job = Job::new(2, 2, 0);
+        job.coordinator.members[0].card.as_mut().unwrap().node_rank = own_rank;
+        job.join(1, "b", Some(0));
+        let (ids, outcome) = job.end();
+        assert_eq!((ids, outcome.exit_code), (vec![OWN, 1], exit_code::NODES_DIFFER));
+        assert_eq!(message(&outcome), expected);
+    }
+}
+
+#[test]
+fn node_0_that_joins_itself_is_refused_alone() {
+    let mut job = Job::new(2, 2, 0);
+    job.coordinator.members[0].card.as_mut().unwrap().node_rank = Some(0);
+    assert!(job.coordinator.waits_alone() && !job.coordinator.has_met_itself());
+    job.join(1, "a", Some(0));
+    assert!(job.coordinator.waits_alone() && job.coordinator.has_met_itself());
+    let sent = job.sent();
+    let [(1, ToAgent::Refused { why, .. })] = &sent[..] else { panic!("{sent:?}") };
+    assert_eq!(why, "hosts a and a both have node rank 0: give each its own --node-rank");
+    job.join(2, "b", Some(1));
+    assert!(!job.coordinator.waits_alone());
+    assert_eq!(job.started().len(), 2);
+}
+
+#[test]
 fn who_does_not_fit_a_running_job_is_refused_alone() {
     let mut job = Job::running(2, 2, 1);
     for (id, newcomer, expected) in [
         (7, card("c", None), "the job has all its 2 nodes already: a, b"),
         (8, NodeCard { backend: "nccl".into(), ..card("c", None) }, "cpu on host a, nccl on host c"),
         (9, card("c", Some(2)), "host c has node rank 2 of 2 nodes"),
+        (10, card("c", Some(0)), "host a is node 0, and host c has node rank 0"),
     ] {
         job.join_with(id, newcomer);
         let sent = job.sent();

@@ -12,6 +12,7 @@ use serde::de::DeserializeOwned;
 
 use super::channel::{Channel, MAX_FRAME};
 use super::outbox::Outbox;
+use super::unacknowledged::{self, Unacknowledged};
 
 /// Maximum number of bytes that wait to be sent.
 const MAX_UNSENT: usize = 16 << 20;
@@ -51,6 +52,7 @@ pub struct Link {
     local: SocketAddr,
     channel: Channel,
     unsent: Outbox,
+    unacknowledged: Unacknowledged,
     /// Until when a closed link waits for the other side.
     closing_by: Option<Instant>,
     /// Nothing can be written any more: this side has closed its end, or the other side does not accept anything.
@@ -66,7 +68,17 @@ impl Link {
         channel: Channel,
         unsent: Outbox,
     ) -> Self {
-        Link { stream, peer, local, channel, unsent, closing_by: None, is_write_closed: false, lost: None }
+        Link {
+            stream,
+            peer,
+            local,
+            channel,
+            unsent,
+            unacknowledged: Unacknowledged::default(),
+            closing_by: None,
+            is_write_closed: false,
+            lost: None,
+        }
     }
 
     /// The descriptor to poll.
@@ -87,7 +99,7 @@ impl Link {
 
     /// When [`service`](Self::service) has to be called at the latest.
     pub fn next_deadline(&self) -> Option<Instant> {
-        self.closing_by.filter(|_| self.lost.is_none())
+        self.closing_by.or_else(|| self.unacknowledged.deadline()).filter(|_| self.lost.is_none())
     }
 
     /// Address of the other side.
@@ -108,6 +120,7 @@ impl Link {
         if self.lost.is_some() || self.is_write_closed || self.closing_by.is_some() {
             return;
         }
+        self.note_acknowledgements(Instant::now());
         if let Err(problem) = self.channel.seal(message, self.unsent.end()) {
             return self.lose(Loss::Protocol(format!("cannot send {problem}")));
         }
@@ -126,8 +139,9 @@ impl Link {
         if self.lost.is_none() {
             self.read();
         }
-        if self.lost.is_none() && self.closing_by.is_some_and(|deadline| deadline <= now) {
-            self.lose(Loss::Ended);
+        self.note_acknowledgements(now);
+        if self.next_deadline().is_some_and(|deadline| deadline <= now) {
+            self.lose(if self.closing_by.is_some() { Loss::Ended } else { Loss::Unreachable });
         }
         self.lost.clone().map_or(LinkState::Open, LinkState::Lost)
     }
@@ -158,10 +172,18 @@ impl Link {
             return;
         }
         // After an error there may still be messages to read, and reading then says how the connection ended.
+        let unsent = self.unsent.len();
         let has_failed = self.unsent.write_to(&self.stream).is_err();
+        self.unacknowledged.wrote(unsent - self.unsent.len(), Instant::now());
         if has_failed || self.closing_by.is_some() && self.unsent.is_empty() {
             let _ = self.stream.shutdown(Shutdown::Write);
             self.is_write_closed = true;
+        }
+    }
+
+    fn note_acknowledgements(&mut self, now: Instant) {
+        if self.unacknowledged.is_pending() {
+            self.unacknowledged.note(unacknowledged::bytes(&self.stream), now);
         }
     }
 

@@ -22,6 +22,7 @@ use super::auth::Credentials;
 use super::handshake::Fault;
 use super::link::Link;
 use super::opening::Opening;
+use super::port_owner::{self, PortOwner};
 use super::preamble::RunTag;
 use super::tcp;
 use crate::rendezvous::rejections::{Rejection, Rejections};
@@ -87,11 +88,9 @@ impl NodeListener {
                 Err(error) => error,
             };
             let remedy = match error.kind() {
-                ErrorKind::AddrInUse => {
-                    "; `ss -ltnp` shows who uses it, --rdzv-endpoint HOST:PORT names another one"
-                }
-                ErrorKind::AddrNotAvailable => "; the address does not belong to this host",
-                _ => "",
+                ErrorKind::AddrInUse => taken(*port),
+                ErrorKind::AddrNotAvailable => "; the address does not belong to this host".into(),
+                _ => String::new(),
             };
             why = format!("{}{remedy}", tcp::describe(&error));
         }
@@ -241,6 +240,21 @@ impl NodeListener {
         let peer = tcp::canonical(peer);
         self.rejections.add(Some(peer.ip()), format!("{peer} {fault}"), now);
     }
+}
+
+/// Who has the port, and what to do.
+fn taken(port: u16) -> String {
+    let Some(PortOwner { pid, name }) = port_owner::find(port) else {
+        return "; `ss -ltnp` shows who uses it, --rdzv-endpoint HOST:PORT names another one".into();
+    };
+    // An agent is called `mgpu-launcher`.
+    let remedy = match name.starts_with("mgpu") {
+        true => ": if that is node 0 of this job, give this node another --node-rank; otherwise name",
+        false => "; name",
+    };
+    format!(
+        "; process {pid} ({name}) listens there, as `ss -ltnp` shows{remedy} another port with --rdzv-endpoint HOST:PORT"
+    )
 }
 
 /// True if this host, not the connection, is the reason.

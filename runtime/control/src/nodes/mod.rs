@@ -18,7 +18,8 @@
 //! on which node.
 //!
 //! `handshake` (steps 1 and 2) and `channel` (step 3) are pure: bytes in, bytes out. Sockets and time are in `opening`,
-//! `link`, `listener` and `dialer`.
+//! `link`, `listener` and `dialer`. A link whose host is gone is given up by the kernel (`tcp`), or because what it was
+//! sent is not acknowledged (`unacknowledged`).
 
 mod address;
 mod auth;
@@ -36,10 +37,12 @@ mod munge;
 mod noise;
 mod opening;
 mod outbox;
+mod port_owner;
 mod preamble;
 pub mod relay;
 mod resolve;
 mod tcp;
+mod unacknowledged;
 
 pub use address::{Endpoint, owns};
 pub use auth::{Credentials, Method, Secret};

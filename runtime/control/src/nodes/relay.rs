@@ -20,8 +20,8 @@
 //! - the hub holds two bytes for each rank, one barrier for each rank that waits in one, and there at most one place for
 //!   each participant.
 //!
-//! Of the ranks that failed, the first [`MAX_FAILURES_TOLD`] are told to all nodes, because every wait fails with the
-//! first one. Their own node and node 0 are told all.
+//! The hub tells every failure of a rank to the rank's own node and to node 0. It tells the first [`MAX_FAILURES_TOLD`]
+//! failures to all nodes, because every wait fails with the first one.
 
 mod admission;
 mod barriers;

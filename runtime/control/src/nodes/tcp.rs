@@ -14,8 +14,8 @@ use nix::sys::socket::{
 ///
 /// A message is sent each second at least, and its first byte that is not acknowledged starts the time: so a host that
 /// is gone is noticed within 5.5 s. A probe is sent each second, up to a second before an outage begins: so an outage of
-/// 3 s is survived, by the probe at its end.
-const USER_TIMEOUT: u32 = 4500;
+/// 3 s is survived, by the probe at its end. `unacknowledged` covers the case in which the kernel starts the time again.
+pub(super) const USER_TIMEOUT: u32 = 4500;
 
 /// Starts a connection, from the address `from` if it is given. The socket becomes writable when it is connected or has
 /// failed.

@@ -202,6 +202,7 @@ fn damage(world: &World, damaged: u32, at: usize) {
 fn damaged_payloads_are_reported_on_all_ranks() {
     let small = HEADER_BYTES + 40;
     for (len, at) in [(100, 30), (100, small), (1 << 20, 3 * HEADER_BYTES + 100_000)] {
+        // A large payload goes from each rank to each, without a barrier before. Nobody leaves before all know.
         let done = Barrier::new(3);
         let errors = on_hosts(&[1, 1, 1], |mut world| {
             if world.rank() == 0 {
@@ -212,7 +213,6 @@ fn damaged_payloads_are_reported_on_all_ranks() {
             // The others may have all that they need, and learn of it in the next operation.
             let exchanged = comm.all_to_all(buffer).and_then(|pending| pending.wait());
             let error = exchanged.and_then(|_| comm.barrier()).unwrap_err();
-            // Who leaves before must not be taken for the culprit.
             done.wait();
             error
         });

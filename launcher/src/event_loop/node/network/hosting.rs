@@ -79,7 +79,8 @@ impl Hosting {
     }
 
     pub(super) fn next_deadline(&self) -> Option<Instant> {
-        let links = self.leaving.iter().filter_map(Link::next_deadline);
+        let links =
+            self.links.iter().map(|(_, link)| link).chain(&self.leaving).filter_map(Link::next_deadline);
         let listener = self.listener.next_deadline();
         links.chain(listener).chain(self.paused_until).chain(self.coordinator.next_deadline()).min()
     }
@@ -115,11 +116,14 @@ impl Hosting {
         inputs
     }
 
-    /// Serves the links with these indices.
+    /// Serves the links with these indices, and those with a deadline that has passed.
     fn serve_links(&mut self, now: Instant, is_ready: impl Fn(usize) -> bool) {
         let mut lost = Vec::new();
         let mut has_served = false;
-        for (_, (id, link)) in self.links.iter_mut().enumerate().filter(|(index, _)| is_ready(*index)) {
+        for (index, (id, link)) in self.links.iter_mut().enumerate() {
+            if !is_ready(index) && link.next_deadline().is_none_or(|at| now < at) {
+                continue;
+            }
             has_served = true;
             if let Some(loss) = serve(&mut self.coordinator, *id, link, now) {
                 lost.push((*id, loss));
@@ -134,6 +138,16 @@ impl Hosting {
             None if has_served && !pause.is_zero() => self.paused_until = Some(now + pause),
             _ => {}
         }
+    }
+
+    /// True while no other node has joined, and the ranks have not been started.
+    pub(super) fn waits_alone(&self) -> bool {
+        self.coordinator.waits_alone()
+    }
+
+    /// True if this node has joined itself: the endpoint leads here.
+    pub(super) fn has_met_itself(&self) -> bool {
+        self.coordinator.has_met_itself()
     }
 
     fn index_of(&self, id: MemberId) -> Option<usize> {

@@ -1,6 +1,7 @@
 //! An agent that says anything. It can make the job fail, and no more.
 
-use mgpu_control::rendezvous::ProcessEnd;
+use mgpu_control::nodes::{RankEnd, RelayMessage};
+use mgpu_control::rendezvous::{Blame, ProcessEnd};
 
 use super::*;
 

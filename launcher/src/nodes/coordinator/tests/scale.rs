@@ -5,7 +5,9 @@
 
 use mgpu_control::nodes::channel::Channel;
 use mgpu_control::nodes::handshake::Handshake;
-use mgpu_control::nodes::{Credentials, Dialer, Endpoint, Link, LinkState, NodeManifest, RunTag, Secret};
+use mgpu_control::nodes::{
+    Credentials, Dialer, Endpoint, Link, LinkState, NodeManifest, RelayMessage, RunTag, Secret,
+};
 use mgpu_control::progress::{LastOperation, Operation};
 use nix::poll::{PollFd, PollTimeout, poll};
 use nix::time::{ClockId, clock_gettime};
