@@ -404,6 +404,16 @@ mod tests {
     }
 
     #[test]
+    fn the_number_of_connections_is_checked() {
+        assert_eq!((streams_wanted(None).unwrap(), streams_wanted(Some("16")).unwrap()), (1, 16));
+        for text in ["0", "17", "-1", "two", ""] {
+            let error = streams_wanted(Some(text)).unwrap_err().to_string();
+            let expected = "where a number of connections from 1 to 16 is expected";
+            assert!(error.contains("MGPU_NET_STREAMS is `") && error.ends_with(expected), "{error}");
+        }
+    }
+
+    #[test]
     fn invitations_survive_the_rendezvous() {
         for address in ["10.0.0.7:1234", "[fd00::7]:65535"] {
             let invitation = Invitation::new(address.parse().unwrap(), 3).unwrap();

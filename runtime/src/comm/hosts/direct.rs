@@ -22,7 +22,7 @@ use crate::comm::{Buffer, ReduceOp, shard};
 const AHEAD: usize = 2;
 /// Number of turns into which a small payload is cut, and the smallest piece that is worth a message of its own.
 const TURNS: usize = 4;
-const MIN_PIECE: usize = 16 << 10;
+const MIN_PIECE: usize = 128 << 10;
 /// Most bytes of memory for contributions, unless there are more ranks than cache lines in it.
 const MEMORY: usize = 8 << 20;
 
@@ -180,7 +180,7 @@ mod tests {
             parts.sort_by_key(|part| part.start);
             let end = parts.iter().try_fold(0, |end, part| (part.start == end).then_some(part.end));
             prop_assert_eq!(end, Some(len));
-            prop_assert!(turns.piece * element <= PIECE_BYTES && turns.piece * element % 64 == 0);
+            prop_assert!(turns.piece * element <= PIECE_BYTES && (turns.piece * element).is_multiple_of(64));
         }
     }
 }

@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::{Pid, SysconfVar, sysconf};
 
-/// How long a wait tries without a break.
-const BUSY_TIME: Duration = Duration::from_micros(20);
+/// How long a wait tries without a break: about as long as it would take to be woken.
+const BUSY_TIME: Duration = Duration::from_micros(50);
 /// How long a wait tries: longer than ranks that do the same work are apart, and much shorter than a step.
 const SPIN_TIME: Duration = Duration::from_micros(200);
 /// If an offer of the core takes longer, another task ran for a while.

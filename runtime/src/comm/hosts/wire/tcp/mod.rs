@@ -108,7 +108,7 @@ impl TcpWire {
         parsed.map_err(|problem| BadFrame { from: peer, problem })
     }
 
-    /// Sends as much as there is room for, at most a piece to each peer.
+    /// Sends as much as there is room for, a few pieces to each peer.
     fn write(&mut self, transfer: &mut Transfer<'_>) {
         for (peer, state) in (0..).zip(&mut self.peers).filter(|(_, state)| !state.inputs.is_empty()) {
             match self.connections.write(peer, transfer) {

@@ -13,7 +13,7 @@ use nix::sys::socket::{MsgFlags, sendmsg, setsockopt, sockopt};
 use smallvec::SmallVec;
 
 use super::input::Turn;
-use crate::comm::hosts::frame::{Header, Stamp};
+use crate::comm::hosts::frame::{Header, PIECE_BYTES, Stamp};
 use crate::comm::hosts::transfer::Transfer;
 use crate::comm::hosts::wire::Sender;
 
@@ -111,8 +111,8 @@ impl Connection {
         Ok(true)
     }
 
-    /// Writes queued frames, and then pieces of `transfer` for `peer`, as long as there is room: at most one to its end,
-    /// because the peer may have to send, too, before it can receive more.
+    /// Writes queued frames, and then pieces of `transfer` for `peer`, as long as there is room: about as many bytes as the
+    /// largest piece has, because the peer may have to send, too, before it can receive more.
     fn write_all(
         &self,
         outgoing: &mut Outgoing,
@@ -126,14 +126,16 @@ impl Connection {
                 return Ok(full);
             }
         }
-        while let Some([header, payload]) = transfer.next_frame(peer, stamp, outgoing.turn.position) {
+        let end = outgoing.turn.position + PIECE_BYTES as u64;
+        while outgoing.turn.position < end
+            && let Some([header, payload]) = transfer.next_frame(peer, stamp, outgoing.turn.position)
+        {
             let piece = outgoing.piece.unwrap_or(payload.len());
             match write(&self.streams[outgoing.turn.stream], [header, payload])? {
                 Some(bytes) => {
                     outgoing.piece = Some(piece).filter(|_| transfer.advance(peer, bytes));
                     if outgoing.piece.is_none() {
                         outgoing.turn.advance(piece, self.streams.len());
-                        break;
                     }
                 }
                 None => {
@@ -171,7 +173,7 @@ impl TcpSender {
         &self.connections[peer as usize].streams[stream]
     }
 
-    /// Writes as much as there is room for, at most a piece: queued frames first, then those of `transfer`.
+    /// Writes as much as there is room for, in a few pieces: queued frames first, then those of `transfer`.
     ///
     /// # Errors
     /// If the connection cannot be written to, which does not mean that all of its bytes were read.
