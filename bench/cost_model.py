@@ -14,6 +14,10 @@ A link also carries headers and acknowledgements, which are part of β. For TCP 
 bytes has 1,448 of payload, and every second one is acknowledged by a frame of 66 bytes on the other direction, which has payload to
 carry, too: (1,514 + 33) / 1,448 = 1.07 times the payload. `WIRE_BYTES` is this factor.
 
+A token bucket filter, which gives a link its rate, lets a bucket of bytes pass at once after a pause. So it hides a part of each pause:
+on the way of the first block of a chain the first H hops, over links that were idle, are shorter by a bucket each, and the pauses at the
+end of a direct exchange are, too. `bucket` is 0 for links of cables.
+
 mgpurun takes the first for up to 16 KiB, the third if each host has one rank, and the second otherwise. All of them begin with the
 arrival of all ranks, A = α + (n−1)·o.
 
@@ -22,9 +26,10 @@ payloads to each of the (H−1)·L ranks elsewhere.
 
 **Chain.** Rank l of each host owns part l, S/L bytes, in blocks of b bytes. A block visits the hosts in order; each adds its L ranks'
 contributions; the last host's result goes back along the chain. The L chains of a host work at the same time, and their blocks pass its
-link one after the other. The first block needs 2·(H−1) hops of α + o + b·β and H sums of L·b·γ. The others follow at the pace of what
-is slowest, the link, a rank's sums or its messages: a host in the middle sends 2·S bytes and receives as many, with two hosts each
-sends S. At the end the ranks of a host meet at a barrier, B = α + (L−1)·o, or 0 for one rank. So with c = 1 for H = 2 and c = 2 beyond:
+link one after the other; where TCP mixes them, a hop takes longer, up to L·b·β. The first block needs 2·(H−1) hops of α + o + b·β and H
+sums of L·b·γ. The others follow at the pace of what is slowest, the link, a rank's sums or its messages: a host in the middle sends 2·S
+bytes and receives as many, with two hosts each sends S. At the end the ranks of a host meet at a barrier, B = α + (L−1)·o, or 0 for one
+rank. So with c = 1 for H = 2 and c = 2 beyond:
 
     A + 2·(H−1)·(α + o + b·β) + H·L·b·γ + (S − b)·max(c·β, γ, c·o/(L·b)) + B
 
@@ -33,11 +38,11 @@ ranks of a host share; others are copied, and each chunk waits for the one befor
 
 **Direct.** Each of the n ranks owns a part, S/n bytes, gets the contributions to it from all others, sums them in rank order, and sends
 the result to every host. That is (L + 1)·(H−1)/H·S bytes for a link: the contributions of a host's ranks cannot be added up before
-those of the hosts before it. A part is cut into k pieces of p bytes, a quarter of it, between 16 and 256 KiB. Contributions of two
+those of the hosts before it. A part is cut into k pieces of p bytes, a quarter of it, between 128 and 256 KiB. Contributions of two
 turns are ahead of the piece that is summed, so the link never waits for a sum or an answer, except at the end: the last
-results leave when the contributions of the slowest stream have come. TCP does not divide a link evenly among its streams, so while one
-host is late, those of the H − 2 others have come too early, by a piece each: the link is idle as long as these would take. So a turn
-takes (L + 1)·L·(H−1)·p·β, n·p·γ or 2·(n−1)·o:
+results leave when the contributions of the slowest stream have come. TCP does not divide a link evenly among its streams; the last term
+is the idle time if one stream is behind by a piece for each of the H − 2 other hosts. A turn takes (L + 1)·L·(H−1)·p·β, n·p·γ or
+2·(n−1)·o:
 
     3·A + (L + 1)·L·(H−1)·p·β + n·p·γ + (k−1)·max(of these three) + L²·(H−2)·p·β
 
@@ -61,7 +66,7 @@ RAW_BYTES = 16 << 10
 # The chain (hosts/chain.rs): limits of a block, the bytes that cost as much as a message, and the size of a chunk.
 MIN_BLOCK, MAX_BLOCK, MESSAGE_COST, CHUNK_BYTES = 4 << 10, 128 << 10, 64 << 10, 1 << 20
 # The direct exchange (hosts/direct.rs): pieces of a part, their limits, the memory for contributions, and for how many turns.
-TURNS, MIN_PIECE, MAX_PIECE, MEMORY, TURNS_IN_MEMORY = 4, 16 << 10, 256 << 10, 8 << 20, 3
+TURNS, MIN_PIECE, MAX_PIECE, MEMORY, TURNS_IN_MEMORY = 4, 128 << 10, 256 << 10, 8 << 20, 3
 # Sizes up to this one show latency and overhead.
 TINY_BYTES = 256
 ALTERNATIVES = ("direct", "tree", "ring", "halving")
@@ -122,18 +127,19 @@ def first_block(ranks, size, hops, block=None):
     return min(block, size / ranks)
 
 
-def pipelined(hosts, ranks, size, parameters, block, hops, sums, hop_blocks):
+def pipelined(hosts, ranks, size, parameters, block, hops, sums, hop_blocks, bucket=0):
     """A first block takes `hops` hops, in which `hop_blocks` blocks share a link, and `sums` sums; the others follow at their pace."""
     first = first_block(ranks, size, hops, block)
     hop = plus(HOP, Parameters(0, 0, hop_blocks * first, 0))
     busiest = 1 if hosts == 2 else 2
     pace = slowest(parameters, link=busiest, sums=1, messages=busiest / (ranks * first))
-    return plus(times(hops, hop), Parameters(0, 0, 0, sums * ranks * first), times(size - first, pace))
+    hidden = Parameters(0, 0, -hosts * min(bucket, first), 0)
+    return plus(times(hops, hop), hidden, Parameters(0, 0, 0, sums * ranks * first), times(size - first, pace))
 
 
-def chain(hosts, ranks, size, parameters, block=None, cores=None):
+def chain(hosts, ranks, size, parameters, block=None, cores=None, bucket=0):
     """`block` is what mgpurun takes unless it is given."""
-    steps = pipelined(hosts, ranks, size, parameters, block, hops=2 * (hosts - 1), sums=hosts, hop_blocks=1)
+    steps = pipelined(hosts, ranks, size, parameters, block, 2 * (hosts - 1), sums=hosts, hop_blocks=1, bucket=bucket)
     return plus(arrival(hosts, ranks, cores), steps, meeting(ranks, crowd(hosts, ranks, cores)))
 
 
@@ -143,13 +149,14 @@ def piece_bytes(part, ranks):
     return min(part, min(max(part // TURNS, MIN_PIECE), most) // 64 * 64)
 
 
-def direct(hosts, ranks, size, parameters, cores=None):
+def direct(hosts, ranks, size, parameters, cores=None, bucket=0):
     everyone = hosts * ranks
     part = size / everyone
     piece = piece_bytes(part, everyone)
     link, sums = (ranks + 1) * ranks * (hosts - 1) * piece, everyone * piece
     turn = slowest(parameters, link, sums, messages=2 * (everyone - 1))
-    late = Parameters(0, 0, ranks * ranks * (hosts - 2) * piece, 0)
+    # There is a pause before the last results and one after them.
+    late = Parameters(0, 0, max(0, ranks * ranks * (hosts - 2) * piece - 2 * bucket), 0)
     steps = plus(Parameters(0, 0, link, sums), times(part / piece - 1, turn), late)
     return plus(times(3, arrival(hosts, ranks, cores)), steps)
 
@@ -162,7 +169,7 @@ def tree(hosts, ranks, size, parameters, block=None):
 
 def scattered(hosts, ranks, size, steps):
     moved = Parameters(0, 0, 2 * (hosts - 1) / hosts * size, size)
-    return plus(arrival(hosts, ranks), times(steps, HOP), moved)
+    return plus(arrival(hosts, ranks), times(steps, HOP), moved, meeting(ranks))
 
 
 def ring(hosts, ranks, size, _=None):
@@ -173,11 +180,11 @@ def halving(hosts, ranks, size, _=None):
     return scattered(hosts, ranks, size, 2 * math.ceil(math.log2(hosts)))
 
 
-def all_reduce(hosts, ranks, size, parameters, cores=None):
+def all_reduce(hosts, ranks, size, parameters, cores=None, bucket=0):
     """The cost of what mgpurun does."""
     if size <= RAW_BYTES:
         return raw(hosts, ranks, size, cores)
-    return (direct if ranks == 1 else chain)(hosts, ranks, size, parameters, cores=cores)
+    return (direct if ranks == 1 else chain)(hosts, ranks, size, parameters, cores=cores, bucket=bucket)
 
 
 def seconds(algorithm, hosts, ranks, size, parameters, **options):
@@ -238,14 +245,14 @@ def least_squares(rows, right):
     return [0.0] * len(rows[0])
 
 
-def fit(points, gamma, cores=None):
+def fit(points, gamma, cores=None, bucket=0):
     """The parameters, of which γ is known, from points (hosts, ranks, size, seconds); relative errors are made small.
 
     Tiny sizes give latency and overhead, those above RAW_BYTES give β, and each needs what the other gives: a few turns
     settle that. The links must be slower than the sums.
     """
     slow, found = Parameters(0, 0, 1, 0), Parameters(0.0, 0.0, 0.0, gamma)
-    costs = [(size, measured, all_reduce(hosts, ranks, size, slow, cores)) for hosts, ranks, size, measured in points]
+    costs = [(size, measured, all_reduce(hosts, ranks, size, slow, cores, bucket)) for hosts, ranks, size, measured in points]
     tiny = [(measured, cost) for size, measured, cost in costs if size <= TINY_BYTES]
     large = [(measured, cost) for size, measured, cost in costs if size > RAW_BYTES]
     for _ in range(20):
@@ -263,8 +270,8 @@ def refitted(timed, parameters, names):
     return rest._replace(**{name: value * 1e-9 for name, value in zip(names, least_squares(rows, right))})
 
 
-def deviations(points, parameters, cores=None):
+def deviations(points, parameters, cores=None, bucket=0):
     """(hosts, ranks, size, measured, predicted, relative deviation) of each point."""
     for hosts, ranks, size, measured in points:
-        predicted = dot(all_reduce(hosts, ranks, size, parameters, cores), parameters)
+        predicted = dot(all_reduce(hosts, ranks, size, parameters, cores, bucket), parameters)
         yield hosts, ranks, size, measured, predicted, predicted / measured - 1

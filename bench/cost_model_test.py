@@ -2,7 +2,9 @@
 """Tests of the model of all-reduce over hosts: its formulas against schedules that are played out, and the fit. Standard library only."""
 
 import math
+import pathlib
 import random
+import re
 import sys
 import unittest
 
@@ -62,6 +64,24 @@ def exchanged(hosts, size, parameters):
     return link + parameters.alpha
 
 
+def constant(file, name):
+    """A size in the sources of the runtime."""
+    source = pathlib.Path(__file__).resolve().parent.parent.joinpath("runtime/src/comm/hosts", file).read_text()
+    number, shift = re.search(rf"const {name}: usize = (\d+)(?: << (\d+))?;", source).groups()
+    return int(number) << int(shift or 0)
+
+
+class Sizes(unittest.TestCase):
+    def test_sizes_are_those_of_the_runtime(self):
+        self.assertEqual(model.RAW_BYTES, constant("frame.rs", "SMALL_BYTES"))
+        self.assertEqual([model.MIN_BLOCK, model.MAX_BLOCK, model.MESSAGE_COST],
+                         [constant("chain.rs", name) for name in ("MIN_BLOCK", "BLOCK_BYTES", "MESSAGE_COST")])
+        self.assertEqual(model.CHUNK_BYTES, constant("house.rs", "STAGE_BYTES"))
+        self.assertEqual(model.MAX_PIECE, constant("frame.rs", "PIECE_BYTES"))
+        self.assertEqual([model.TURNS, model.MIN_PIECE, model.MEMORY, model.TURNS_IN_MEMORY - 1],
+                         [constant("direct.rs", name) for name in ("TURNS", "MIN_PIECE", "MEMORY", "AHEAD")])
+
+
 class Formulas(unittest.TestCase):
     def test_the_chain_takes_what_its_schedule_takes(self):
         for hosts in (2, 3, 4, 5, 8):
@@ -98,7 +118,7 @@ class Formulas(unittest.TestCase):
         self.assertEqual(messages.gamma, 8 * block)
         self.assertAlmostEqual(messages.overhead, 7 + 14 + 2 * 511)
         # Direct: each of four turns has 14 messages.
-        self.assertAlmostEqual(model.direct(8, 1, 1 << 20, fast._replace(gamma=0)).overhead, 3 * 7 + 3 * 14)
+        self.assertAlmostEqual(model.direct(8, 1, 4 << 20, fast._replace(gamma=0)).overhead, 3 * 7 + 3 * 14)
 
     def test_blocks_shrink_with_the_number_of_hosts(self):
         # √(1 MiB · 64 KiB / (2·(hosts − 1))), as in the runtime, in cache lines.
@@ -111,7 +131,7 @@ class Formulas(unittest.TestCase):
         self.assertEqual(model.first_block(2, 1 << 20, 2, 512), 512)
 
     def test_pieces_are_a_quarter_of_a_part(self):
-        for part, ranks, piece in [(1000, 4, 1000), (20 << 10, 4, 16 << 10), (400 << 10, 4, 100 << 10), (4 << 20, 4, 256 << 10),
+        for part, ranks, piece in [(1000, 4, 1000), (200 << 10, 4, 128 << 10), (640 << 10, 4, 160 << 10), (4 << 20, 4, 256 << 10),
                                    (4 << 20, 64, 43648), (4 << 20, 100_000, 64)]:
             self.assertEqual(model.piece_bytes(part, ranks), piece, (part, ranks))
 
@@ -123,6 +143,16 @@ class Formulas(unittest.TestCase):
                 late = (hosts - 2) * model.piece_bytes(size / hosts, hosts) * SLOW.beta
                 # Hosts on paper are never late, and a sum is hidden behind the link.
                 self.assertLess(abs(formula - late - by_hand), 0.02 * by_hand + 4 * hosts * SLOW.overhead, (hosts, size))
+
+    def test_a_bucket_hides_pauses(self):
+        difference = lambda algorithm, *layout: algorithm(*layout, SLOW).beta - algorithm(*layout, SLOW, bucket=1000).beta
+        self.assertEqual(difference(model.chain, 5, 2, 1 << 20), 5000)
+        self.assertEqual(difference(model.direct, 5, 1, 1 << 20), 2000)
+        # Two hosts wait for nobody else; and a block is no shorter than nothing.
+        self.assertEqual(difference(model.direct, 2, 1, 1 << 20), 0)
+        self.assertEqual(difference(model.chain, 2, 2, 20 << 10), 2000)
+        tiny = model.chain(2, 2, 1000, SLOW, bucket=1 << 20)
+        self.assertEqual(tiny.beta, 500)
 
     def test_frames_have_headers(self):
         self.assertAlmostEqual(model.WIRE_BYTES, 1.0684, 4)

@@ -29,7 +29,7 @@ import markdown
 import provenance
 from cost_model import Parameters
 from hosts_collectives import figures_of, rate
-from namespaces import Hosts
+from namespaces import Hosts, bucket_bytes, bytes_per_second
 from summarise_allreduce import OURS, size_name
 from train_work import work
 
@@ -104,8 +104,9 @@ def check(result):
     most = max(hosts for hosts, *_ in measured)
     known = [point for point in measured if point[0] < most]
     cores = int(result["machine"]["cores"])
-    parameters = model.fit(known, result["gamma"], cores)
-    return parameters, list(model.deviations([point for point in measured if point[0] == most], parameters, cores))
+    bucket = bucket_bytes(result["tbf"]) / model.WIRE_BYTES
+    parameters = model.fit(known, result["gamma"], cores, bucket)
+    return parameters, list(model.deviations([point for point in measured if point[0] == most], parameters, cores, bucket))
 
 
 def largest_deviations(rows):
@@ -194,7 +195,9 @@ def verdict(result):
     parameters, rows = check(result)
     words = [f"{deviation:.0%} with {ranks} rank{'s' if ranks > 1 else ''} a host" for ranks, deviation in largest_deviations(rows).items()]
     small = [abs(row[-1]) for row in rows if row[2] <= model.RAW_BYTES]
-    return (f"Fitted at {result['tbf']}: {parameter_words(parameters)}. Largest deviation above {size_name(model.RAW_BYTES)}: "
+    factor = parameters.beta * bytes_per_second(result["tbf"])
+    return (f"Fitted at {result['tbf']}: {parameter_words(parameters)}. β is {factor:.2f} times the time of a byte at this rate; headers and "
+            f"acknowledgements explain {model.WIRE_BYTES:.2f}. Largest deviation above {size_name(model.RAW_BYTES)}: "
             + (", ".join(words) or "none measured") + (f"; up to there: {max(small):.0%}." if small else "."))
 
 

@@ -388,6 +388,16 @@ fn figures_are_those_of_the_result_files() {
     run(command(root().join("bench/readme.py")).arg("--check")).expect(0, &[]);
 }
 
+/// The model of an all-reduce over hosts: its formulas against schedules that are played out, and its fit.
+#[test]
+fn the_cost_model_agrees_with_schedules() {
+    if command("python3").arg("--version").output().is_err() {
+        println!("skipped: no python3");
+        return;
+    }
+    run(&mut command(root().join("bench/cost_model_test.py"))).expect(0, &[]);
+}
+
 /// The benchmark of placements runs each of them, counts the bytes of its formula, and has a table of each figure.
 #[test]
 fn placements_are_measured_and_summarised() {
