@@ -49,9 +49,8 @@ impl Context {
         let Version { major, minor, .. } = Version::OLDEST;
         // SAFETY: the struct lives during the call, and names the fields that are set. Without a configuration UCX reads
         // its variables. The API version is the oldest one that has these fields and functions.
-        let status = unsafe {
-            (library.symbols().ucp_init_version)(major, minor, &params, ptr::null(), &mut handle)
-        };
+        let status =
+            unsafe { (library.symbols().ucp_init_version)(major, minor, &params, ptr::null(), &mut handle) };
         library.check("ucp_init", status)?;
         Ok(Arc::new(Context { library: library.clone(), handle }))
     }

@@ -62,7 +62,8 @@ impl Library {
         pointer: ucs_status_ptr_t,
     ) -> Result<Option<NonNull<std::ffi::c_void>>, UcxError> {
         // As UCS_PTR_IS_ERR.
-        let is_error = pointer.addr() >= usize::from(ucs_status_t::UCS_ERR_LAST.0.unsigned_abs()).wrapping_neg();
+        let is_error =
+            pointer.addr() >= usize::from(ucs_status_t::UCS_ERR_LAST.0.unsigned_abs()).wrapping_neg();
         if is_error {
             return Err(self.error(function, ucs_status_t(pointer.addr() as i8)));
         }

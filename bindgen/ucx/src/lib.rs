@@ -25,7 +25,6 @@ mod context;
 mod devices;
 mod error;
 mod loader;
-mod worker;
 #[allow(
     missing_docs,
     unreachable_pub,
@@ -36,6 +35,7 @@ mod worker;
 )]
 #[allow(clippy::all, clippy::undocumented_unsafe_blocks)]
 mod sys;
+mod worker;
 
 pub use context::Context;
 pub use devices::rdma_devices;

@@ -132,11 +132,9 @@ impl Worker {
         };
         let mut handle = ptr::null_mut();
         // SAFETY: the context is valid; the struct lives during the call, and names the field that is set.
-        let status =
-            unsafe { (library.symbols().ucp_worker_create)(context.handle(), &params, &mut handle) };
+        let status = unsafe { (library.symbols().ucp_worker_create)(context.handle(), &params, &mut handle) };
         library.check("ucp_worker_create", status)?;
-        let mut worker =
-            Worker { handle, event_fd: -1, endpoints: Vec::new(), context: Arc::clone(context) };
+        let mut worker = Worker { handle, event_fd: -1, endpoints: Vec::new(), context: Arc::clone(context) };
         let mut event_fd: c_int = -1;
         // SAFETY: the worker is valid, and the integer is writable.
         let status = unsafe { (library.symbols().ucp_worker_get_efd)(handle, &mut event_fd) };
@@ -370,12 +368,21 @@ impl Worker {
         unsafe { (self.symbols().ucp_request_cancel)(self.handle, request.0.as_ptr()) };
     }
 
+    /// Lets an operation end by itself.
+    ///
+    /// # Safety
+    ///
+    /// Its memory stays valid until the worker is dropped.
+    pub unsafe fn forget(&mut self, request: Request) {
+        // SAFETY: the request is valid, and nobody has its handle any more. UCX frees it when the operation ends.
+        unsafe { (self.symbols().ucp_request_free)(request.0.as_ptr()) };
+    }
+
     /// Ends a connection: its operations are done, with an error, after some [progress](Self::progress).
     pub fn close(&mut self, endpoint: EndpointId) {
         if let Ok(Some(request)) = self.begin_close(endpoint) {
-            // It frees itself when it is done.
-            // SAFETY: the request is valid, and nobody has its handle any more.
-            unsafe { (self.symbols().ucp_request_free)(request.0.as_ptr()) };
+            // SAFETY: this operation has no memory.
+            unsafe { self.forget(request) };
         }
     }
 

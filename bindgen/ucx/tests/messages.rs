@@ -37,10 +37,7 @@ fn pair() -> Option<[(Worker, EndpointId); 2]> {
 }
 
 /// Progresses both workers until `done` returns a value.
-fn drive<T>(
-    [a, b]: [&mut Worker; 2],
-    mut done: impl FnMut(&mut Worker, &mut Worker) -> Option<T>,
-) -> T {
+fn drive<T>([a, b]: [&mut Worker; 2], mut done: impl FnMut(&mut Worker, &mut Worker) -> Option<T>) -> T {
     loop {
         let _ = (a.progress(), b.progress());
         if let Some(value) = done(a, b) {

@@ -45,7 +45,9 @@ use frame::{SMALL_BYTES, Stamp};
 use transfer::Transfer;
 use wait::Wait;
 use wire::Wire;
+pub use wire::choice::Net;
 use wire::tcp::TcpWire;
+use wire::ucx;
 
 use super::call::{Call, Request};
 use super::rules::FailureHandler;
@@ -74,6 +76,8 @@ pub(crate) struct HostAddress {
     pub(crate) run: u64,
     /// How often the ranks were restarted.
     pub(crate) epoch: u32,
+    /// The wire to use.
+    pub(crate) net: Net,
 }
 
 /// The listener of a rank, after its first communicator.
@@ -88,6 +92,11 @@ impl Listener {
         }
         Ok(Arc::clone(acceptor.as_ref().expect("it was just made")))
     }
+}
+
+/// Number of cores that this process may use.
+fn available_cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 /// The transport of one rank.
@@ -167,10 +176,20 @@ impl HostsTransport {
         timeout: Duration,
     ) -> Result<Self> {
         let stamp = Stamp { epoch: host.epoch, communicator: number };
-        let acceptor = membership.listener.get(host, membership.rank())?;
-        let place = (&members, stamp, host.run);
-        let streams = connect::connect(membership, &acceptor, place, (key, title), timeout)?;
-        let wire: Box<dyn Wire> = Box::new(TcpWire::new(stamp, streams));
+        // A group's members have agreed as those of its parent.
+        let net = wire::choice::agree(membership, &members, key, host.net, timeout)?;
+        let host = HostAddress { net, ..host };
+        let wire: Box<dyn Wire> = if net == Net::Ucx {
+            let spins = available_cores() >= host.local_ranks as usize;
+            Box::new(ucx::connect(membership, (&members, stamp), (key, title), spins, timeout)?)
+        } else {
+            let acceptor = membership.listener.get(host, membership.rank())?;
+            let place = (&members, stamp, host.run);
+            Box::new(TcpWire::new(
+                stamp,
+                connect::connect(membership, &acceptor, place, (key, title), timeout)?,
+            ))
+        };
         family.add(wire.sender());
         Ok(HostsTransport {
             membership: Arc::clone(membership),

@@ -16,6 +16,8 @@ pub(super) struct Transfer<'a> {
     receives: Vec<VecDeque<&'a mut [u8]>>,
     /// Bytes that were received so far.
     received: usize,
+    /// Bytes that a wire has taken and not completed, by peer; empty if none has taken any.
+    in_flight: Vec<usize>,
 }
 
 /// A posted send, cut into frames.
@@ -38,7 +40,7 @@ impl<'a> Transfer<'a> {
     ) -> Self {
         let sends = (0..size).map(|_| VecDeque::new()).collect();
         let receives = (0..size).map(|_| VecDeque::new()).collect();
-        Transfer { sequence, calls: [call, counterpart], sends, receives, received: 0 }
+        Transfer { sequence, calls: [call, counterpart], sends, receives, received: 0, in_flight: Vec::new() }
     }
 
     /// Posts bytes for rank `to`.
@@ -58,7 +60,8 @@ impl<'a> Transfer<'a> {
 
     /// Whether nothing is left to send to `peer` or to receive from it.
     pub(super) fn is_done_with(&self, peer: u32) -> bool {
-        self.sends[peer as usize].is_empty() && self.receives[peer as usize].is_empty()
+        let in_flight = self.in_flight.get(peer as usize).is_some_and(|bytes| *bytes > 0);
+        self.sends[peer as usize].is_empty() && self.receives[peer as usize].is_empty() && !in_flight
     }
 
     /// Whether memory is posted for more bytes of `peer`.
@@ -80,7 +83,7 @@ impl<'a> Transfer<'a> {
     pub(super) fn left(&self) -> usize {
         let sends = self.sends.iter().flatten().map(|send| send.rest.len() + send.header_left);
         let receives = self.receives.iter().flatten().map(|bytes| bytes.len());
-        sends.chain(receives).sum()
+        sends.chain(receives).chain(self.in_flight.iter().copied()).sum()
     }
 
     /// Header and payload of the frame to write next to `peer`, as far as they are not written.
@@ -140,5 +143,52 @@ impl<'a> Transfer<'a> {
                 receives.push_front(rest);
             }
         }
+    }
+
+    /// Takes the next bytes for `peer`, at most `most`, for a wire that sends from where they are. They count as left
+    /// until they are [completed](Self::complete_send).
+    pub(super) fn take_send(&mut self, peer: u32, most: usize) -> Option<&'a [u8]> {
+        let sends = &mut self.sends[peer as usize];
+        let send = sends.pop_front()?;
+        let (bytes, rest) = send.rest.split_at(send.rest.len().min(most));
+        if !rest.is_empty() {
+            sends.push_front(Send { rest, ..send });
+        }
+        self.begin(peer, bytes.len());
+        Some(bytes)
+    }
+
+    /// Takes the memory for the next bytes from `peer`, at most `most`. As both ends post the same lengths, both get the
+    /// same pieces.
+    pub(super) fn take_receive(&mut self, peer: u32, most: usize) -> Option<&'a mut [u8]> {
+        let receives = &mut self.receives[peer as usize];
+        let target = receives.pop_front()?;
+        let (bytes, rest) = target.split_at_mut(target.len().min(most));
+        if !rest.is_empty() {
+            receives.push_front(rest);
+        }
+        self.begin(peer, bytes.len());
+        Some(bytes)
+    }
+
+    fn begin(&mut self, peer: u32, bytes: usize) {
+        self.in_flight.resize(self.sends.len(), 0);
+        self.in_flight[peer as usize] += bytes;
+    }
+
+    /// Notes that bytes that were [taken](Self::take_send) do not need their memory any more.
+    pub(super) fn complete_send(&mut self, peer: u32, bytes: usize) {
+        self.in_flight[peer as usize] -= bytes;
+    }
+
+    /// Notes that memory that was [taken](Self::take_receive) is filled.
+    pub(super) fn complete_receive(&mut self, peer: u32, bytes: usize) {
+        self.in_flight[peer as usize] -= bytes;
+        self.received += bytes;
+    }
+
+    /// The header of pieces that are sent, without their length.
+    pub(super) fn header(&self) -> Header {
+        Header::new(FrameKind::Data, self.sequence, self.calls[0])
     }
 }

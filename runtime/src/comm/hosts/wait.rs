@@ -4,6 +4,7 @@
 //! happen: the progress page says which ranks have ended, on any host; a peer that fails says so in every connection;
 //! and the end of a connection is an error, if the page does not name a culprit within a second.
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::{Duration, Instant};
 
 use super::HostsTransport;
@@ -61,10 +62,12 @@ impl HostsTransport {
         self.waits = self.waits.wrapping_add(1);
         self.cycle = None;
         self.waiting = Some(Wait { awaited, number: self.waits, call: call.encode() });
-        let result = self.drive(awaited, call, transfer);
-        if result.is_err() {
+        // A panic, too, must not leave a wire with memory of the transfer.
+        let result = catch_unwind(AssertUnwindSafe(|| self.drive(awaited, call, transfer)));
+        if !matches!(result, Ok(Ok(()))) {
             self.wire.abandon(transfer);
         }
+        let result = result.unwrap_or_else(|panic| resume_unwind(panic));
         self.waiting = None;
         if std::mem::take(&mut self.has_noted_wait) {
             self.membership.page().stop_waiting(self.membership.rank());
