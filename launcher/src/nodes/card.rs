@@ -5,6 +5,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::net::HostNet;
+
 /// What a node says about itself.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct NodeCard {
@@ -18,6 +20,8 @@ pub(crate) struct NodeCard {
     pub(crate) ranks: u32,
     /// `cpu` or `nccl`.
     pub(crate) backend: String,
+    /// What can connect its ranks with those of other hosts.
+    pub(crate) net: HostNet,
     /// Version of its `mgpurun`.
     pub(crate) version: String,
     /// Path of the program.
@@ -54,6 +58,10 @@ impl NodeCard {
         }
         if self.backend != other.backend {
             return differ("nodes have different backends (--backend)", &self.backend, &other.backend);
+        }
+        if self.net.choice != other.net.choice {
+            let [ours, theirs] = [self, other].map(|card| card.net.choice.name());
+            return differ("nodes have different networks (--net)", ours, theirs);
         }
         if let (Some(ours), Some(theirs)) = (&self.digest, &other.digest)
             && ours != theirs
@@ -95,6 +103,7 @@ pub(crate) mod tests {
             nodes: (2, 2),
             ranks: 2,
             backend: "cpu".into(),
+            net: HostNet::tcp(),
             version: "1".into(),
             program: "/bin/x".into(),
             digest: Some("77".into()),

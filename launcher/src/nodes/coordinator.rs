@@ -21,6 +21,7 @@ use super::card::NodeCard;
 use super::message::{
     FromAgent, HEARTBEAT, MAX_LAST_LINE, MAX_LAST_LINES, MAX_RELAYED, Order, StartOrder, ToAgent,
 };
+use super::net::decide;
 use crate::exit_code;
 use crate::restart::{Decision, Reached, RestartPolicy};
 use crate::supervisor::{Action, Event, Exit, Outcome, RankHosts, Supervisor};
@@ -511,6 +512,15 @@ impl Coordinator {
             Ok(layout) => layout,
             Err(why) => return self.end(failure(exit_code::LAUNCHER, why)),
         };
+        let nets: Vec<_> =
+            hosts.iter().map(String::as_str).zip(cards.iter().map(|(card, _)| &card.net)).collect();
+        let (net, line) = match decide(&nets) {
+            Ok(decided) => decided,
+            Err(why) => return self.end(failure(exit_code::LAUNCHER, why)),
+        };
+        if let Some(text) = line.filter(|_| self.restarts == 0) {
+            self.outbox.push((OWN, ToAgent::Say { text }));
+        }
         if is_unequal {
             let text = format!("the nodes have unequal numbers of ranks: {}", sizes.join(", "));
             self.outbox.push((OWN, ToAgent::Say { text }));
@@ -524,6 +534,7 @@ impl Coordinator {
                 layout: layout.seen_from(node).expect("one of its nodes"),
                 hosts: hosts.clone(),
                 run_id: self.config.run_id.clone(),
+                net,
                 master_port: self.config.master_port,
                 restarts: self.restarts,
                 max_restarts: self.config.restart.max_restarts,

@@ -13,6 +13,7 @@ use mgpu_control::rendezvous::Blame;
 use serde::{Deserialize, Serialize};
 
 use super::card::NodeCard;
+use super::net::NetChoice;
 use crate::supervisor::{Exit, Outcome};
 
 /// Interval between two heartbeats, in both directions.
@@ -85,6 +86,8 @@ pub(crate) struct StartOrder {
     pub(crate) hosts: Vec<String>,
     /// Identifier of the run.
     pub(crate) run_id: String,
+    /// What connects ranks of different hosts.
+    pub(crate) net: NetChoice,
     /// A TCP port that is free on node 0.
     pub(crate) master_port: u16,
     /// How often the ranks have been restarted.

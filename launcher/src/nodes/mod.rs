@@ -10,6 +10,7 @@
 //! | `card` | what a node says about itself, and whether two nodes contradict each other (pure) |
 //! | `arrangement` | which node has which number (pure) |
 //! | `coordinator` | agents + events → one job: epochs, orders, losses (pure) |
+//! | `net` | do ranks of different hosts use TCP or UCX? |
 //! | `message` | what agents and the coordinator say to each other |
 //! | `ssh` | `--hosts a,b`: starts the agents by ssh |
 //! | `engine_variables` | which variables of an engine are about the agent, and not about its ranks? (pure) |
@@ -21,6 +22,7 @@ mod coordinator;
 mod engine;
 mod engine_variables;
 mod message;
+pub(crate) mod net;
 mod pmi;
 mod settings;
 pub(crate) mod ssh;
