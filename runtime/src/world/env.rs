@@ -19,7 +19,7 @@ use crate::protocol::*;
 /// Where collectives run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Backend {
-    /// Shared memory of one host, or TCP between several.
+    /// Shared memory of one host, or the network between several.
     Cpu,
     /// NVIDIA GPUs through NCCL.
     Nccl,

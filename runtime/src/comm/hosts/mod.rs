@@ -1,4 +1,4 @@
-//! Collectives of ranks on several hosts, over TCP.
+//! Collectives of ranks on several hosts, over TCP or UCX.
 //!
 //! Each pair of ranks of a communicator has a connection. Every collective begins with an arrival ([`agree`]): a rank
 //! sends its call to all others, waits for theirs and compares. Small payloads are sent with the arrival; the pieces of
@@ -12,8 +12,8 @@
 //! | [`wait`], [`deadlock`] | how does a wait end if a peer fails, or calls can never meet? |
 //! | [`agree`], [`collectives`], [`moves`], [`reductions`], [`messages`] | what does each operation exchange? |
 //!
-//! Ranks of one host use the same connections, over its loopback interface. Nothing but [`wire`] and [`connect`] knows
-//! of sockets: operations post transfers and wait for them.
+//! Ranks of one host use the same connections. Nothing but [`wire`] and [`connect`] knows of sockets and UCX: operations
+//! post transfers and wait for them.
 
 mod acceptor;
 mod agree;

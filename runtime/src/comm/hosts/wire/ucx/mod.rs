@@ -11,11 +11,10 @@
 //!
 //! UCX writes to posted memory until an operation has ended, and one whose peer never answers ends only with its
 //! endpoint. Thus there are two: [`abandon`](Wire::abandon) closes the endpoints of payload, and the abort frames that
-//! follow take the others. Memory is given to UCX in two places below, [`UcxWire::post_sends`] and
-//! [`UcxWire::post_receives`]; each post is kept in a [`Peer`] until it has ended.
+//! follow take the others. Payload is given to UCX in two places, [`post_sends`] and [`post_receives`]; each post is kept
+//! in a [`Peer`] until it has ended.
 //!
-//! UCX's own processes of connecting and retrying make progress only while a rank is in some operation, as everything
-//! here does.
+//! Nothing progresses here but while a rank is in some operation, except for what the devices do.
 
 mod connect;
 mod links;
