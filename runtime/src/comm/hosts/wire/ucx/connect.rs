@@ -35,7 +35,11 @@ pub(in super::super::super) fn open() -> Result<&'static Arc<Context>, String> {
     let open = || {
         let library = Library::open().map_err(|error| error.to_string())?;
         Context::new(&library, ENDPOINTS).map_err(|error| {
-            format!("UCX {} ({}) finds no device to use: {error}", library.version(), library.origin())
+            format!(
+                "UCX {} ({}) finds no device to use: {error} (UCX_TLS and UCX_NET_DEVICES exclude devices)",
+                library.version(),
+                library.origin()
+            )
         })
     };
     CONTEXT.get_or_init(open).as_ref().map_err(Clone::clone)
@@ -122,7 +126,9 @@ pub(in super::super::super) fn connect(
         rank: membership.rank(),
         peer: members.world_rank(peer),
         operation: format!("the connection of {title}"),
-        how: format!("cannot be reached over UCX: {error}"),
+        how: format!(
+            "cannot be reached over UCX: {error} (does UCX_NET_DEVICES name a device of the hosts' common network?)"
+        ),
         silent: false,
     })?;
     let links = Arc::new(UcxSender::new(stamp, events, links));
