@@ -20,7 +20,8 @@ pub(crate) struct NodeCard {
     pub(crate) ranks: u32,
     /// `cpu` or `nccl`.
     pub(crate) backend: String,
-    /// What can connect its ranks with those of other hosts.
+    /// What can connect its ranks with those of other hosts. (Of another version, which is refused, it may be missing.)
+    #[serde(default = "HostNet::tcp")]
     pub(crate) net: HostNet,
     /// Version of its `mgpurun`.
     pub(crate) version: String,

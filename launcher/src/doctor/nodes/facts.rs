@@ -31,8 +31,10 @@ pub(super) struct Facts {
     /// Version of NCCL, or its file if that does not tell the version.
     pub(super) nccl: Option<String>,
     /// Its RDMA devices.
+    #[serde(default)]
     pub(super) rdma: Vec<String>,
     /// Version of UCX, if it can be used.
+    #[serde(default)]
     pub(super) ucx: Option<String>,
     /// The models of its GPUs.
     pub(super) gpus: Vec<String>,

@@ -304,7 +304,8 @@ impl Wire for UcxWire {
                 self.links.sleep(patience);
                 return self.turn(transfer).map(drop);
             }
-            std::thread::yield_now();
+            // Without yielding: another program would take the core for milliseconds.
+            std::hint::spin_loop();
         }
         Ok(())
     }
