@@ -205,13 +205,11 @@ impl Links {
         let Some(worker) = &mut self.worker else { return };
         // SAFETY: the bytes are on the heap. If the operation goes on they are kept in `outgoing` until it is done; and if
         // that ends before, the worker is dropped first, or both are leaked.
-        match unsafe { worker.send(link.control, link.ticket_to, bytes.as_ptr(), bytes.len()) } {
-            Ok(Some(request)) => {
-                link.unsent += 1;
-                self.outgoing.push(Outgoing { peer, bytes, request });
-            }
-            // It is sent, or the connection has ended, which is noted elsewhere.
-            Ok(None) | Err(_) => {}
+        let sent = unsafe { worker.send(link.control, link.ticket_to, bytes.as_ptr(), bytes.len()) };
+        // Otherwise it is sent, or the connection has ended, which is noted elsewhere.
+        if let Ok(Some(request)) = sent {
+            link.unsent += 1;
+            self.outgoing.push(Outgoing { peer, bytes, request });
         }
         if self.sleepers > 0 {
             worker.signal();
