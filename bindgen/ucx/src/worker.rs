@@ -27,7 +27,8 @@ use crate::sys::{
 /// How often a worker that is dropped progresses until its endpoints are closed.
 const CLOSE_ROUNDS: usize = 100_000;
 
-/// See the [module](self). It may move between threads, and is used by one at a time.
+/// The connections of one owner, and the operations in progress on them. It may move between threads, and is used by one
+/// at a time.
 ///
 /// Dropping it ends all connections and operations; the peers' endpoints fail.
 #[derive(Debug)]
