@@ -45,8 +45,9 @@ pub(in super::super) struct UcxWire {
     links: Arc<UcxSender>,
     /// The same.
     sender: Arc<dyn Sender>,
-    /// How long to poll before sleeping.
-    spin: Duration,
+    /// Whether to poll before sleeping, if the last wait was short: where other programs need the cores, none is.
+    spins: bool,
+    was_short: bool,
     /// By rank.
     peers: Vec<Peer>,
     /// Frames that are no headers of pieces.
@@ -185,9 +186,8 @@ fn wrong_length(found: &str, expected: usize) -> String {
 impl UcxWire {
     fn new(links: Arc<UcxSender>, spins: bool) -> Self {
         let peers = (0..links.size()).map(|_| Peer::default()).collect();
-        let spin = if spins { SPIN } else { Duration::ZERO };
         let sender: Arc<dyn Sender> = links.clone();
-        UcxWire { links, sender, spin, peers, received: VecDeque::new() }
+        UcxWire { links, sender, spins, was_short: false, peers, received: VecDeque::new() }
     }
 
     /// Posts what is new in `transfer`.
@@ -294,19 +294,21 @@ impl Wire for UcxWire {
     }
 
     fn poll(&mut self, transfer: &mut Transfer<'_>, patience: Duration) -> Result<(), BadFrame> {
-        let spin = self.spin.min(patience);
+        if patience.is_zero() {
+            return self.turn(transfer).map(drop);
+        }
+        let spin = if self.was_short { SPIN.min(patience) } else { Duration::ZERO };
         let started = Instant::now();
         while !self.turn(transfer)? {
-            if patience.is_zero() {
-                return Ok(());
-            }
             if started.elapsed() >= spin {
                 self.links.sleep(patience);
-                return self.turn(transfer).map(drop);
+                self.turn(transfer)?;
+                break;
             }
             // Without yielding: another program would take the core for milliseconds.
             std::hint::spin_loop();
         }
+        self.was_short = self.spins && started.elapsed() <= SPIN;
         Ok(())
     }
 
