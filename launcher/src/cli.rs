@@ -277,6 +277,7 @@ fn place_of(settings: &NodeSettings, plan: &LaunchPlan) -> Option<NodePlace> {
         master_addr: "(address of node 0)".into(),
         injections: String::new(),
         nccl_interface: Vec::new(),
+        net: settings.net.name(),
     })
 }
 

@@ -16,6 +16,7 @@ use crate::error::LaunchError;
 use crate::event_loop::{EventLoop, JobId, JobPlan, LaunchEnd, NodeJob, flush, run_node};
 use crate::events::{Event, EventLog};
 use crate::interrupt::{Interrupter, Signals};
+use crate::nodes::net::{HostNet, NetChoice};
 use crate::nodes::ssh::attachment;
 use crate::nodes::{AuthChoice, Engine, NodeCard, NodeSettings};
 use crate::output::{Output, OutputOptions};
@@ -398,12 +399,19 @@ fn credentials(settings: &NodeSettings) -> Result<Credentials, LaunchError> {
 fn node_card(plan: &LaunchPlan, settings: &NodeSettings) -> NodeCard {
     let command = &plan.commands[0];
     let backend = plan.ranks[0].environment.iter().find(|(name, _)| *name == MGPU_BACKEND);
+    let backend = backend.map(|(_, backend)| backend.clone()).unwrap_or_default();
+    // NCCL finds the network of GPUs itself; what else goes between hosts there is small.
+    let net = match settings.net {
+        NetChoice::Auto if backend != "cpu" => HostNet::tcp(),
+        choice => HostNet::examine(choice),
+    };
     NodeCard {
+        net,
         host: host_name(),
         node_rank: settings.node_rank,
         nodes: (*settings.nodes.start(), *settings.nodes.end()),
         ranks: plan.ranks.len() as u32,
-        backend: backend.map(|(_, backend)| backend.clone()).unwrap_or_default(),
+        backend,
         version: env!("CARGO_PKG_VERSION").into(),
         program: command.program.display().to_string(),
         digest: digest::of_file(&command.program).ok().map(|digest| format!("{digest:016x}")),

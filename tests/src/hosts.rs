@@ -21,6 +21,15 @@ use crate::process::command;
 /// Names of the hosts, in order.
 const NAMES: &str = "abcdefgh";
 
+/// Whether UCX can be used here; says why not.
+pub fn has_ucx() -> bool {
+    let opened = ucx_sys::Library::open();
+    if let Err(why) = &opened {
+        println!("skipped over UCX: {why}");
+    }
+    opened.is_ok()
+}
+
 /// Several hosts.
 pub struct Hosts {
     hosts: Vec<Host>,

@@ -1,13 +1,27 @@
 //! Ranks on several hosts: collectives and training have the bits of one host.
 
+use mgpu::comm::Net;
 use mgpu::optimizer::OptimizerConfig;
 use mgpu::{Compression, DataParallel, DataParallelConfig, Layout, Placement, Result, ShardFrom, World};
+use mgpu_tests::hosts::has_ucx;
 use mgpu_tests::models::{Outcome, layout, model, optimizers, outcome};
 use mgpu_tests::{collectives, threads};
 
+/// The wires that can be used here.
+fn nets() -> Vec<Net> {
+    if has_ucx() { vec![Net::Tcp, Net::Ucx] } else { vec![Net::Tcp] }
+}
+
+/// Runs `body` on the ranks of these hosts, over each wire.
 fn on_hosts(hosts: &[u32], body: impl Fn(World) -> Result<()> + Sync) {
-    for (rank, result) in threads::run_on_hosts(hosts, body).into_iter().enumerate() {
-        result.unwrap_or_else(|error| panic!("rank {rank} of {hosts:?}: {error}"));
+    for net in nets() {
+        let results = threads::run_on_hosts(hosts, |mut world| {
+            world.set_net(net);
+            body(world)
+        });
+        for (rank, result) in results.into_iter().enumerate() {
+            result.unwrap_or_else(|error| panic!("rank {rank} of {hosts:?} over {net:?}: {error}"));
+        }
     }
 }
 
@@ -45,9 +59,10 @@ fn train(model: &mut DataParallel) -> Result<()> {
     Ok(())
 }
 
-/// What four ranks have trained, on hosts with this many each.
-fn trained(hosts: &[u32], layout: &Layout, config: DataParallelConfig) -> Vec<Outcome> {
+/// What four ranks have trained, on hosts with this many each, over this wire.
+fn trained(hosts: &[u32], net: Net, layout: &Layout, config: DataParallelConfig) -> Vec<Outcome> {
     let results = threads::run_on_hosts(hosts, |mut world| {
+        world.set_net(net);
         let mut model = model(&mut world, layout, config)?;
         train(&mut model)?;
         outcome(&mut model)
@@ -69,9 +84,14 @@ fn training_has_the_bits_of_one_host() {
         plain(second).with_compression(Compression::Bf16),
         plain(first).with_world_size_invariant(true),
     ] {
-        let expected = trained(&[4], &layout, config);
-        for hosts in [&[2, 2][..], &[1, 1, 1, 1]] {
-            assert!(trained(hosts, &layout, config) == expected, "{hosts:?}: {config:?}");
+        let expected = trained(&[4], Net::Tcp, &layout, config);
+        for net in nets() {
+            for hosts in [&[2, 2][..], &[1, 1, 1, 1]] {
+                assert!(
+                    trained(hosts, net, &layout, config) == expected,
+                    "{hosts:?} over {net:?}: {config:?}"
+                );
+            }
         }
     }
 }

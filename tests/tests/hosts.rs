@@ -3,7 +3,7 @@
 //!
 //! `failures` is the table of what fails, in jobs of several sizes; `restarts` are jobs that continue afterwards.
 //! `peers` are others who connect to the coordinator, `names` how nodes find it, `contradictions` nodes that differ,
-//! `training` ranks that compute over several hosts, and `reports` what the user sees of them.
+//! `network` ranks that are connected by UCX, `training` ranks that compute over several hosts, and `reports` what the user sees of them.
 //!
 //! Most time here is spent waiting for time-outs, so such cases run at the same time.
 
@@ -15,6 +15,8 @@ mod failures;
 mod job;
 #[path = "hosts/names.rs"]
 mod names;
+#[path = "hosts/network.rs"]
+mod network;
 #[path = "hosts/peers.rs"]
 mod peers;
 #[path = "hosts/reports.rs"]

@@ -16,7 +16,7 @@ pub(crate) struct NodeArgs {
     /// job goes on with fewer nodes after a failure.
     ///
     /// Every option here can also be set by a variable: MGPU_NNODES, MGPU_NODE_RANK, MGPU_RDZV_ENDPOINT,
-    /// MGPU_NODE_TIMEOUT, MGPU_AUTH, MGPU_SECRET_FILE, or as for torchrun by PET_NNODES and so on. The first that is
+    /// MGPU_NODE_TIMEOUT, MGPU_NET, MGPU_AUTH, MGPU_SECRET_FILE, or as for torchrun by PET_NNODES and so on. The first that is
     /// set counts: flag, MGPU_*, PET_*, the engine's variables. --dry-run shows which.
     #[arg(long, value_name = "N|MIN:MAX")]
     pub(crate) nnodes: Option<String>,
@@ -72,6 +72,14 @@ pub(crate) struct NodeArgs {
     /// Without it, the address that the connection to node 0 uses.
     #[arg(long, alias = "local_addr", hide_short_help = true, value_name = "ADDRESS")]
     pub(crate) local_addr: Option<String>,
+
+    /// What connects ranks of different hosts on the cpu backend: auto, tcp or ucx [default: auto].
+    ///
+    /// `tcp` is built in. `ucx` is the library UCX, which uses InfiniBand, RoCE or EFA; all hosts need the same version
+    /// of it (Debian: libucx0, PyPI: libucx-cu12). `auto` takes UCX if all hosts have it and an RDMA device. Ranks of
+    /// one host use neither.
+    #[arg(long, value_name = "NAME")]
+    pub(crate) net: Option<String>,
 
     /// One node, whatever variables say.
     #[arg(long)]

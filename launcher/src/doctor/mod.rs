@@ -1,6 +1,7 @@
 //! `mgpurun doctor`: reports what this machine has of what ranks may need, and what to install for the rest.
 //!
-//! It checks files and queries the kernel. It opens no library, because a broken library may crash while it is loaded.
+//! It checks files and queries the kernel. It opens no library, because a broken library may crash while it is loaded; but
+//! for UCX, whose file does not tell the version, and which is opened in another process.
 //! All its inputs are in [`Host`], including the root of the file system, so that tests can fake machines.
 //!
 //! | module | part |
@@ -8,6 +9,7 @@
 //! | `system` | kernel, cores, memory, limits, and the kernel features that the CPU backend needs |
 //! | `nvidia` | driver, GPUs, device files |
 //! | `libraries` | the NVIDIA libraries |
+//! | `network` | what connects ranks of different hosts |
 //! | `report` | findings → text |
 //! | `nodes` | `--nodes`: all nodes of a job, and every pair of them |
 //!
@@ -16,6 +18,7 @@
 
 mod libraries;
 mod loader;
+mod network;
 mod nodes;
 mod nvidia;
 mod report;
@@ -29,6 +32,7 @@ use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser};
 
 use crate::cli::{NodeArgs, parse_seconds};
+use crate::nodes::net::probe_ucx;
 use crate::plan::NCCL_IS_BUILT;
 use crate::{exit_code, stdout};
 use report::{Item, Mark, Report, Section};
@@ -58,6 +62,10 @@ struct Args {
     #[arg(long, hide = true, conflicts_with = "nodes")]
     nodes_probe: bool,
 
+    /// Print the version of UCX, for another mgpurun.
+    #[arg(long, hide = true, conflicts_with_all = ["nodes", "nodes_probe"])]
+    ucx_probe: bool,
+
     /// Seconds for all nodes to join.
     #[arg(long, value_name = "SECONDS", value_parser = parse_seconds, requires = "nodes")]
     timeout: Option<Duration>,
@@ -74,6 +82,13 @@ pub(crate) fn main(arguments: &[OsString]) -> Result<ExitCode, Box<dyn std::erro
     };
     if args.nodes_probe {
         return nodes::probe(args.json);
+    }
+    if args.ucx_probe {
+        let (text, code) = match probe_ucx() {
+            Ok(version) => (version, exit_code::SUCCESS),
+            Err(why) => (why, exit_code::LAUNCHER),
+        };
+        return stdout::print(&(text + "\n"), ExitCode::from(code));
     }
     if args.nodes {
         return nodes::main(&args, arguments);
@@ -114,7 +129,13 @@ fn examine(host: &Host) -> (Report, bool) {
         }
     };
     let verdict = format!("Backends: {cpu}; {nccl}");
-    (Report { sections: vec![system::section(host), needs, nvidia, libraries], verdict }, healthy)
+    (
+        Report {
+            sections: vec![system::section(host), needs, network::section(host), nvidia, libraries],
+            verdict,
+        },
+        healthy,
+    )
 }
 
 #[cfg(test)]

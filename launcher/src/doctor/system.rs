@@ -12,6 +12,7 @@ use nvidia_libraries::SearchEnv;
 
 use super::loader;
 use super::report::{Item, Mark, Section};
+use crate::nodes::net::ucx_version;
 use crate::placement::Topology;
 
 /// The inputs of the report: the root of the files, and results of system calls.
@@ -32,6 +33,8 @@ pub(crate) struct Host {
     pub(super) probes: Vec<Probe>,
     /// The environment variables that determine where libraries are searched.
     pub(super) search: SearchEnv,
+    /// The version of UCX, or why it cannot be used.
+    pub(super) ucx: Result<String, String>,
     /// `MGPU_NVML_LIBRARY`, if it is set.
     pub(super) nvml: Option<PathBuf>,
     /// `LD_LIBRARY_PATH`, if it is set.
@@ -71,6 +74,7 @@ impl Host {
                 nccl_sys::LIBRARY_VARIABLE,
                 nccl_sys::LIBRARY_WHEELS,
             ),
+            ucx: ucx_version(),
             nvml: SearchEnv::from_process(nvml::LIBRARY_NAME, nvml::LIBRARY_VARIABLE, &[]).explicit,
             loader_path: loader_path.map(|value| std::env::split_paths(&value).collect()),
             loader_cache: loader::cache(),

@@ -29,6 +29,7 @@ fn host(root: &Path) -> Host {
             path: vec![root.join("usr/bin")],
             ..SearchEnv::empty(nccl_sys::LIBRARY_NAME, nccl_sys::LIBRARY_WHEELS)
         },
+        ucx: Err("UCX cannot be loaded (libucp.so.0: not found): apt install libucx0".into()),
         nvml: None,
         loader_path: None,
         loader_cache: None,

@@ -6,6 +6,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::nccl_preflight::NcclCard;
+use super::net::HostNet;
 
 /// What a node says about itself.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -20,6 +21,9 @@ pub(crate) struct NodeCard {
     pub(crate) ranks: u32,
     /// `cpu` or `nccl`.
     pub(crate) backend: String,
+    /// What can connect its ranks with those of other hosts. (Of another version, which is refused, it may be missing.)
+    #[serde(default = "HostNet::tcp")]
+    pub(crate) net: HostNet,
     /// Version of its `mgpurun`.
     pub(crate) version: String,
     /// Path of the program.
@@ -59,6 +63,10 @@ impl NodeCard {
         }
         if self.backend != other.backend {
             return differ("nodes have different backends (--backend)", &self.backend, &other.backend);
+        }
+        if self.net.choice != other.net.choice {
+            let [ours, theirs] = [self, other].map(|card| card.net.choice.name());
+            return differ("nodes have different networks (--net)", ours, theirs);
         }
         if let (Some(ours), Some(theirs)) = (&self.digest, &other.digest)
             && ours != theirs
@@ -100,6 +108,7 @@ pub(crate) mod tests {
             nodes: (2, 2),
             ranks: 2,
             backend: "cpu".into(),
+            net: HostNet::tcp(),
             version: "1".into(),
             program: "/bin/x".into(),
             digest: Some("77".into()),

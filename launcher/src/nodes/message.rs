@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use super::card::NodeCard;
 use super::nccl_preflight::NcclTarget;
+use super::net::NetChoice;
 use crate::supervisor::{Exit, Outcome};
 
 /// Interval between two heartbeats, in both directions.
@@ -90,6 +91,8 @@ pub(crate) struct StartOrder {
     pub(crate) hosts: Vec<String>,
     /// Identifier of the run.
     pub(crate) run_id: String,
+    /// What connects ranks of different hosts.
+    pub(crate) net: NetChoice,
     /// A TCP port that is free on node 0.
     pub(crate) master_port: u16,
     /// How often the ranks have been restarted.

@@ -11,6 +11,7 @@
 //! | `arrangement` | which node has which number (pure) |
 //! | `coordinator` | agents + events → one job: epochs, orders, losses (pure) |
 //! | `nccl_preflight` | does every node reach the interface that NCCL takes on the one before? (pure) |
+//! | `net` | do ranks of different hosts use TCP or UCX? |
 //! | `message` | what agents and the coordinator say to each other |
 //! | `ssh` | `--hosts a,b`: starts the agents by ssh |
 //! | `engine_variables` | which variables of an engine are about the agent, and not about its ranks? (pure) |
@@ -23,6 +24,7 @@ mod engine;
 mod engine_variables;
 mod message;
 mod nccl_preflight;
+pub(crate) mod net;
 mod pmi;
 mod settings;
 pub(crate) mod ssh;

@@ -249,6 +249,7 @@ mod tests {
             layout: layout.seen_from(node).unwrap(),
             hosts: hosts.iter().map(|host| (*host).to_owned()).collect(),
             run_id: "run".into(),
+            net: crate::nodes::net::NetChoice::Tcp,
             master_port: 1,
             restarts: 0,
             max_restarts: 0,

@@ -14,8 +14,8 @@ use std::path::PathBuf;
 
 use mgpu_control::inject::Injection;
 use mgpu_control::protocol::{
-    MASTER_ADDR, MASTER_PORT, MGPU_BACKEND, MGPU_INJECT, MGPU_PROGRESS, MGPU_RENDEZVOUS, MGPU_RESTART_COUNT,
-    MGPU_RUN_ID, RANK, WORLD_SIZE,
+    MASTER_ADDR, MASTER_PORT, MGPU_BACKEND, MGPU_INJECT, MGPU_NET, MGPU_PROGRESS, MGPU_RENDEZVOUS,
+    MGPU_RESTART_COUNT, MGPU_RUN_ID, RANK, WORLD_SIZE,
 };
 
 use crate::nccl;
@@ -190,6 +190,8 @@ pub struct NodePlace {
     pub world_size: u32,
     /// Address of node 0.
     pub master_addr: String,
+    /// What connects ranks of different hosts: `tcp` or `ucx`.
+    pub net: &'static str,
     /// Faults to inject into ranks of the world, in the syntax of `MGPU_INJECT`.
     pub injections: String,
     /// Variables that make NCCL take another interface than it would choose.
@@ -321,6 +323,7 @@ impl NodePlace {
             environment.retain(|variable| !on_one_host.contains(variable));
         }
         environment.extend(self.nccl_interface.iter().cloned());
+        environment.push((MGPU_NET, self.net.to_owned()));
         if !self.injections.is_empty() {
             environment.push((MGPU_INJECT, self.injections.clone()));
         }

@@ -112,6 +112,7 @@ fn settings_of_nccl_depend_on_the_number_of_nodes() {
             master_addr: "10.0.0.1".into(),
             injections: String::new(),
             nccl_interface: nccl_interface.to_vec(),
+            net: "tcp",
         };
         let context = RunContext { place: Some(place), ..RunContext::placeholder() };
         let all = plan.ranks[1].full_environment(&context);

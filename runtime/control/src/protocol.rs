@@ -31,6 +31,9 @@ pub const MGPU_SHARE_GPUS: &str = "MGPU_SHARE_GPUS";
 /// `always` if a single rank opens NCCL too and sends its gradients through it. Set by the user, for tests of NCCL on a
 /// machine with one GPU; otherwise a single rank does not need NCCL.
 pub const MGPU_NCCL: &str = "MGPU_NCCL";
+/// What ranks of different hosts use: `tcp`, `ucx`, or `auto` (the default): UCX if all hosts have it and an RDMA device.
+/// Set by the launcher to its choice.
+pub const MGPU_NET: &str = "MGPU_NET";
 /// Number of threads a rank should use: its share of the cores. Set by the launcher unless the user has set it.
 pub const MGPU_THREADS: &str = "MGPU_THREADS";
 /// The same for OpenMP programs; set for such programs unless the user has set it, not used by the runtime.

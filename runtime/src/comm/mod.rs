@@ -73,6 +73,8 @@ use std::ops::Range;
 pub use buffer::Buffer;
 pub use call::Update;
 pub use communicator::Communicator;
+#[doc(hidden)]
+pub use hosts::Net;
 pub use mgpu_kernels::{DType, Element, ReduceOp};
 #[cfg(feature = "cuda")]
 pub use nccl::{CapturedGroup, DeviceCommunicator, Group, Waitable};

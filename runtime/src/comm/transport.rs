@@ -4,7 +4,7 @@
 //! |---|---|
 //! | [`solo`](super::solo) | one: every operation is the identity |
 //! | [`cpu`](super::cpu) | processes or threads of one host, through shared memory |
-//! | [`hosts`](super::hosts) | processes of several hosts, over TCP |
+//! | [`hosts`](super::hosts) | processes of several hosts, over TCP or UCX |
 //! | [`nccl`](super::nccl) | GPUs of one host, through NCCL and staging memory |
 //! | [`background`](super::background) | those of another communicator, whose reductions run on a background thread |
 //!

@@ -12,13 +12,14 @@ use super::other_launchers::{LaunchEnvironment, LaunchedRank};
 use super::several_hosts::HostOfRank;
 use super::variable::{check_size, number, variable_error};
 use crate::Result;
+use crate::comm::hosts::Net;
 use crate::inject::{self, ScheduledInjection};
 use crate::protocol::*;
 
 /// Where collectives run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Backend {
-    /// Shared memory of one host, or TCP between several.
+    /// Shared memory of one host, or the network between several.
     Cpu,
     /// NVIDIA GPUs through NCCL.
     Nccl,
@@ -74,6 +75,8 @@ pub(super) struct Identity {
     pub(super) share_gpus: bool,
     /// A single rank uses NCCL too, for tests.
     pub(super) nccl_always: bool,
+    /// What ranks of different hosts use.
+    pub(super) net: Net,
 }
 
 impl Identity {
@@ -96,6 +99,7 @@ impl Identity {
             device: None,
             share_gpus: false,
             nccl_always: false,
+            net: Net::Auto,
         }
     }
 
@@ -181,7 +185,11 @@ impl Identity {
                 return Err(variable_error(MGPU_NCCL, format!("is `{other}`; known are auto and always")));
             }
         };
-        Ok(Identity { backend, timeout, threads, device, share_gpus, nccl_always, ..Self::alone() })
+        let net = match variable(MGPU_NET) {
+            None => Net::Auto,
+            Some(text) => text.parse().map_err(|problem| variable_error(MGPU_NET, problem))?,
+        };
+        Ok(Identity { backend, timeout, threads, device, share_gpus, nccl_always, net, ..Self::alone() })
     }
 
     fn of_own_launcher(
@@ -350,6 +358,7 @@ mod tests {
             ),
             (&[(MGPU_RENDEZVOUS, "unix:/x")], "WORLD_SIZE is missing while MGPU_RENDEZVOUS is set"),
             (&[(MGPU_BACKEND, "mpi")], "MGPU_BACKEND is `mpi`; known are cpu and nccl"),
+            (&[(MGPU_NET, "ib")], "MGPU_NET is `ib`; known are auto, tcp and ucx"),
             (&[(level::VARIABLE, "sse")], "MGPU_SIMD is `sse`; known are portable, avx2, avx512"),
             (&[(MGPU_THREADS, "0")], "MGPU_THREADS is `0` where a number of threads from 1 is expected"),
             (&[(MGPU_THREADS, "all")], "MGPU_THREADS is `all` where a number of threads from 1 is expected"),

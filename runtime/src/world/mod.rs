@@ -263,6 +263,12 @@ impl World {
         self.identity.timeout = timeout;
     }
 
+    /// Sets what ranks of different hosts use, for communicators created afterwards. For tests.
+    #[doc(hidden)]
+    pub fn set_net(&mut self, net: crate::comm::Net) {
+        self.identity.net = net;
+    }
+
     /// The key/value store of the run; `None` in a world of one without a launcher.
     pub fn store(&self) -> Option<&Store> {
         self.membership.as_ref().map(|membership| membership.store())
@@ -327,6 +333,7 @@ impl World {
             local_ranks: layout.local_ranks().len() as u32,
             run: xxhash_rust::xxh3::xxh3_64(self.run_id().as_bytes()),
             epoch: self.restart_count(),
+            net: self.identity.net,
         }))
     }
 

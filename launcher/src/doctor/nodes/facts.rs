@@ -30,6 +30,12 @@ pub(super) struct Facts {
     pub(super) driver: Option<String>,
     /// Version of NCCL, or its file if that does not tell the version.
     pub(super) nccl: Option<String>,
+    /// Its RDMA devices.
+    #[serde(default)]
+    pub(super) rdma: Vec<String>,
+    /// Version of UCX, if it can be used.
+    #[serde(default)]
+    pub(super) ucx: Option<String>,
     /// The models of its GPUs.
     pub(super) gpus: Vec<String>,
 }
@@ -69,6 +75,8 @@ impl Facts {
                 .map_or("unknown".into(), |text| text.trim().to_owned()),
             driver: nvidia::version(&host),
             nccl: libraries::nccl(&host),
+            rdma: ucx_sys::rdma_devices(&host.root),
+            ucx: host.ucx.ok(),
             gpus: gpus.map(|gpu| gpu.model.unwrap_or_else(|| "unknown model".into())).collect(),
         }
     }

@@ -59,13 +59,21 @@ impl Report {
         type Value = fn(&Facts) -> Option<String>;
         let mtu: Value = |node| Some(node.interface()?.mtu?.to_string());
         let kinds: Value = |node| Some(format!("{:?}", node.gpus));
-        let must: [(&str, Value, &str); 3] = [
+        // Without RDMA devices on all nodes nobody uses UCX unless told to.
+        let is_rdma = self.nodes.iter().all(|node| !node.rdma.is_empty());
+        let ucx: Value = if is_rdma { |node| node.ucx.clone() } else { |_| None };
+        let must: [(&str, Value, &str); 4] = [
             ("mgpurun", |node| Some(node.mgpurun.clone()), "install the same version on both"),
             ("the NVIDIA driver", |node| node.driver.clone(), "install the same version on both"),
             (
                 "NCCL",
                 |node| node.nccl.clone(),
                 "install the same version on both, or name the file in MGPU_NCCL_LIBRARY",
+            ),
+            (
+                "UCX",
+                ucx,
+                "install the same version on both (libucx0, or libucx-cu12 from PyPI), or ranks use tcp",
             ),
         ];
         for node in 1..self.nodes.len() {
@@ -138,9 +146,22 @@ impl Report {
     fn node_table(&self) -> Vec<Vec<String>> {
         let text = |value: Option<String>| value.unwrap_or_else(|| "none".into());
         let mut rows = vec![
-            ["node", "host", "address", "interface", "MTU", "GPUs", "driver", "NCCL", "kernel", "mgpurun"]
-                .map(String::from)
-                .to_vec(),
+            [
+                "node",
+                "host",
+                "address",
+                "interface",
+                "MTU",
+                "RDMA",
+                "UCX",
+                "GPUs",
+                "driver",
+                "NCCL",
+                "kernel",
+                "mgpurun",
+            ]
+            .map(String::from)
+            .to_vec(),
         ];
         rows.extend(self.nodes.iter().enumerate().map(|(number, node)| {
             let interface = node.interface();
@@ -150,6 +171,8 @@ impl Report {
                 node.address.map_or("unknown".into(), |address| address.to_string()),
                 interface.map_or("unknown".into(), |interface| interface.name.clone()),
                 interface.and_then(|interface| interface.mtu).map_or("unknown".into(), |mtu| mtu.to_string()),
+                if node.rdma.is_empty() { "none".into() } else { node.rdma.join(",") },
+                text(node.ucx.clone()),
                 node.gpus.len().to_string(),
                 text(node.driver.clone()),
                 text(node.nccl.clone()),
@@ -239,6 +262,8 @@ mod tests {
             kernel: "6.8".into(),
             driver: Some("580.1".into()),
             nccl: Some("2.31.2".into()),
+            rdma: vec!["mlx5_0".into()],
+            ucx: Some("1.13.1".into()),
             gpus: vec!["H100".into()],
         }
     }
@@ -262,9 +287,9 @@ mod tests {
         let report = Report::new(nodes(), vec![pair(0, 1), pair(1, 0)]);
         assert!(report.is_healthy());
         insta::assert_snapshot!(report.to_string(), @r"
-        node  host  address   interface  MTU   GPUs  driver  NCCL    kernel  mgpurun
-        0     a     10.0.0.1  eth0       1500  1     580.1   2.31.2  6.8     1.0
-        1     b     10.0.0.2  eth0       1500  1     580.1   2.31.2  6.8     1.0
+        node  host  address   interface  MTU   RDMA    UCX     GPUs  driver  NCCL    kernel  mgpurun
+        0     a     10.0.0.1  eth0       1500  mlx5_0  1.13.1  1     580.1   2.31.2  6.8     1.0
+        1     b     10.0.0.2  eth0       1500  mlx5_0  1.13.1  1     580.1   2.31.2  6.8     1.0
 
         from  to  round trip  bandwidth  clock
         a     b   0.100 ms    2.50 GB/s  +0.000 s
@@ -290,6 +315,7 @@ mod tests {
                 "versions of mgpurun differ: 1.0 on a, 2.0 on b; install",
             ),
             (with(|node| node.driver = None), "versions of the NVIDIA driver differ: 580.1 on a, none on b"),
+            (with(|node| node.ucx = None), "versions of UCX differ: 1.13.1 on a, none on b; install"),
             (with(|node| node.nccl = Some("2.30".into())), "versions of NCCL differ: 2.31.2 on a, 2.30 on b"),
             (
                 of_test(Test::Unreachable("no answer within 3 s".into())),

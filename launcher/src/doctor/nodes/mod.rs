@@ -32,8 +32,9 @@ use serde::de::DeserializeOwned;
 use super::Args;
 use crate::cli::{JOIN_TIMEOUT, node_settings};
 use crate::guardian::{self, Role};
-use crate::nodes::SettingsError;
+use crate::nodes::net::NetChoice;
 use crate::nodes::ssh::Remote;
+use crate::nodes::{NodeSettings, SettingsError};
 use crate::{BackendChoice, Launch, OutputOptions, exit_code, stdout};
 use facts::Facts;
 use findings::{Pair, Report};
@@ -66,6 +67,8 @@ pub(super) fn main(args: &Args, words: &[OsString]) -> Result<ExitCode, Box<dyn 
              with --nnodes N --rdzv-endpoint HOST on each node",
         )));
     };
+    // Its ranks have connections of their own.
+    let nodes = NodeSettings { net: NetChoice::Tcp, ..nodes };
     let timeout = args.timeout.or(nodes.join_timeout).unwrap_or(JOIN_TIMEOUT);
     let json = args.json.then_some("--json");
     let mut launch = Launch::new(std::env::current_exe()?)

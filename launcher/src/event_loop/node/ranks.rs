@@ -86,6 +86,7 @@ impl<'a> Node<'a> {
                 first_rank: first,
                 world_size: layout.world_size(),
                 master_addr: self.network.master_address(),
+                net: order.net.name(),
                 injections: mgpu_control::inject::join(self.job.injections),
                 nccl_interface: self.nccl_variables(),
             }),

@@ -12,6 +12,7 @@ use crate::exit_code;
 use crate::nodes::arrangement::{arrange, name_hosts};
 use crate::nodes::card::NodeCard;
 use crate::nodes::message::{MAX_LAST_LINE, MAX_LAST_LINES, StartOrder, ToAgent};
+use crate::nodes::net::decide;
 use crate::restart::{Decision, Reached};
 use crate::supervisor::{Event, RankHosts, Supervisor};
 
@@ -72,6 +73,15 @@ impl Coordinator {
             Ok(layout) => layout,
             Err(why) => return self.end(failure(exit_code::LAUNCHER, why)),
         };
+        let nets: Vec<_> =
+            hosts.iter().map(String::as_str).zip(cards.iter().map(|(card, _)| &card.net)).collect();
+        let (net, line) = match decide(&nets) {
+            Ok(decided) => decided,
+            Err(why) => return self.end(failure(exit_code::LAUNCHER, why)),
+        };
+        if let Some(text) = line.filter(|_| self.restarts == 0) {
+            self.outbox.push((OWN, ToAgent::Say { text }));
+        }
         if is_unequal {
             let text = format!("the nodes have unequal numbers of ranks: {}", sizes.join(", "));
             self.outbox.push((OWN, ToAgent::Say { text }));
@@ -85,6 +95,7 @@ impl Coordinator {
                 layout: layout.seen_from(node).expect("one of its nodes"),
                 hosts: hosts.clone(),
                 run_id: self.config.run_id.clone(),
+                net,
                 master_port: self.config.master_port,
                 restarts: self.restarts,
                 max_restarts: self.config.restart.max_restarts,

@@ -14,10 +14,11 @@ use std::time::Duration;
 use mgpu_control::protocol::MGPU_RENDEZVOUS;
 
 use super::engine::{self, Engine, Given, Told};
+use super::net::NetChoice;
 use crate::cli::NodeArgs;
 use values::{
-    check_backend, join_timeout, parse_auth, parse_endpoint, parse_host, parse_node_timeout, parse_nodes,
-    parse_port, wrong,
+    check_backend, join_timeout, parse_auth, parse_endpoint, parse_host, parse_net, parse_node_timeout,
+    parse_nodes, parse_port, wrong,
 };
 
 /// Port of an endpoint without one, as for torchrun.
@@ -45,6 +46,8 @@ pub(crate) struct NodeSettings {
     pub(crate) node_timeout: Duration,
     /// Time to join that `--rdzv-conf` sets; `--timeout` takes precedence.
     pub(crate) join_timeout: Option<Duration>,
+    /// What connects ranks of different hosts.
+    pub(crate) net: NetChoice,
     /// How the nodes authenticate each other.
     pub(crate) auth: AuthChoice,
     /// File with their secret. The variable `MGPU_SECRET` is not read here, so that no copy of it exists.
@@ -151,11 +154,13 @@ fn several(
     }
     let local_addr = places.find(&args.local_addr, "LOCAL_ADDR");
     let node_timeout = places.find_ours(&args.node_timeout, "NODE_TIMEOUT");
+    let net = places.find_ours(&args.net, "NET");
     let auth = places.find_ours(&args.auth, "AUTH");
     let secret_file = places.find_ours(&args.secret_file, "SECRET_FILE");
     let settings = NodeSettings {
         node_timeout: node_timeout.as_ref().map(parse_node_timeout).transpose()?.unwrap_or(NODE_TIMEOUT),
         join_timeout: join_timeout(places.find(&args.rdzv_conf, "RDZV_CONF"), notices)?,
+        net: net.as_ref().map(parse_net).transpose()?.unwrap_or(NetChoice::Auto),
         auth: auth.as_ref().map(parse_auth).transpose()?.unwrap_or(AuthChoice::Auto),
         secret_file: secret_file.as_ref().map(|file| PathBuf::from(&file.value)),
         engine,
@@ -166,6 +171,7 @@ fn several(
             ("run id", source(&run_id)),
             ("local address", source(&local_addr)),
             ("node timeout", source(&node_timeout)),
+            ("network", source(&net)),
             ("authentication", source(&auth)),
             ("secret file", source(&secret_file)),
         ]

@@ -42,6 +42,7 @@ fn by_hand() {
             local_addr: None,
             node_timeout: Duration::from_secs(30),
             join_timeout: None,
+            net: NetChoice::Auto,
             auth: AuthChoice::Auto,
             secret_file: None,
             engine: None,
@@ -65,6 +66,7 @@ fn a_flag_precedes_mgpu_which_precedes_pet() {
         ("MGPU_NODE_RANK", "2"),
         ("MGPU_RDZV_ENDPOINT", "m:2"),
         ("MGPU_NODE_TIMEOUT", "9"),
+        ("MGPU_NET", "ucx"),
         ("MGPU_AUTH", "none"),
         ("MGPU_SECRET_FILE", "/s"),
     ];
@@ -72,9 +74,11 @@ fn a_flag_precedes_mgpu_which_precedes_pet() {
     assert_eq!((settings.nodes, settings.node_rank), (2..=2, Some(1)));
     assert_eq!(settings.endpoint, Some(("a".into(), Ports::One(29400))));
     let settings = several(&NodeArgs::default(), &variables);
+    assert!(settings.describe().contains(&"hosts connected by ucx (from MGPU_NET)".into()));
     assert_eq!((settings.nodes, settings.node_rank), (3..=3, Some(2)));
     assert_eq!(settings.endpoint, Some(("m".into(), Ports::One(2))));
     assert_eq!((settings.run_id.as_deref(), settings.auth), (Some("of-pet"), AuthChoice::None));
+    assert_eq!(settings.net, NetChoice::Ucx);
     assert_eq!(settings.node_timeout, Duration::from_secs(9));
     assert_eq!(settings.secret_file, Some("/s".into()));
     assert!(settings.sources.contains(&("node timeout", "MGPU_NODE_TIMEOUT".into())));
@@ -211,6 +215,7 @@ fn values_that_cannot_be() {
             NodeArgs { node_timeout: Some("2".into()), ..two_nodes() },
             "--node-timeout is `2`: it should be a number of seconds, at least 3",
         ),
+        (NodeArgs { net: Some("ib".into()), ..two_nodes() }, "--net is `ib`: it should be auto, tcp or ucx"),
         (
             NodeArgs { auth: Some("kerberos".into()), ..two_nodes() },
             "--auth is `kerberos`: it should be auto, secret, munge or none",

@@ -1,6 +1,6 @@
 //! The settings of a node in words, for `--dry-run`. The secret is not among them.
 
-use super::{AuthChoice, NodeSettings, Ports, describe_nodes};
+use super::{AuthChoice, NetChoice, NodeSettings, Ports, describe_nodes};
 
 impl NodeSettings {
     /// "2 nodes (from SLURM_STEP_NUM_NODES)".
@@ -29,6 +29,9 @@ impl NodeSettings {
         }
         let seconds = self.node_timeout.as_secs_f64();
         lines.push(format!("node timeout {seconds} s{}", self.source("node timeout")));
+        if self.net != NetChoice::Auto {
+            lines.push(format!("hosts connected by {}{}", self.net.name(), self.source("network")));
+        }
         let auth = match self.auth {
             AuthChoice::Auto => "by a secret if there is one, otherwise by munge",
             AuthChoice::Secret => "by a secret",

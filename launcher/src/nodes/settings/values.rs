@@ -5,6 +5,7 @@ use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use super::super::engine::Given;
+use super::super::net::NetChoice;
 use super::{AuthChoice, SettingsError};
 use crate::launch::MAX_DURATION;
 
@@ -136,6 +137,15 @@ pub(super) fn parse_node_timeout(given: &Given<String>) -> Result<Duration, Sett
     seconds.ok_or_else(|| {
         wrong(given, "it should be a number of seconds, at least 3, since nodes report every second")
     })
+}
+
+pub(super) fn parse_net(given: &Given<String>) -> Result<NetChoice, SettingsError> {
+    match given.value.trim() {
+        "auto" => Ok(NetChoice::Auto),
+        "tcp" => Ok(NetChoice::Tcp),
+        "ucx" => Ok(NetChoice::Ucx),
+        _ => Err(wrong(given, "it should be auto, tcp or ucx")),
+    }
 }
 
 pub(super) fn parse_auth(given: &Given<String>) -> Result<AuthChoice, SettingsError> {

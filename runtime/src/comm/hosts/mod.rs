@@ -1,4 +1,4 @@
-//! Collectives of ranks on several hosts, over TCP.
+//! Collectives of ranks on several hosts, over TCP or UCX.
 //!
 //! Each pair of ranks of a communicator has a connection. Every collective begins with an arrival ([`agree`]): a rank
 //! sends its call to all others, waits for theirs and compares. Small payloads are sent with the arrival; the pieces of
@@ -13,8 +13,8 @@
 //! | [`agree`], [`collectives`], [`moves`], [`reductions`], [`direct`], [`messages`] | what does each operation exchange? |
 //! | [`runs`], [`house`], [`chain`] | how do ranks of one host share the work? |
 //!
-//! Ranks of one host use the same connections, over its loopback interface. Nothing but [`wire`] and [`connect`] knows
-//! of sockets: operations post transfers and wait for them.
+//! Ranks of one host use the same connections. Nothing but [`wire`] and [`connect`] knows of sockets and UCX: operations
+//! post transfers and wait for them.
 
 mod acceptor;
 mod agree;
@@ -52,7 +52,10 @@ use runs::Runs;
 use transfer::Transfer;
 use wait::Wait;
 use wire::Wire;
+pub use wire::choice::Net;
+use wire::spin::Spinner;
 use wire::tcp::TcpWire;
+use wire::ucx;
 
 use super::call::{Call, Request};
 use super::rules::FailureHandler;
@@ -81,6 +84,8 @@ pub(crate) struct HostAddress {
     pub(crate) run: u64,
     /// How often the ranks were restarted.
     pub(crate) epoch: u32,
+    /// The wire to use.
+    pub(crate) net: Net,
 }
 
 /// The listener of a rank, after its first communicator.
@@ -183,16 +188,24 @@ impl HostsTransport {
         timeout: Duration,
     ) -> Result<Self> {
         let stamp = Stamp { epoch: host.epoch, communicator: number };
-        let acceptor = membership.listener.get(host, membership.rank())?;
-        let place = (&members, stamp, host.run);
-        let streams = connect::connect(membership, &acceptor, place, (key, title), timeout)?;
+        // A group's members have agreed as those of its parent.
+        let net = wire::choice::agree(membership, &members, key, host.net, timeout)?;
+        let host = HostAddress { net, ..host };
+        let wire: Box<dyn Wire> = if net == Net::Ucx {
+            let spinner = Spinner::new(membership.rank(), host.local_ranks);
+            Box::new(ucx::connect(membership, (&members, stamp), (key, title), spinner, timeout)?)
+        } else {
+            let acceptor = membership.listener.get(host, membership.rank())?;
+            let place = (&members, stamp, host.run);
+            let streams = connect::connect(membership, &acceptor, place, (key, title), timeout)?;
+            Box::new(TcpWire::new(stamp, streams))
+        };
         let layout = membership.store().layout().filter(|layout| !layout.is_one_host());
         let host_of = |rank: &u32| layout.map_or(0, |layout| layout.node_of(*rank));
         let runs = Runs::new(members.world_ranks().iter().map(host_of), members.rank());
         let own = runs.own();
         let house =
             (own.len() > 1).then(|| House::connect(membership, &members, own, key, timeout)).transpose()?;
-        let wire: Box<dyn Wire> = Box::new(TcpWire::new(stamp, streams));
         family.add(wire.sender());
         Ok(HostsTransport {
             membership: Arc::clone(membership),

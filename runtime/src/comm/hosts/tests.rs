@@ -6,22 +6,56 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
-use super::HostsTransport;
 use super::acceptor::Acceptor;
 use super::frame::HEADER_BYTES;
 use super::hello::{HELLO_BYTES, Hello};
+use super::{HostsTransport, Net, wire};
 use crate::comm::call::Call;
 use crate::comm::signature::Signature;
 use crate::{Buffer, Communicator, Error, ReduceOp, Result, World};
 
-/// Runs `body` on every rank of hosts with this many ranks. Returns the results in rank order.
-fn on_hosts<R: Send>(hosts: &[u32], body: impl Fn(World) -> R + Sync) -> Vec<R> {
+/// Runs `body` on every rank of hosts with this many ranks, connected by `net`. Returns the results in rank order.
+fn on_hosts<R: Send>(net: Net, hosts: &[u32], body: impl Fn(World) -> R + Sync) -> Vec<R> {
     let first_ranks: Vec<u32> = (0..hosts.len()).map(|host| hosts[..host].iter().sum()).collect();
-    let worlds = World::threads_on_hosts(&first_ranks, hosts.iter().sum()).unwrap();
+    let mut worlds = World::threads_on_hosts(&first_ranks, hosts.iter().sum()).unwrap();
+    worlds.iter_mut().for_each(|world| world.set_net(net));
     std::thread::scope(|scope| {
         let ranks: Vec<_> = worlds.into_iter().map(|world| scope.spawn(|| body(world))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
+}
+
+/// Makes two tests of each function, one for each wire. That of UCX says that it is skipped where there is no UCX.
+macro_rules! on_both_wires {
+    ($($test:ident),* $(,)?) => {
+        mod over_tcp {
+            $(#[test]
+            fn $test() {
+                super::$test(super::Net::Tcp);
+            })*
+        }
+        mod over_ucx {
+            $(#[test]
+            fn $test() {
+                match super::wire::ucx::open() {
+                    Ok(_) => super::$test(super::Net::Ucx),
+                    Err(problem) => eprintln!("skipped: {problem}"),
+                }
+            })*
+        }
+    };
+}
+
+on_both_wires! {
+    sums_of_several_hosts,
+    a_mismatch_is_named_on_all_hosts,
+    cycles_of_waits_are_reported,
+    messages_that_differ_are_reported_by_the_receiver,
+    many_messages_wait_for_their_receiver,
+    a_rank_that_dies_in_a_transfer_is_named,
+    a_lost_connection_names_its_rank,
+    a_timeout_names_the_rank_that_hangs,
+    an_error_in_one_group_is_known_in_all,
 }
 
 /// The transport of a communicator of the world of `world`, without its rules.
@@ -34,9 +68,8 @@ fn transport(world: &World, number: u32) -> HostsTransport {
         .unwrap()
 }
 
-#[test]
-fn sums_of_several_hosts() {
-    let results = on_hosts(&[2, 2], |mut world| -> Result<()> {
+fn sums_of_several_hosts(net: Net) {
+    let results = on_hosts(net, &[2, 2], |mut world| -> Result<()> {
         let mut comm = world.communicator()?;
         for len in [0usize, 1, 5000, 3_000_000] {
             let mine = Buffer::from_slice(&vec![world.rank() as f32; len]);
@@ -49,17 +82,20 @@ fn sums_of_several_hosts() {
 }
 
 /// The errors of ranks that each make a different call, by rank.
-fn mismatches(hosts: &[u32], call: impl Fn(&mut Communicator) -> Result<()> + Sync) -> Vec<Option<String>> {
-    on_hosts(hosts, |mut world| {
+fn mismatches(
+    net: Net,
+    hosts: &[u32],
+    call: impl Fn(&mut Communicator) -> Result<()> + Sync,
+) -> Vec<Option<String>> {
+    on_hosts(net, hosts, |mut world| {
         let error = call(&mut world.communicator().unwrap()).err()?;
         assert!(matches!(error, Error::Mismatch { .. }), "{error}");
         Some(error.to_string())
     })
 }
 
-#[test]
-fn a_mismatch_is_named_on_all_hosts() {
-    let errors = mismatches(&[1, 2], |comm| {
+fn a_mismatch_is_named_on_all_hosts(net: Net) {
+    let errors = mismatches(net, &[1, 2], |comm| {
         let len = if comm.rank() == 2 { 1 << 20 } else { 100 };
         comm.all_reduce(Buffer::zeroed::<f32>(len), ReduceOp::Sum).map(drop)
     });
@@ -73,16 +109,15 @@ fn a_mismatch_is_named_on_all_hosts() {
 }
 
 /// No timeout is needed for calls that can never meet.
-#[test]
-fn cycles_of_waits_are_reported() {
+fn cycles_of_waits_are_reported(net: Net) {
     // Every rank receives from the next one.
-    let errors = mismatches(&[2, 1, 2], |comm| {
+    let errors = mismatches(net, &[2, 1, 2], |comm| {
         let next = (comm.rank() + 1) % comm.size();
         comm.recv(Buffer::zeroed::<u8>(1), next)?.wait().map(drop)
     });
     assert!(errors.iter().all(Option::is_some), "{errors:?}");
     // One rank receives from a rank that is in a barrier with all others.
-    let errors = mismatches(&[1, 1, 1], |comm| match comm.rank() {
+    let errors = mismatches(net, &[1, 1, 1], |comm| match comm.rank() {
         1 => comm.recv(Buffer::zeroed::<u8>(1), 0)?.wait().map(drop),
         _ => comm.barrier(),
     });
@@ -92,7 +127,7 @@ fn cycles_of_waits_are_reported() {
         assert!(error.contains("calls barrier") && error.contains("operation 1:"), "{error}");
     }
     // Large messages to each other.
-    let errors = mismatches(&[1, 1], |comm| {
+    let errors = mismatches(net, &[1, 1], |comm| {
         comm.send(Buffer::zeroed::<f32>(1 << 20), 1 - comm.rank())?.wait().map(drop)
     });
     for error in errors {
@@ -104,9 +139,8 @@ fn cycles_of_waits_are_reported() {
     }
 }
 
-#[test]
-fn messages_that_differ_are_reported_by_the_receiver() {
-    let errors = mismatches(&[1, 1], |comm| match comm.rank() {
+fn messages_that_differ_are_reported_by_the_receiver(net: Net) {
+    let errors = mismatches(net, &[1, 1], |comm| match comm.rank() {
         0 => comm.send(Buffer::zeroed::<f32>(8), 1)?.wait().map(drop),
         _ => comm.recv(Buffer::zeroed::<f32>(4), 0)?.wait().map(drop),
     });
@@ -119,9 +153,8 @@ fn messages_that_differ_are_reported_by_the_receiver() {
 }
 
 /// More small messages than may be on their way, and then some in the other direction.
-#[test]
-fn many_messages_wait_for_their_receiver() {
-    let results = on_hosts(&[1, 1], |mut world| -> Result<()> {
+fn many_messages_wait_for_their_receiver(net: Net) {
+    let results = on_hosts(net, &[1, 1], |mut world| -> Result<()> {
         let mut comm = world.communicator()?;
         for turn in 0..300i32 {
             let len = [0, 1, 4000][turn as usize % 3];
@@ -139,9 +172,8 @@ fn many_messages_wait_for_their_receiver() {
 }
 
 /// Rank 3 panics in the middle of a large all-reduce: all others name it.
-#[test]
-fn a_rank_that_dies_in_a_transfer_is_named() {
-    let errors = on_hosts(&[2, 2], |mut world| {
+fn a_rank_that_dies_in_a_transfer_is_named(net: Net) {
+    let errors = on_hosts(net, &[2, 2], |mut world| {
         let buffer = Buffer::zeroed::<f32>(4 << 20);
         if world.rank() < 3 {
             let mut comm = world.communicator().unwrap();
@@ -204,7 +236,7 @@ fn damaged_payloads_are_reported_on_all_ranks() {
     for (len, at) in [(100, 30), (100, small), (1 << 20, 3 * HEADER_BYTES + 100_000)] {
         // A large payload goes from each rank to each, without a barrier before. Nobody leaves before all know.
         let done = Barrier::new(3);
-        let errors = on_hosts(&[1, 1, 1], |mut world| {
+        let errors = on_hosts(Net::Tcp, &[1, 1, 1], |mut world| {
             if world.rank() == 0 {
                 damage(&world, 2, at);
             }
@@ -227,10 +259,9 @@ fn damaged_payloads_are_reported_on_all_ranks() {
 }
 
 /// Nobody says how the rank at the end of a lost connection has ended.
-#[test]
-fn a_lost_connection_names_its_rank() {
+fn a_lost_connection_names_its_rank(net: Net) {
     let done = Barrier::new(2);
-    let errors = on_hosts(&[1, 1], |mut world| {
+    let errors = on_hosts(net, &[1, 1], |mut world| {
         if world.rank() == 0 {
             let error = world.communicator().unwrap().barrier().unwrap_err();
             done.wait();
@@ -246,11 +277,10 @@ fn a_lost_connection_names_its_rank() {
 }
 
 /// Rank 3 hangs, and rank 2 waits for it in a message: all name rank 3.
-#[test]
-fn a_timeout_names_the_rank_that_hangs() {
+fn a_timeout_names_the_rank_that_hangs(net: Net) {
     let (finish, finished) = channel::<()>();
     let hung = std::sync::Mutex::new(finished);
-    let errors = on_hosts(&[2, 2], |mut world| {
+    let errors = on_hosts(net, &[2, 2], |mut world| {
         world.set_timeout(Duration::from_millis(400));
         let mut comm = world.communicator().unwrap();
         match world.rank() {
@@ -273,9 +303,8 @@ fn a_timeout_names_the_rank_that_hangs() {
 }
 
 /// Two ranks of a row call different collectives; the two others wait for them in columns.
-#[test]
-fn an_error_in_one_group_is_known_in_all() {
-    let errors = on_hosts(&[1, 2, 1], |mut world| {
+fn an_error_in_one_group_is_known_in_all(net: Net) {
+    let errors = on_hosts(net, &[1, 2, 1], |mut world| {
         let (row, column) = (world.rank() / 2, world.rank() % 2);
         let mut row = world.split(Some(row), 0).unwrap().unwrap();
         let mut column = world.split(Some(column), 0).unwrap().unwrap();

@@ -19,6 +19,17 @@ pub(super) struct Transfer<'a> {
     /// Number of posts that are complete, by peer.
     sent_posts: Vec<usize>,
     received_posts: Vec<usize>,
+    /// What a wire has taken and not completed, by peer; empty if none has taken any.
+    in_flight: Vec<InFlight>,
+}
+
+/// Pieces that a wire has taken, and completes in the same order.
+#[derive(Default)]
+struct InFlight {
+    bytes: usize,
+    /// Whether each of them is the last of its post.
+    sends: VecDeque<bool>,
+    receives: VecDeque<bool>,
 }
 
 /// A posted send, cut into frames.
@@ -49,6 +60,7 @@ impl<'a> Transfer<'a> {
             received: 0,
             sent_posts: vec![0; size as usize],
             received_posts: vec![0; size as usize],
+            in_flight: Vec::new(),
         }
     }
 
@@ -84,7 +96,8 @@ impl<'a> Transfer<'a> {
 
     /// Whether nothing is left to send to `peer` or to receive from it.
     pub(super) fn is_done_with(&self, peer: u32) -> bool {
-        self.sends[peer as usize].is_empty() && self.receives[peer as usize].is_empty()
+        let in_flight = self.in_flight.get(peer as usize).is_some_and(|pieces| pieces.bytes > 0);
+        self.sends[peer as usize].is_empty() && self.receives[peer as usize].is_empty() && !in_flight
     }
 
     /// Whether memory is posted for more bytes of `peer`.
@@ -106,7 +119,7 @@ impl<'a> Transfer<'a> {
     pub(super) fn left(&self) -> usize {
         let sends = self.sends.iter().flatten().map(|send| send.rest.len() + send.header_left);
         let receives = self.receives.iter().flatten().map(|bytes| bytes.len());
-        sends.chain(receives).sum()
+        sends.chain(receives).chain(self.in_flight.iter().map(|pieces| pieces.bytes)).sum()
     }
 
     /// Header and payload of the frame to write next to `peer`, as far as they are not written. `position` is the number
@@ -170,5 +183,60 @@ impl<'a> Transfer<'a> {
                 receives.push_front(rest);
             }
         }
+    }
+
+    /// Takes the next bytes for `peer`, at most `most`, for a wire that sends from where they are. They count as left
+    /// until they are [completed](Self::complete_send).
+    pub(super) fn take_send(&mut self, peer: u32, most: usize) -> Option<&'a [u8]> {
+        let sends = &mut self.sends[peer as usize];
+        let send = sends.pop_front()?;
+        let (bytes, rest) = send.rest.split_at(send.rest.len().min(most));
+        let is_last = rest.is_empty();
+        if !is_last {
+            sends.push_front(Send { rest, ..send });
+        }
+        self.begin(peer, bytes.len()).sends.push_back(is_last);
+        Some(bytes)
+    }
+
+    /// Takes the memory for the next bytes from `peer`, at most `most`. As both ends post the same lengths, both get the
+    /// same pieces.
+    pub(super) fn take_receive(&mut self, peer: u32, most: usize) -> Option<&'a mut [u8]> {
+        let receives = &mut self.receives[peer as usize];
+        let target = receives.pop_front()?;
+        let (bytes, rest) = target.split_at_mut(target.len().min(most));
+        let is_last = rest.is_empty();
+        if !is_last {
+            receives.push_front(rest);
+        }
+        self.begin(peer, bytes.len()).receives.push_back(is_last);
+        Some(bytes)
+    }
+
+    fn begin(&mut self, peer: u32, bytes: usize) -> &mut InFlight {
+        self.in_flight.resize_with(self.sends.len(), InFlight::default);
+        let pieces = &mut self.in_flight[peer as usize];
+        pieces.bytes += bytes;
+        pieces
+    }
+
+    /// Notes that bytes that were [taken](Self::take_send) do not need their memory any more.
+    pub(super) fn complete_send(&mut self, peer: u32, bytes: usize) {
+        let pieces = &mut self.in_flight[peer as usize];
+        pieces.bytes -= bytes;
+        self.sent_posts[peer as usize] += usize::from(pieces.sends.pop_front() == Some(true));
+    }
+
+    /// Notes that memory that was [taken](Self::take_receive) is filled.
+    pub(super) fn complete_receive(&mut self, peer: u32, bytes: usize) {
+        let pieces = &mut self.in_flight[peer as usize];
+        pieces.bytes -= bytes;
+        self.received_posts[peer as usize] += usize::from(pieces.receives.pop_front() == Some(true));
+        self.received += bytes;
+    }
+
+    /// The header of pieces that are sent, without their length.
+    pub(super) fn header(&self) -> Header {
+        Header::new(FrameKind::Data, self.sequence, self.calls[0])
     }
 }

@@ -4,6 +4,7 @@
 //! happen: the progress page says which ranks have ended, on any host; a peer that fails says so in every connection;
 //! and the end of a connection is an error, if the page does not name a culprit within a second.
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::{Duration, Instant};
 
 use super::HostsTransport;
@@ -66,10 +67,12 @@ impl HostsTransport {
         self.cycle = None;
         self.waiting = Some(Wait { awaited, number: self.waits, call: call.encode() });
         let before = transfer.received();
-        let result = self.drive(awaited, call, transfer);
-        if result.is_err() {
+        // A panic, too, must not leave a wire with memory of the transfer.
+        let result = catch_unwind(AssertUnwindSafe(|| self.drive(awaited, call, transfer)));
+        if !matches!(result, Ok(Ok(()))) {
             self.wire.abandon(transfer);
         }
+        let result = result.unwrap_or_else(|panic| resume_unwind(panic));
         self.waiting = None;
         if std::mem::take(&mut self.has_noted_wait) {
             self.membership.page().stop_waiting(self.membership.rank());
@@ -81,11 +84,14 @@ impl HostsTransport {
     /// Sends what there is room for, without waiting.
     pub(super) fn advance(&mut self, call: &Signature, transfer: &mut Transfer<'_>) -> Result<()> {
         let before = transfer.received();
-        let result = self.wire.advance(transfer).map_err(|bad| self.bad_frame(bad, call));
-        let result = result.and_then(|()| self.handle_received(call));
-        if result.is_err() {
+        let result = catch_unwind(AssertUnwindSafe(|| {
+            self.wire.advance(transfer).map_err(|bad| self.bad_frame(bad, call))?;
+            self.handle_received(call)
+        }));
+        if !matches!(result, Ok(Ok(()))) {
             self.wire.abandon(transfer);
         }
+        let result = result.unwrap_or_else(|panic| resume_unwind(panic));
         self.received_bytes += (transfer.received() - before) as u64;
         result
     }

@@ -9,8 +9,10 @@
 //!
 //! The end of a connection is not an error of the wire. It is noted, because a peer that needs nothing more may leave.
 
+pub(super) mod choice;
 pub(super) mod spin;
 pub(super) mod tcp;
+pub(super) mod ucx;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
