@@ -128,6 +128,31 @@ impl CpuTransport {
         }
         Ok(())
     }
+
+    /// Sends `from` to `peer` and receives as many bytes of it, chunk by chunk in turn. No rank waits for a free chunk, as
+    /// the peer has received the one before last when it sends the last.
+    pub(super) fn exchange_messages(
+        &mut self,
+        from: &Buffer,
+        buffer: &Buffer,
+        peer: u32,
+        call: &Signature,
+    ) -> Result<()> {
+        self.membership.page().touch(self.membership.rank());
+        let (to, back) = (Channel::of_messages(self.rank, peer), Channel::of_messages(peer, self.rank));
+        for (begin, bytes) in self.message_chunks(buffer.bytes()) {
+            let source = from.address().wrapping_add(begin);
+            // SAFETY: both buffers have the same length, the range is within it, and the peer has released the chunk.
+            self.send_chunk(to, call, |chunk| unsafe { std::ptr::copy_nonoverlapping(source, chunk, bytes) })?;
+            let chunk = self.receive_chunk(back, call)?;
+            self.record_peer();
+            // SAFETY: the range is within the buffer, and the peer does not write the chunk before its release.
+            unsafe { std::ptr::copy_nonoverlapping(chunk, buffer.address().wrapping_add(begin), bytes) };
+            self.count(bytes, 1);
+            self.release_chunk(back);
+        }
+        Ok(())
+    }
 }
 
 #[cfg(test)]
