@@ -52,7 +52,7 @@ pub(crate) enum Call<'a> {
         from: u32,
     },
     /// A message in both directions at once. `from` is the send buffer; the request's buffer is the receive buffer.
-    Exchange {
+    SendRecv {
         from: &'a Buffer,
         peer: u32,
     },
@@ -116,7 +116,7 @@ impl Call<'_> {
             Call::AllToAllV { .. } => Operation::AllToAllV,
             Call::Send { .. } => Operation::Send,
             Call::Recv { .. } => Operation::Recv,
-            Call::Exchange { .. } => Operation::Exchange,
+            Call::SendRecv { .. } => Operation::SendRecv,
         }
     }
 
@@ -162,7 +162,7 @@ impl Call<'_> {
     #[inline(always)]
     pub(crate) fn peer(&self) -> Option<u32> {
         match *self {
-            Call::Send { to: peer } | Call::Recv { from: peer } | Call::Exchange { peer, .. } => Some(peer),
+            Call::Send { to: peer } | Call::Recv { from: peer } | Call::SendRecv { peer, .. } => Some(peer),
             _ => None,
         }
     }
@@ -190,7 +190,7 @@ impl Call<'_> {
             | Call::Reduce { root, .. }
             | Call::Gather { root }
             | Call::Scatter { root } => there_is(*root),
-            Call::Send { to: peer } | Call::Recv { from: peer } | Call::Exchange { peer, .. } => {
+            Call::Send { to: peer } | Call::Recv { from: peer } | Call::SendRecv { peer, .. } => {
                 there_is(*peer).and_then(|()| {
                     if *peer == rank { Err(format!("rank {rank} cannot be its own peer")) } else { Ok(()) }
                 })

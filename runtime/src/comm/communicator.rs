@@ -524,9 +524,9 @@ impl Communicator {
     /// # Errors
     /// If `peer` is this rank or does not exist, its buffers have another type or length, or as in the
     /// [contract](super).
-    pub(crate) fn exchange(&mut self, send: &Buffer, receive: Buffer, peer: u32) -> Result<Pending> {
-        assert_eq!((send.dtype(), send.len()), (receive.dtype(), receive.len()), "buffers of an exchange");
-        self.submit(Call::Exchange { from: send, peer }, receive, None)
+    pub(crate) fn send_recv(&mut self, send: &Buffer, receive: Buffer, peer: u32) -> Result<Pending> {
+        assert_eq!((send.dtype(), send.len()), (receive.dtype(), receive.len()), "the buffers of send_recv");
+        self.submit(Call::SendRecv { from: send, peer }, receive, None)
     }
 
     /// Barrier: returns once all ranks have called it.

@@ -144,7 +144,7 @@ impl Exchange {
                 Partition::Counts(counts.received_by(rank)).ranges(ranks),
                 counts.longest(),
             ),
-            &Call::Exchange { peer, .. } => {
+            &Call::SendRecv { peer, .. } => {
                 let mut with_peer = nothing();
                 with_peer[peer as usize] = 0..len;
                 (with_peer.clone(), with_peer, len)

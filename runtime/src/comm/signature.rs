@@ -71,7 +71,7 @@ impl Detail {
             Operation::Broadcast | Operation::Reduce | Operation::Gather | Operation::Scatter => Detail::Root,
             Operation::Send => Detail::Receiver,
             Operation::Recv => Detail::Sender,
-            Operation::Exchange => Detail::Peer,
+            Operation::SendRecv => Detail::Peer,
             Operation::UpdateAllGather => Detail::Segments,
             Operation::AllGatherV => Detail::Counts,
             _ => Detail::Nothing,
@@ -135,7 +135,7 @@ impl Signature {
 
     /// False for messages, in which only two ranks take part.
     pub(crate) fn is_collective(&self) -> bool {
-        !matches!(self.operation, Operation::Send | Operation::Recv | Operation::Exchange)
+        !matches!(self.operation, Operation::Send | Operation::Recv | Operation::SendRecv)
     }
 
     /// The signature that the peers of rank `rank` must have: for messages the other side, for all other calls the same.
@@ -143,7 +143,7 @@ impl Signature {
         let operation = match self.operation {
             Operation::Send => Operation::Recv,
             Operation::Recv => Operation::Send,
-            Operation::Exchange => Operation::Exchange,
+            Operation::SendRecv => Operation::SendRecv,
             _ => return self,
         };
         Signature { operation, detail: rank, ..self }
@@ -233,9 +233,9 @@ mod tests {
         assert_eq!(signature.to_string(), "all_gather(1000 f32, direct, arena 2 at byte 4096)");
         assert_eq!(of(Call::Recv { from: 2 }).to_string(), "recv(1000 f32, from rank 2)");
         assert_eq!(of(Call::Recv { from: 2 }).counterpart(1).to_string(), "send(1000 f32, to rank 1)");
-        let exchange = of(Call::Exchange { from: &buffer, peer: 2 });
-        assert_eq!(exchange.to_string(), "exchange(1000 f32, with rank 2)");
-        assert_eq!(exchange.counterpart(1).to_string(), "exchange(1000 f32, with rank 1)");
+        let both = of(Call::SendRecv { from: &buffer, peer: 2 });
+        assert_eq!(both.to_string(), "send_recv(1000 f32, with rank 2)");
+        assert_eq!(both.counterpart(1).to_string(), "send_recv(1000 f32, with rank 1)");
         assert_eq!(of(Call::Gather { root: 1 }).to_string(), "gather(1000 f32, root 1)");
         let counts = |counts: &[usize]| of(Call::AllGatherV { counts }).to_string();
         assert!(counts(&[400, 600]).starts_with("all_gather_v(1000 f32, counts "));

@@ -86,7 +86,7 @@ pub enum Operation {
     Scatter = 14,
     AllGatherV = 15,
     AllToAllV = 16,
-    Exchange = 17,
+    SendRecv = 17,
 }
 
 impl Operation {
@@ -108,7 +108,7 @@ impl Operation {
         Operation::Scatter,
         Operation::AllGatherV,
         Operation::AllToAllV,
-        Operation::Exchange,
+        Operation::SendRecv,
     ];
 
     /// The operation with this number, if there is one.
@@ -135,7 +135,7 @@ impl Operation {
             Operation::Scatter => "scatter",
             Operation::AllGatherV => "all_gather_v",
             Operation::AllToAllV => "all_to_all_v",
-            Operation::Exchange => "exchange",
+            Operation::SendRecv => "send_recv",
         }
     }
 }

@@ -129,9 +129,9 @@ impl CpuTransport {
         Ok(())
     }
 
-    /// Sends `from` to `peer` and receives as many bytes of it, chunk by chunk in turn. No rank waits for a free chunk, as
-    /// the peer has received the one before last when it sends the last.
-    pub(super) fn exchange_messages(
+    /// Sends `from` to `peer` and receives as many bytes of it, a chunk each in turn: a peer that has sent a chunk has
+    /// released all but the last one.
+    pub(super) fn send_and_receive(
         &mut self,
         from: &Buffer,
         buffer: &Buffer,
@@ -142,8 +142,10 @@ impl CpuTransport {
         let (to, back) = (Channel::of_messages(self.rank, peer), Channel::of_messages(peer, self.rank));
         for (begin, bytes) in self.message_chunks(buffer.bytes()) {
             let source = from.address().wrapping_add(begin);
-            // SAFETY: both buffers have the same length, the range is within it, and the peer has released the chunk.
-            self.send_chunk(to, call, |chunk| unsafe { std::ptr::copy_nonoverlapping(source, chunk, bytes) })?;
+            self.send_chunk(to, call, |chunk| {
+                // SAFETY: both buffers have the same length, the range is within it, and the peer has released the chunk.
+                unsafe { std::ptr::copy_nonoverlapping(source, chunk, bytes) };
+            })?;
             let chunk = self.receive_chunk(back, call)?;
             self.record_peer();
             // SAFETY: the range is within the buffer, and the peer does not write the chunk before its release.

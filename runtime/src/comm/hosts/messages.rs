@@ -72,8 +72,8 @@ impl HostsTransport {
     }
 
     /// Sends `source` to `peer` and receives as many bytes of it, both at once. Both ranks offer a large message: the
-    /// offer of the peer says that it is here, so that nobody waits until its own is accepted.
-    pub(super) fn exchange_messages(
+    /// peer's offer says that it is here, so no rank waits until its own is accepted.
+    pub(super) fn send_and_receive(
         &mut self,
         source: &Buffer,
         buffer: &mut Buffer,
@@ -82,8 +82,7 @@ impl HostsTransport {
     ) -> Result<()> {
         let (source, words) = (source.as_bytes(), call.encode());
         let is_small = source.len() <= SMALL_BYTES;
-        let state = &mut self.peers[peer as usize];
-        if is_small && !state.has_room_for(source.len()) {
+        if is_small && !self.peers[peer as usize].has_room_for(source.len()) {
             // It takes all earlier messages before it can come to this one.
             self.wait(Awaited::Accept { by: peer }, call, &mut self.empty_transfer())?;
         }
