@@ -2,7 +2,10 @@
 
 use mgpu::comm::Net;
 use mgpu::optimizer::OptimizerConfig;
-use mgpu::{Compression, DataParallel, DataParallelConfig, Layout, Placement, Result, ShardFrom, World};
+use mgpu::{
+    Compression, DataParallel, DataParallelConfig, Layout, Placement, Reducer, ReducerConfig, Reduction,
+    Result, ShardFrom, World,
+};
 use mgpu_tests::hosts::has_ucx;
 use mgpu_tests::models::{Outcome, layout, model, optimizers, outcome};
 use mgpu_tests::{collectives, threads};
@@ -92,6 +95,42 @@ fn training_has_the_bits_of_one_host() {
                     "{hosts:?} over {net:?}: {config:?}"
                 );
             }
+        }
+    }
+}
+
+/// The value that `rank` contributes to element `index`: of very different sizes, so that the order of sums matters.
+fn contribution(rank: u32, index: usize) -> f32 {
+    let mixed = (index as u64 * 4 + u64::from(rank) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    (mixed >> 40) as f32 * [1.0, 1e-3, 1e3, 1e-6][(mixed >> 30) as usize % 4]
+}
+
+#[test]
+fn world_size_invariant_sums_are_a_balanced_tree() {
+    let config = ReducerConfig::new().with_reduction(Reduction::Sum).with_world_size_invariant(true);
+    // One bucket each: small, with an odd length, shorter than ranks, and one whose halves are all equal.
+    for (len, is_counted) in [(1, false), (1001, false), (99_999, false), (1 << 17, true)] {
+        let expected = |index| {
+            let [a, b, c, d] = [0, 1, 2, 3].map(|rank| contribution(rank, index));
+            ((a + b) + (c + d)).to_bits()
+        };
+        for hosts in [&[4][..], &[2, 2], &[1, 1, 1, 1]] {
+            on_hosts(hosts, |mut world| {
+                let mut reducer = Reducer::new(world.communicator()?, layout(&[&[len]]), config)?;
+                let rank = reducer.rank();
+                let before = reducer.comm().traffic().unwrap();
+                reducer.reduce(|gradients| {
+                    let values: Vec<f32> = (0..len).map(|index| contribution(rank, index)).collect();
+                    gradients.write(0, &values)
+                })?;
+                let bytes = reducer.comm().traffic().unwrap() - before;
+                let found = reducer.gradient(0)?.iter().map(|sum| sum.to_bits());
+                assert!(found.eq((0..len).map(expected)), "{len} elements on {hosts:?}");
+                // Besides the gradients, ranks compare how the step went.
+                let least = 2 * 3 * (4 * len as u64) / 4;
+                assert!(!is_counted || (least..least + 1000).contains(&bytes), "{bytes} bytes on {hosts:?}");
+                Ok(())
+            });
         }
     }
 }

@@ -51,6 +51,11 @@ pub(crate) enum Call<'a> {
     Recv {
         from: u32,
     },
+    /// A message in both directions at once. `from` is the send buffer; the request's buffer is the receive buffer.
+    SendRecv {
+        from: &'a Buffer,
+        peer: u32,
+    },
 }
 
 /// Arguments of a fused update + all-gather.
@@ -111,6 +116,7 @@ impl Call<'_> {
             Call::AllToAllV { .. } => Operation::AllToAllV,
             Call::Send { .. } => Operation::Send,
             Call::Recv { .. } => Operation::Recv,
+            Call::SendRecv { .. } => Operation::SendRecv,
         }
     }
 
@@ -156,7 +162,7 @@ impl Call<'_> {
     #[inline(always)]
     pub(crate) fn peer(&self) -> Option<u32> {
         match *self {
-            Call::Send { to: peer } | Call::Recv { from: peer } => Some(peer),
+            Call::Send { to: peer } | Call::Recv { from: peer } | Call::SendRecv { peer, .. } => Some(peer),
             _ => None,
         }
     }
@@ -184,9 +190,11 @@ impl Call<'_> {
             | Call::Reduce { root, .. }
             | Call::Gather { root }
             | Call::Scatter { root } => there_is(*root),
-            Call::Send { to: peer } | Call::Recv { from: peer } => there_is(*peer).and_then(|()| {
-                if *peer == rank { Err(format!("rank {rank} cannot be its own peer")) } else { Ok(()) }
-            }),
+            Call::Send { to: peer } | Call::Recv { from: peer } | Call::SendRecv { peer, .. } => {
+                there_is(*peer).and_then(|()| {
+                    if *peer == rank { Err(format!("rank {rank} cannot be its own peer")) } else { Ok(()) }
+                })
+            }
             Call::UpdateAllGather(SegmentUpdate { segments, block, .. }) => {
                 check_segments(len, segments, *block)
             }

@@ -518,6 +518,17 @@ impl Communicator {
         self.submit(Call::Recv { from }, buffer, None)
     }
 
+    /// Sends `send` to rank `peer` and fills `receive` with what that sends, both at once. Both ranks call it, with buffers
+    /// of the same type and length. `send` has been read when the call returns.
+    ///
+    /// # Errors
+    /// If `peer` is this rank or does not exist, its buffers have another type or length, or as in the
+    /// [contract](super).
+    pub(crate) fn send_recv(&mut self, send: &Buffer, receive: Buffer, peer: u32) -> Result<Pending> {
+        assert_eq!((send.dtype(), send.len()), (receive.dtype(), receive.len()), "the buffers of send_recv");
+        self.submit(Call::SendRecv { from: send, peer }, receive, None)
+    }
+
     /// Barrier: returns once all ranks have called it.
     ///
     /// # Errors

@@ -144,6 +144,11 @@ impl Exchange {
                 Partition::Counts(counts.received_by(rank)).ranges(ranks),
                 counts.longest(),
             ),
+            &Call::SendRecv { peer, .. } => {
+                let mut with_peer = nothing();
+                with_peer[peer as usize] = 0..len;
+                (with_peer.clone(), with_peer, len)
+            }
             _ => return None,
         };
         let own = (&mut send[rank as usize], &mut receive[rank as usize]);

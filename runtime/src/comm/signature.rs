@@ -58,6 +58,7 @@ enum Detail {
     Root,
     Receiver,
     Sender,
+    Peer,
     /// A digest of the segments of the buffer.
     Segments,
     /// A digest of the number of elements per rank.
@@ -70,6 +71,7 @@ impl Detail {
             Operation::Broadcast | Operation::Reduce | Operation::Gather | Operation::Scatter => Detail::Root,
             Operation::Send => Detail::Receiver,
             Operation::Recv => Detail::Sender,
+            Operation::SendRecv => Detail::Peer,
             Operation::UpdateAllGather => Detail::Segments,
             Operation::AllGatherV => Detail::Counts,
             _ => Detail::Nothing,
@@ -133,15 +135,15 @@ impl Signature {
 
     /// False for messages, in which only two ranks take part.
     pub(crate) fn is_collective(&self) -> bool {
-        !matches!(self.operation, Operation::Send | Operation::Recv)
+        !matches!(self.operation, Operation::Send | Operation::Recv | Operation::SendRecv)
     }
 
-    /// The signature that the peers of rank `rank` must have: for `send` and `recv` the other side of the message,
-    /// for all other calls the same.
+    /// The signature that the peers of rank `rank` must have: for messages the other side, for all other calls the same.
     pub(crate) fn counterpart(self, rank: u32) -> Self {
         let operation = match self.operation {
             Operation::Send => Operation::Recv,
             Operation::Recv => Operation::Send,
+            Operation::SendRecv => Operation::SendRecv,
             _ => return self,
         };
         Signature { operation, detail: rank, ..self }
@@ -193,6 +195,7 @@ pub(crate) fn describe(words: [u64; SIGNATURE_WORDS]) -> String {
         Detail::Root => format!(", root {detail}"),
         Detail::Receiver => format!(", to rank {detail}"),
         Detail::Sender => format!(", from rank {detail}"),
+        Detail::Peer => format!(", with rank {detail}"),
         Detail::Segments => format!(", segments {detail:08x}"),
         Detail::Counts => format!(", counts {detail:08x}"),
     };
@@ -230,6 +233,9 @@ mod tests {
         assert_eq!(signature.to_string(), "all_gather(1000 f32, direct, arena 2 at byte 4096)");
         assert_eq!(of(Call::Recv { from: 2 }).to_string(), "recv(1000 f32, from rank 2)");
         assert_eq!(of(Call::Recv { from: 2 }).counterpart(1).to_string(), "send(1000 f32, to rank 1)");
+        let both = of(Call::SendRecv { from: &buffer, peer: 2 });
+        assert_eq!(both.to_string(), "send_recv(1000 f32, with rank 2)");
+        assert_eq!(both.counterpart(1).to_string(), "send_recv(1000 f32, with rank 1)");
         assert_eq!(of(Call::Gather { root: 1 }).to_string(), "gather(1000 f32, root 1)");
         let counts = |counts: &[usize]| of(Call::AllGatherV { counts }).to_string();
         assert!(counts(&[400, 600]).starts_with("all_gather_v(1000 f32, counts "));

@@ -45,7 +45,7 @@ impl Transport for Solo {
             }
             Call::AllToAllV { from, .. } => buffer.copy_from(0, from, 0..from.len()),
             // Rejected by the check of the arguments: a message needs two ranks.
-            Call::Send { .. } | Call::Recv { .. } => {}
+            Call::Send { .. } | Call::Recv { .. } | Call::SendRecv { .. } => {}
             Call::Barrier
             | Call::AllReduce(_)
             | Call::ReduceScatter(_)

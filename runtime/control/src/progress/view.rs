@@ -86,11 +86,12 @@ pub enum Operation {
     Scatter = 14,
     AllGatherV = 15,
     AllToAllV = 16,
+    SendRecv = 17,
 }
 
 impl Operation {
     /// All operations.
-    pub const ALL: [Operation; 16] = [
+    pub const ALL: [Operation; 17] = [
         Operation::Barrier,
         Operation::Allocate,
         Operation::AllReduce,
@@ -107,6 +108,7 @@ impl Operation {
         Operation::Scatter,
         Operation::AllGatherV,
         Operation::AllToAllV,
+        Operation::SendRecv,
     ];
 
     /// The operation with this number, if there is one.
@@ -133,6 +135,7 @@ impl Operation {
             Operation::Scatter => "scatter",
             Operation::AllGatherV => "all_gather_v",
             Operation::AllToAllV => "all_to_all_v",
+            Operation::SendRecv => "send_recv",
         }
     }
 }

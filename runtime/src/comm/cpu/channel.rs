@@ -128,6 +128,33 @@ impl CpuTransport {
         }
         Ok(())
     }
+
+    /// Sends `from` to `peer` and receives as many bytes of it, a chunk each in turn: a peer that has sent a chunk has
+    /// released all but the last one.
+    pub(super) fn send_and_receive(
+        &mut self,
+        from: &Buffer,
+        buffer: &Buffer,
+        peer: u32,
+        call: &Signature,
+    ) -> Result<()> {
+        self.membership.page().touch(self.membership.rank());
+        let (to, back) = (Channel::of_messages(self.rank, peer), Channel::of_messages(peer, self.rank));
+        for (begin, bytes) in self.message_chunks(buffer.bytes()) {
+            let source = from.address().wrapping_add(begin);
+            self.send_chunk(to, call, |chunk| {
+                // SAFETY: both buffers have the same length, the range is within it, and the peer has released the chunk.
+                unsafe { std::ptr::copy_nonoverlapping(source, chunk, bytes) };
+            })?;
+            let chunk = self.receive_chunk(back, call)?;
+            self.record_peer();
+            // SAFETY: the range is within the buffer, and the peer does not write the chunk before its release.
+            unsafe { std::ptr::copy_nonoverlapping(chunk, buffer.address().wrapping_add(begin), bytes) };
+            self.count(bytes, 1);
+            self.release_chunk(back);
+        }
+        Ok(())
+    }
 }
 
 #[cfg(test)]

@@ -453,6 +453,9 @@ impl Transport for CpuTransport {
             }
             &mut Call::Send { to } => self.send_message(buffer, to, &Signature::of(call, buffer))?,
             &mut Call::Recv { from } => self.receive_message(buffer, from, &Signature::of(call, buffer))?,
+            &mut Call::SendRecv { from, peer } => {
+                self.send_and_receive(from, buffer, peer, &Signature::of(call, buffer))?;
+            }
         }
         Ok(())
     }

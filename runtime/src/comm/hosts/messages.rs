@@ -60,27 +60,74 @@ impl HostsTransport {
     }
 
     pub(super) fn receive_message(&mut self, buffer: &mut Buffer, from: u32, call: &Signature) -> Result<()> {
+        let message = self.take_message(from, call)?;
+        let bytes = buffer.as_bytes_mut();
+        if let Some(payload) = message.payload {
+            return self.finish_small(bytes, &payload, from, call);
+        }
+        let number = self.peers[from as usize].taken;
+        let mut transfer = Transfer::new(self.members.size(), number, call.encode(), message.call);
+        transfer.receive(from, bytes);
+        self.wait(Awaited::Transfer, call, &mut transfer)
+    }
+
+    /// Sends `source` to `peer` and receives as many bytes of it, both at once. Both ranks offer a large message: the
+    /// peer's offer says that it is here, so no rank waits until its own is accepted.
+    pub(super) fn send_and_receive(
+        &mut self,
+        source: &Buffer,
+        buffer: &mut Buffer,
+        peer: u32,
+        call: &Signature,
+    ) -> Result<()> {
+        let (source, words) = (source.as_bytes(), call.encode());
+        let is_small = source.len() <= SMALL_BYTES;
+        if is_small && !self.peers[peer as usize].has_room_for(source.len()) {
+            // It takes all earlier messages before it can come to this one.
+            self.wait(Awaited::Accept { by: peer }, call, &mut self.empty_transfer())?;
+        }
+        let state = &mut self.peers[peer as usize];
+        state.sent = state.sent.wrapping_add(1);
+        let sent = state.sent;
+        let kind = if is_small { FrameKind::Message } else { FrameKind::Offer };
+        if is_small {
+            state.in_flight.push_back((sent, source.len()));
+        }
+        self.wire.sender().queue(peer, Header::new(kind, sent, words), if is_small { source } else { &[] });
+        let message = self.take_message(peer, call)?;
+        let bytes = buffer.as_bytes_mut();
+        if let Some(payload) = message.payload {
+            return self.finish_small(bytes, &payload, peer, call);
+        }
+        // The same on both ranks, whatever other messages they have exchanged.
+        let number = sent.wrapping_add(self.peers[peer as usize].taken);
+        let mut transfer = Transfer::new(self.members.size(), number, words, message.call);
+        transfer.send(peer, source);
+        transfer.receive(peer, bytes);
+        self.wait(Awaited::Transfer, call, &mut transfer)
+    }
+
+    /// Waits for the next message of `from`, which must be the counterpart of `call`, and accepts it.
+    fn take_message(&mut self, from: u32, call: &Signature) -> Result<Incoming> {
         self.wait(Awaited::Message { from }, call, &mut self.empty_transfer())?;
         self.record_arrival();
-        let theirs = call.counterpart(self.members.rank()).encode();
         let peer = &mut self.peers[from as usize];
         let number = peer.taken.wrapping_add(1);
         let message = peer.incoming.pop_front().expect("the wait was for a message");
-        if message.call != theirs {
+        if message.call != call.counterpart(self.members.rank()).encode() {
             return Err(self.mismatch_error(from, number, call, message.call));
         }
         peer.taken = number;
         self.wire.sender().queue(from, Header::new(FrameKind::Accept, number, call.encode()), &[]);
-        let bytes = buffer.as_bytes_mut();
-        if let Some(payload) = message.payload {
-            // A payload has the length that its call says (see `receive_incoming`).
-            bytes.copy_from_slice(&payload);
-            self.received_bytes += payload.len() as u64;
-            return self.wait(Awaited::Room { of: from }, call, &mut self.empty_transfer());
-        }
-        let mut transfer = Transfer::new(self.members.size(), number, call.encode(), theirs);
-        transfer.receive(from, bytes);
-        self.wait(Awaited::Transfer, call, &mut transfer)
+        Ok(message)
+    }
+
+    /// Fills `target` with a small message, and waits until `from` has been sent all that is queued for it.
+    fn finish_small(&mut self, target: &mut [u8], payload: &[u8], from: u32, call: &Signature) -> Result<()> {
+        // A payload has the length that its call says (see `receive_incoming`).
+        target.copy_from_slice(payload);
+        self.received_bytes += payload.len() as u64;
+        self.wait(Awaited::Room { of: from }, call, &mut self.empty_transfer())
     }
 
     /// Records that the peer of a message has come: until then this rank has waited for it.

@@ -311,6 +311,7 @@ impl Transport for HostsTransport {
             Call::Reduce { op, root, .. } => self.reduce(buffer, op, root, signature),
             Call::Send { to } => self.send_message(buffer, to, signature),
             Call::Recv { from } => self.receive_message(buffer, from, signature),
+            Call::SendRecv { from, peer } => self.send_and_receive(from, buffer, peer, signature),
             _ => self.move_parts(call, buffer),
         }
     }

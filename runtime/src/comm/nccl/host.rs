@@ -349,6 +349,9 @@ impl Transport for HostTransport {
                 buffer.copy_from(at, from, own);
                 self.exchange(exchange, from, buffer, context)?;
             }
+            (Call::SendRecv { from, .. }, Some(exchange)) => {
+                self.exchange(exchange, from, buffer, context)?;
+            }
             (_, Some(exchange)) => self.exchange(exchange, buffer, buffer, context)?,
             (_, None) => unreachable!("all others consist of messages"),
         }

@@ -76,7 +76,7 @@ impl WaitContext {
     }
 
     pub(super) fn is_collective(&self) -> bool {
-        !matches!(self.operation, Operation::Send | Operation::Recv)
+        !matches!(self.operation, Operation::Send | Operation::Recv | Operation::SendRecv)
     }
 }
 

@@ -7,7 +7,7 @@
 //!
 //! Ranks that start together may share a core while another is idle, and the scheduler may leave them there: it sees
 //! two tasks that keep offering the core to each other. A rank that notices moves to the core of its number, and does
-//! not stay bound to it. If that does not help, its waits sleep at once for a while, too.
+//! not stay bound to it. If that does not help, its waits offer the core at once for a while.
 
 use std::time::{Duration, Instant};
 
@@ -22,6 +22,8 @@ const SPIN_TIME: Duration = Duration::from_micros(200);
 const LONG_OFFER: Duration = Duration::from_micros(50);
 /// If this many offers in a row take longer than this, another task uses the same core.
 const TAKEN_OFFERS: (u32, Duration) = (8, Duration::from_micros(2));
+/// How long waits offer the core at once after another task has taken it.
+const SHARED_TIME: Duration = Duration::from_millis(10);
 /// How long waits sleep at once when the cores are busy, and the shortest time between two moves.
 const REST: Duration = Duration::from_millis(100);
 const MOVE_PAUSE: Duration = Duration::from_secs(1);
@@ -36,6 +38,8 @@ pub(in super::super) struct Spinner {
     /// Offers of the core in a row that another task took.
     taken_offers: u32,
     moved: Option<Instant>,
+    /// Until then, another task is likely to use the same core: waits offer it at once.
+    shared_until: Option<Instant>,
     /// Until then waits sleep at once.
     rests_until: Option<Instant>,
 }
@@ -51,7 +55,7 @@ impl Spinner {
     pub(in super::super) fn new(rank: u32, local_ranks: u32) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let spins = local_ranks as usize <= cores || is_bound();
-        Spinner { spins, rank, taken_offers: 0, moved: None, rests_until: None }
+        Spinner { spins, rank, taken_offers: 0, moved: None, shared_until: None, rests_until: None }
     }
 
     /// Other threads compute on the rank's core: waits sleep at once.
@@ -73,7 +77,7 @@ impl Spinner {
         }
         let now = Instant::now();
         let waited = now.duration_since(spin.since);
-        if waited < BUSY_TIME {
+        if waited < BUSY_TIME && self.shared_until.is_none_or(|until| until < now) {
             std::hint::spin_loop();
             return true;
         }
@@ -87,7 +91,12 @@ impl Spinner {
             spin.time = Duration::ZERO;
             self.rests_until = Some(now + REST);
         }
-        self.taken_offers = if offered > TAKEN_OFFERS.1 { self.taken_offers + 1 } else { 0 };
+        if offered > TAKEN_OFFERS.1 {
+            self.taken_offers += 1;
+            self.shared_until = Some(now + SHARED_TIME);
+        } else {
+            self.taken_offers = 0;
+        }
         if self.taken_offers == TAKEN_OFFERS.0 {
             self.taken_offers = 0;
             self.leave_core(now);
@@ -95,11 +104,10 @@ impl Spinner {
         true
     }
 
-    /// Moves to the core of this rank's number, or rests if it has done so just before.
+    /// Moves to the core of this rank's number, unless it has done so just before.
     #[cold]
     fn leave_core(&mut self, now: Instant) {
         if self.moved.is_some_and(|moved| now.duration_since(moved) < MOVE_PAUSE) {
-            self.rests_until = Some(now + REST);
             return;
         }
         self.moved = Some(now);
