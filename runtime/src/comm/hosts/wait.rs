@@ -66,34 +66,35 @@ impl HostsTransport {
         self.waits = self.waits.wrapping_add(1);
         self.cycle = None;
         self.waiting = Some(Wait { awaited, number: self.waits, call: call.encode() });
-        let before = transfer.received();
-        // A panic, too, must not leave a wire with memory of the transfer.
-        let result = catch_unwind(AssertUnwindSafe(|| self.drive(awaited, call, transfer)));
-        if !matches!(result, Ok(Ok(()))) {
-            self.wire.abandon(transfer);
-        }
-        let result = result.unwrap_or_else(|panic| resume_unwind(panic));
+        let result = self.with_transfer(transfer, |comm, transfer| comm.drive(awaited, call, transfer));
         self.waiting = None;
         if std::mem::take(&mut self.has_noted_wait) {
             self.membership.page().stop_waiting(self.membership.rank());
         }
-        self.received_bytes += (transfer.received() - before) as u64;
         result
     }
 
     /// Sends what there is room for, without waiting.
     pub(super) fn advance(&mut self, call: &Signature, transfer: &mut Transfer<'_>) -> Result<()> {
+        self.with_transfer(transfer, |comm, transfer| {
+            comm.wire.advance(transfer).map_err(|bad| comm.bad_frame(bad, call))?;
+            comm.handle_received(call)
+        })
+    }
+
+    /// Drives a transfer. After an error no wire uses its memory any more, nor after a panic.
+    fn with_transfer<'a>(
+        &mut self,
+        transfer: &mut Transfer<'a>,
+        drive: impl FnOnce(&mut Self, &mut Transfer<'a>) -> Result<()>,
+    ) -> Result<()> {
         let before = transfer.received();
-        let result = catch_unwind(AssertUnwindSafe(|| {
-            self.wire.advance(transfer).map_err(|bad| self.bad_frame(bad, call))?;
-            self.handle_received(call)
-        }));
+        let result = catch_unwind(AssertUnwindSafe(|| drive(self, transfer)));
         if !matches!(result, Ok(Ok(()))) {
             self.wire.abandon(transfer);
         }
-        let result = result.unwrap_or_else(|panic| resume_unwind(panic));
         self.received_bytes += (transfer.received() - before) as u64;
-        result
+        result.unwrap_or_else(|panic| resume_unwind(panic))
     }
 
     /// Handles what has arrived, without waiting.
