@@ -7,7 +7,7 @@
 //! An opened library is never closed: UCX has a thread, and hooks in the C library's memory functions.
 
 use std::error::Error as _;
-use std::ffi::{c_char, c_schar};
+use std::ffi::{c_char, c_int, c_schar};
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -15,6 +15,9 @@ use libloading::os::unix::{self, RTLD_LOCAL, RTLD_NOW};
 use nvidia_libraries::{SearchEnv, Source, candidates, site_packages};
 
 use crate::sys::UcxSymbols;
+
+/// Keeps a library in the process even if it is rejected and closed, with all libraries that it needs (dlfcn.h of Linux).
+const RTLD_NODELETE: c_int = 0x1000;
 
 /// The name under which the library is installed; the unversioned name belongs to development packages only.
 pub const LIBRARY_NAME: &str = "libucp.so.0";
@@ -136,7 +139,7 @@ fn load(file: &Path) -> Result<(&'static UcxSymbols, Version), String> {
     // RTLD_NOW: an incomplete installation is an error here and does not end the process at the first call. SAFETY:
     // opening runs the file's initialisers. They are trusted as far as the places of the search order are: an explicit
     // choice of the user, the system's libraries, the user's own Python environments.
-    let library = unsafe { unix::Library::open(Some(file), RTLD_NOW | RTLD_LOCAL) }
+    let library = unsafe { unix::Library::open(Some(file), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE) }
         .map_err(|error| dlerror_text(&error))?;
     quieten(&library);
     // SAFETY: the table gives each symbol the type that ucp.h declares for that name. UCX keeps the signature of a

@@ -20,9 +20,9 @@ use super::coordinator::{MemberId, OWN};
 use super::message::{FromAgent, StartOrder, ToAgent};
 
 /// How long a node tries to connect.
-pub(crate) const REACH_LIMIT: Duration = Duration::from_secs(1);
+pub(crate) const REACH_LIMIT: Duration = Duration::from_millis(2500);
 /// How long the start waits for the answers of the nodes.
-const ANSWER_LIMIT: Duration = Duration::from_secs(2);
+const ANSWER_LIMIT: Duration = Duration::from_secs(4);
 /// Most interfaces of a node that are tried.
 const MAX_TARGETS: usize = 4;
 

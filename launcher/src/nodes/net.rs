@@ -4,10 +4,15 @@
 //! UCX is opened in a process of its own: opening it starts a thread, replaces functions of the C library, and may crash
 //! if it is broken.
 
+use std::io::Read;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
+
+/// How long the process that opens UCX may take: its file may be on a file system that does not answer.
+const PROBE_LIMIT: Duration = Duration::from_secs(5);
 
 /// The value of `--net`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -135,18 +140,39 @@ pub(crate) fn ucx_version() -> Result<String, String> {
     let own = std::env::current_exe().map_err(|error| format!("its version is unknown ({error})"))?;
     let mut probe = Command::new(own);
     probe.args(["doctor", "--ucx-probe"]).stdin(Stdio::null()).stderr(Stdio::null());
-    let output = probe.output().map_err(|error| format!("its version is unknown ({error})"))?;
-    let text = String::from_utf8_lossy(&output.stdout).trim().to_owned();
-    match output.status.code() {
+    let unknown = |error: std::io::Error| format!("its version is unknown ({error})");
+    let mut child = probe.stdout(Stdio::piped()).spawn().map_err(unknown)?;
+    let started = Instant::now();
+    let status = loop {
+        match child.try_wait().map_err(unknown)? {
+            Some(status) => break status,
+            None if started.elapsed() < PROBE_LIMIT => std::thread::sleep(Duration::from_millis(2)),
+            None => {
+                let _ = child.kill();
+                return Err(format!("opening it takes longer than {} s", PROBE_LIMIT.as_secs()));
+            }
+        }
+    };
+    let mut text = String::new();
+    if let Some(mut output) = child.stdout.take() {
+        output.read_to_string(&mut text).map_err(unknown)?;
+    }
+    let text = text.trim().to_owned();
+    match status.code() {
         Some(0) => Ok(text),
         Some(_) if !text.is_empty() => Err(text),
-        _ => Err(format!("opening it fails ({}): is the installation complete?", output.status)),
+        _ => Err(format!("opening it fails ({status}): is the installation complete?")),
     }
 }
 
 /// What the process of [`ucx_version`] prints: the version, or else why there is none.
 pub(crate) fn probe_ucx() -> Result<String, String> {
-    ucx_sys::Library::open().map(|ucx| ucx.version().to_string()).map_err(|error| error.to_string())
+    let ucx = ucx_sys::Library::open().map_err(|error| error.to_string())?;
+    let unusable =
+        |error: ucx_sys::UcxError| format!("UCX {} ({}) does not work: {error}", ucx.version(), ucx.origin());
+    // What ranks make: an interface may be down, or memory must not be locked.
+    ucx_sys::Worker::new(&ucx_sys::Context::new(&ucx, 1).map_err(unusable)?).map_err(unusable)?;
+    Ok(ucx.version().to_string())
 }
 
 #[cfg(test)]

@@ -124,7 +124,8 @@ impl NcclEndpoint {
     /// The variables for the start that follows [`use_control_interface`](Self::use_control_interface), on a host with
     /// this `address` for the connections; none without that.
     pub(super) fn take_variables(&mut self, address: IpAddr) -> Vec<(&'static str, String)> {
-        match std::mem::take(&mut self.uses_control) {
+        // By its loopback interface no other host could reach this one.
+        match std::mem::take(&mut self.uses_control) && !address.is_loopback() {
             true => self.variables.variables_for(address, &own_interfaces()).unwrap_or_default(),
             false => Vec::new(),
         }

@@ -93,10 +93,9 @@ impl<'a> Network<'a> {
         match settings.node_rank {
             Some(0) => {
                 network.host(now)?;
-                network.endpoint_check = settings
-                    .endpoint
-                    .is_some()
-                    .then(|| EndpointCheck::new(job, network.place(), network.dialer(), now));
+                network.endpoint_check = settings.endpoint.is_some().then(|| {
+                    EndpointCheck::new(job, network.card.clone(), network.place(), network.dialer(), now)
+                });
             }
             Some(_) => network.dial(),
             None => network.look_up(now)?,

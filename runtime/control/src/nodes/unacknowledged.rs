@@ -27,8 +27,10 @@ const TIMEOUT: Duration = Duration::from_millis(tcp::USER_TIMEOUT as u64 + 250);
 pub(super) struct Unacknowledged {
     /// Bytes written so far.
     written: u64,
-    /// A position in the stream, and when the bytes before it had been written. `None` if everything is acknowledged.
-    mark: Option<(u64, Instant)>,
+    /// Number of bytes that were acknowledged.
+    acknowledged: u64,
+    /// Since when no further byte was acknowledged. `None` if all of them are.
+    since: Option<Instant>,
 }
 
 impl Unacknowledged {
@@ -36,25 +38,26 @@ impl Unacknowledged {
     pub(super) fn wrote(&mut self, bytes: usize, now: Instant) {
         if bytes > 0 {
             self.written += bytes as u64;
-            self.mark.get_or_insert((self.written, now));
+            self.since.get_or_insert(now);
         }
     }
 
     /// True if it is unknown whether everything is acknowledged.
     pub(super) fn is_pending(&self) -> bool {
-        self.mark.is_some()
+        self.since.is_some()
     }
 
     /// When the other host is given up if [`note`](Self::note) does not say by then that bytes have arrived.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        self.mark.map(|(_, since)| since + TIMEOUT)
+        self.since.map(|since| since + TIMEOUT)
     }
 
     /// Notes how many bytes are not acknowledged `now`.
     pub(super) fn note(&mut self, unacknowledged: usize, now: Instant) {
         let acknowledged = self.written.saturating_sub(unacknowledged as u64);
-        if self.mark.is_some_and(|(position, _)| position <= acknowledged) {
-            self.mark = (acknowledged < self.written).then_some((self.written, now));
+        if acknowledged > self.acknowledged {
+            self.acknowledged = acknowledged;
+            self.since = (acknowledged < self.written).then_some(now);
         }
     }
 }

@@ -241,6 +241,11 @@ impl Store {
         }
     }
 
+    /// Whether another thread is in a call, which may last.
+    pub fn is_in_use(&self) -> bool {
+        self.connection.try_lock().is_err()
+    }
+
     /// Waits until all ranks are in the barrier called `name`.
     ///
     /// # Errors

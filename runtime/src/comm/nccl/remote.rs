@@ -48,7 +48,7 @@ impl Link {
 
     /// The members that do not wait in this collective; `None` if that is not known, or all wait.
     pub(super) fn absent_members(&self, context: &WaitContext) -> Option<Vec<u32>> {
-        if !context.is_collective() || !self.has_remote_members() {
+        if !context.is_collective() || !self.has_remote_members() || self.membership.store().is_in_use() {
             return None;
         }
         let name = format!("{}/overdue/{}", self.key, context.sequence);
@@ -76,6 +76,9 @@ impl Link {
         let (store, rank, key) = (self.membership.store(), self.rank(), statement_of(self.rank()));
         let CollectiveCounter { communicator, count } = self.progress();
         let value = [communicator.to_le_bytes(), count.to_le_bytes()].concat();
+        if store.is_in_use() {
+            return;
+        }
         // The previous one, if nobody has read it. If this cannot be said, the others find out at the timeout.
         let _ = store.get(&key, rank, Duration::ZERO);
         let _ = store.set(&key, &value, &[], 1);
@@ -85,7 +88,9 @@ impl Link {
     /// shutdown for so long, has never begun.
     pub(super) fn is_awaited_remotely(&self, at_the_end: Duration) -> bool {
         let second = at_the_end.as_secs();
-        if second == self.statement.second.swap(second, Ordering::Relaxed) || !self.has_remote_members() {
+        let is_new = second != self.statement.second.swap(second, Ordering::Relaxed);
+        // Another thread may be about to begin it.
+        if !is_new || second == 0 || !self.has_remote_members() || self.membership.store().is_in_use() {
             return false;
         }
         let world = 0..self.membership.page().world_size();

@@ -18,7 +18,7 @@ use nix::poll::{PollFd, PollFlags};
 
 use super::hosting::Hosting;
 use super::{Input, NodeJob, failure};
-use crate::nodes::{FromAgent, ToAgent};
+use crate::nodes::{FromAgent, NodeCard, ToAgent};
 
 /// Mostly the other nodes have come by then, and nothing has to be checked.
 const DELAY: Duration = Duration::from_millis(500);
@@ -28,6 +28,8 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// The check. It ends when another node joins.
 pub(super) struct EndpointCheck<'a> {
     job: &'a NodeJob<'a>,
+    /// What the coordinator has from this node: a node 0 that joins itself is known by it.
+    card: NodeCard,
     endpoint: Endpoint,
     stage: Stage,
     /// What to tell the user, and when.
@@ -45,9 +47,15 @@ enum Stage {
 
 impl<'a> EndpointCheck<'a> {
     /// A check with the `dialer` of this `endpoint`.
-    pub(super) fn new(job: &'a NodeJob<'a>, endpoint: Endpoint, dialer: Dialer, now: Instant) -> Self {
+    pub(super) fn new(
+        job: &'a NodeJob<'a>,
+        card: NodeCard,
+        endpoint: Endpoint,
+        dialer: Dialer,
+        now: Instant,
+    ) -> Self {
         let stage = Stage::Waiting(now + DELAY, Box::new(dialer));
-        EndpointCheck { job, endpoint, stage, remark: None }
+        EndpointCheck { job, card, endpoint, stage, remark: None }
     }
 
     pub(super) fn fds(&self) -> Vec<PollFd<'_>> {
@@ -89,7 +97,7 @@ impl<'a> EndpointCheck<'a> {
             Stage::Dialing(mut dialer) => match dialer.service(now) {
                 None => Stage::Dialing(dialer),
                 Some(Ok(mut link)) => {
-                    link.send(&FromAgent::Join(Box::new(self.job.card.clone())));
+                    link.send(&FromAgent::Join(Box::new(self.card.clone())));
                     Stage::Joining(Box::new(link))
                 }
                 Some(Err(_)) => Stage::Over,
