@@ -68,6 +68,11 @@ impl Arena {
         std::ptr::eq(self.owner.as_ptr(), Arc::as_ptr(membership))
     }
 
+    /// Whether this world rank has a part in the same memory.
+    pub(crate) fn has_part(&self, rank: u32) -> bool {
+        self.parts.get(rank as usize).is_some_and(Option::is_some)
+    }
+
     /// Whether all `members` have allocated it together.
     pub(crate) fn is_of(&self, members: &Members) -> bool {
         members.are_within(&self.members)

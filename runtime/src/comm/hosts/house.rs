@@ -147,7 +147,12 @@ impl HostsTransport {
 
     /// Identifies the memory of a buffer for the other ranks of the house; 0 if not all of them map it.
     pub(super) fn location(&self, buffer: &Buffer) -> u64 {
-        let is_ours = |arena: &Arena| arena.belongs_to(&self.membership) && arena.is_of(&self.members);
+        // A communicator in whose order these ranks are not next to each other has several arenas of this number here.
+        let has_all =
+            |arena: &Arena| self.runs.own().all(|rank| arena.has_part(self.members.world_rank(rank)));
+        let is_ours = |arena: &Arena| {
+            arena.belongs_to(&self.membership) && arena.is_of(&self.members) && has_all(arena)
+        };
         let Some((arena, offset)) = buffer.arena().filter(|(arena, _)| is_ours(arena)) else { return 0 };
         xxhash_rust::xxh3::xxh3_64_with_seed(&arena.id.to_le_bytes(), offset as u64).max(1)
     }

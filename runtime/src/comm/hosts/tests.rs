@@ -229,6 +229,35 @@ fn damage(world: &World, damaged: u32, at: usize) {
     });
 }
 
+/// In the order of a group, ranks of one host are not next to each other; so they do not share all of its memory.
+#[test]
+fn buffers_of_a_group_in_another_order() {
+    let results = on_hosts(Net::Tcp, &[4, 1], |mut world| -> Result<()> {
+        let key = [0, 1, 3, 4, 2][world.rank() as usize];
+        let mut group = world.split(Some(0), key)?.expect("a group of all");
+        let mut whole = world.communicator()?;
+        for len in [100, 30_000] {
+            let filled = |mut buffer: Buffer| {
+                buffer.as_mut_slice::<f32>().fill(1.0);
+                buffer
+            };
+            let buffer = filled(group.allocate(crate::DType::F32, len * 5)?);
+            let sum = whole.all_reduce(buffer, ReduceOp::Sum)?.wait()?;
+            assert_eq!(sum.as_slice::<f32>(), vec![5.0; len * 5]);
+            let buffer = filled(group.allocate(crate::DType::F32, len * 5)?);
+            let sum = whole.reduce(buffer, ReduceOp::Sum, 2)?.wait()?;
+            assert_eq!(sum.as_slice::<f32>()[0], if whole.rank() == 2 { 5.0 } else { 1.0 });
+            let buffer = filled(group.allocate(crate::DType::F32, len * 5)?);
+            let sum = group.reduce_scatter(buffer, ReduceOp::Sum)?.wait()?;
+            assert_eq!(sum.as_slice::<f32>()[group.rank() as usize * len], 5.0);
+            let _ = whole.broadcast(filled(group.allocate(crate::DType::F32, len)?), 3)?.wait()?;
+            let _ = group.all_gather(filled(whole.allocate(crate::DType::F32, len * 5)?))?.wait()?;
+        }
+        Ok(())
+    });
+    assert!(results.iter().all(Result::is_ok), "{results:?}");
+}
+
 /// A bit that changes on the way from rank 2 to rank 0: in a header, in a small payload, in a large one.
 #[test]
 fn damaged_payloads_are_reported_on_all_ranks() {

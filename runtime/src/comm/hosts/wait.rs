@@ -128,6 +128,9 @@ impl HostsTransport {
             checked = now;
             let absent = self.absent(awaited, transfer);
             let waited = patience.waited(now, (transfer.left(), absent.len()));
+            if waited.is_zero() && transfer.left() > 0 {
+                self.membership.page().touch(self.membership.rank());
+            }
             if let Err(error) = self.check_peers(&absent, call, waited) {
                 // Prefer the mismatch: a peer with another call may have ended because of it.
                 self.poll(transfer, Duration::ZERO, call)?;
@@ -212,6 +215,11 @@ impl HostsTransport {
         }
         self.check_connections(absent, call)?;
         if waited < self.timeout {
+            return Ok(());
+        }
+        let is_at_home = self.waiting.is_some_and(|wait| wait.awaited == Awaited::House);
+        if is_at_home && waited_for.iter().any(|rank| self.membership.idle_time(*rank) < self.timeout) {
+            // It still transfers.
             return Ok(());
         }
         if self.membership.has_groups() {

@@ -182,9 +182,16 @@ impl Wire for TcpWire {
 
     fn advance(&mut self, transfer: &mut Transfer<'_>) -> Result<(), BadFrame> {
         for peer in 0..self.peers.len() as u32 {
-            for stream in 0..self.peers[peer as usize].inputs.len() {
-                if self.peers[peer as usize].inputs[stream].available() > 0 {
-                    self.parse(peer, stream, transfer)?;
+            // Pieces come from the streams in turn.
+            loop {
+                let before = self.peers[peer as usize].turn.position;
+                for stream in 0..self.peers[peer as usize].inputs.len() {
+                    if self.peers[peer as usize].inputs[stream].available() > 0 {
+                        self.parse(peer, stream, transfer)?;
+                    }
+                }
+                if self.peers[peer as usize].turn.position == before {
+                    break;
                 }
             }
         }

@@ -128,6 +128,8 @@ impl Connection {
         }
         let end = outgoing.turn.position + PIECE_BYTES as u64;
         while outgoing.turn.position < end
+            // Nothing may come between the bytes of a small frame.
+            && !(outgoing.piece.is_none() && outgoing.turn.stream == 0 && outgoing.has_queued())
             && let Some([header, payload]) = transfer.next_frame(peer, stamp, outgoing.turn.position)
         {
             let piece = outgoing.piece.unwrap_or(payload.len());
