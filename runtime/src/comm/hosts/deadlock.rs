@@ -9,12 +9,21 @@
 //! in their order, so a probe that has come back proves that all waits of the cycle still last.
 //!
 //! Ranks that wait for a rank of a cycle, but are not part of it, learn from its abort that calls differ.
+//!
+//! Ranks that transfer a payload have agreed on what they do, and may well wait for each other in a cycle. Probes pass them
+//! all the same, again and again: every rank that receives one tells its origin whom it waits for, so that a rank which waits
+//! for a neighbour in a chain can name the one that blocks the chain.
+
+use std::time::{Duration, Instant};
 
 use super::HostsTransport;
 use super::frame::{FrameKind, Header};
-use super::wait::Awaited;
+use super::wait::{Awaited, Wait};
 use crate::comm::signature::SIGNATURE_WORDS;
 use crate::{Error, Result};
+
+/// Time between two probes of a wait for payload.
+const PAUSE: Duration = Duration::from_millis(250);
 
 /// A probe that arrives: whose, and where it has been. The header's call is that of the rank `first`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,6 +43,8 @@ enum Expected {
     Arrival(u32),
     Message(u32),
     Accept(u32),
+    /// Payload, or the end of another rank's transfer.
+    Payload,
 }
 
 impl Probe {
@@ -42,6 +53,7 @@ impl Probe {
             Expected::Arrival(number) => (0, number),
             Expected::Message(number) => (1, number),
             Expected::Accept(number) => (2, number),
+            Expected::Payload => (3, 0),
         };
         let mut bytes = [0; 20];
         let numbers = [self.origin, self.wait, self.first, kind, number];
@@ -59,6 +71,7 @@ impl Probe {
             0 => Expected::Arrival(number(4)),
             1 => Expected::Message(number(4)),
             2 => Expected::Accept(number(4)),
+            3 => Expected::Payload,
             _ => return None,
         };
         let probe = Probe { origin: number(0), wait: number(1), first: number(2), awaited };
@@ -72,25 +85,37 @@ fn has_reached(counter: u32, target: u32) -> bool {
 }
 
 impl HostsTransport {
-    /// What this rank expects from each rank that it waits for, if it can be in a cycle. (Ranks that transfer a payload
-    /// have agreed on what they do.)
+    /// What this rank expects from each rank that it waits for.
     fn expected(&self, awaited: Awaited) -> Option<Expected> {
         let peer = |rank: u32| &self.peers[rank as usize];
         match awaited {
             Awaited::Arrivals => Some(Expected::Arrival(self.sequence)),
             Awaited::Message { from } => Some(Expected::Message(peer(from).taken.wrapping_add(1))),
             Awaited::Accept { by } => Some(Expected::Accept(peer(by).sent)),
-            Awaited::Transfer | Awaited::Change { .. } | Awaited::House | Awaited::Room { .. } => None,
+            Awaited::Transfer | Awaited::Change { .. } | Awaited::House => Some(Expected::Payload),
+            Awaited::Room { .. } => None,
         }
     }
 
-    /// Sends a probe to the ranks that this rank waits for, once in a wait.
+    /// Sends a probe to the ranks that this rank waits for, once in a wait; again and again in one for payload.
     pub(super) fn search_deadlock(&mut self, absent: &[u32]) {
-        let Some(wait) = self.waiting.filter(|wait| wait.number != self.probed) else { return };
-        self.probed = wait.number;
+        let Some(wait) = self.waiting else { return };
         let Some(awaited) = self.expected(wait.awaited) else { return };
+        self.blocked_by.clear();
+        self.blocked_by.extend_from_slice(absent);
+        let is_new = wait.number != self.probed.0;
+        let is_due = awaited == Expected::Payload && self.probed.1.is_none_or(|at| at.elapsed() >= PAUSE);
+        if !is_new && !is_due {
+            return;
+        }
+        if !is_new {
+            // What is known of this wait may no longer be true.
+            self.waits = self.waits.wrapping_add(1);
+            self.waiting = Some(Wait { number: self.waits, ..wait });
+        }
+        self.probed = (self.waits, Some(Instant::now()));
         for peer in absent {
-            let probe = Probe { origin: self.members.rank(), wait: wait.number, first: *peer, awaited };
+            let probe = Probe { origin: self.members.rank(), wait: self.waits, first: *peer, awaited };
             let header = Header::new(FrameKind::Probe, 0, [0; SIGNATURE_WORDS]);
             self.wire.sender().queue(*peer, header, &probe.encode());
         }
@@ -107,11 +132,13 @@ impl HostsTransport {
             Expected::Arrival(number) => has_reached(self.sequence, number),
             Expected::Message(number) => has_reached(peer.sent, number),
             Expected::Accept(number) => has_reached(peer.taken, number),
+            Expected::Payload => false,
         };
         let Some(wait) = self.waiting.filter(|_| !is_sent) else { return Ok(()) };
         let Some(awaited) = self.expected(wait.awaited) else { return Ok(()) };
+        let is_of_payload = [probe.awaited, awaited].contains(&Expected::Payload);
         if probe.origin == own {
-            if probe.wait == wait.number {
+            if probe.wait == wait.number && !is_of_payload {
                 self.cycle = Some((probe.first, header.call));
             }
             return Ok(());
@@ -120,8 +147,12 @@ impl HostsTransport {
             return Ok(());
         }
         let call = if from == probe.origin { wait.call } else { header.call };
-        let passed_on = Probe { awaited, ..probe }.encode();
-        let absent = self.absent(wait.awaited, &self.empty_transfer());
+        let passed_on =
+            Probe { awaited: if is_of_payload { Expected::Payload } else { awaited }, ..probe }.encode();
+        let absent = match awaited {
+            Expected::Payload => self.blocked_by.clone(),
+            _ => self.absent(wait.awaited, &self.empty_transfer()),
+        };
         let sender = self.wire.sender();
         if let Some(peer) = absent.first() {
             let note = Header::new(FrameKind::Waiting, probe.wait, wait.call);
@@ -144,27 +175,36 @@ impl HostsTransport {
         Ok(())
     }
 
-    /// Those of `absent` that block the others: not the ranks that are late because they wait for another one. A rank
-    /// that has to wait for a single one gets the rank that blocks that one.
+    /// Those of `absent` that block the others: not the ranks that are late because they wait for another one, or for this
+    /// rank. A rank that has to wait for a single one gets the rank that blocks that one.
     pub(super) fn blocking(&self, absent: &[u32]) -> Vec<u32> {
         if let [peer] = absent {
-            return vec![self.end_of_wait_chain(*peer)];
+            return vec![self.end_of_wait_chain(*peer).unwrap_or(*peer)];
         }
-        let blocking: Vec<u32> =
-            absent.iter().copied().filter(|peer| self.end_of_wait_chain(*peer) == *peer).collect();
-        if blocking.is_empty() { absent.to_vec() } else { blocking }
+        let is_end = |peer: &u32| self.end_of_wait_chain(*peer) == Some(*peer);
+        let blocking: Vec<u32> = absent.iter().copied().filter(is_end).collect();
+        if !blocking.is_empty() {
+            return blocking;
+        }
+        // All of them wait for others.
+        let mut ends: Vec<u32> = absent.iter().filter_map(|peer| self.end_of_wait_chain(*peer)).collect();
+        ends.sort_unstable();
+        ends.dedup();
+        if ends.is_empty() { absent.to_vec() } else { ends }
     }
 
-    /// Follows what peers have said in this wait from `peer` to the rank that it waits for, and so on.
-    fn end_of_wait_chain(&self, peer: u32) -> u32 {
+    /// Follows what peers have said in this wait from `peer` to the rank that it waits for, and so on. `None` if that is
+    /// this rank.
+    fn end_of_wait_chain(&self, peer: u32) -> Option<u32> {
         let (mut last, current) = (peer, self.waits);
         for _ in 0..self.members.size() {
             match self.peers[last as usize].waits_for {
-                Some((wait, next)) if wait == current && next != self.members.rank() => last = next,
+                Some((wait, next)) if wait == current && next == self.members.rank() => return None,
+                Some((wait, next)) if wait == current => last = next,
                 _ => break,
             }
         }
-        last
+        Some(last)
     }
 
     /// The error of a cycle, if one was found in this wait.
@@ -182,7 +222,9 @@ mod tests {
 
     #[test]
     fn probes_survive_the_wire() {
-        for awaited in [Expected::Arrival(1), Expected::Message(u32::MAX), Expected::Accept(7)] {
+        for awaited in
+            [Expected::Arrival(1), Expected::Message(u32::MAX), Expected::Accept(7), Expected::Payload]
+        {
             let probe = Probe { origin: 2, wait: 9, first: 1, awaited };
             assert_eq!(Probe::decode(&probe.encode(), 3), Some(probe));
             assert_eq!(Probe::decode(&probe.encode(), 2), None);

@@ -41,7 +41,7 @@ use std::cell::Cell;
 use std::net::IpAddr;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use acceptor::Acceptor;
 use agree::Peer;
@@ -132,8 +132,10 @@ pub(crate) struct HostsTransport {
     waiting: Option<Wait>,
     /// Whether the wait in progress is on the progress page.
     has_noted_wait: bool,
-    /// The last wait that has sent probes.
-    probed: u32,
+    /// The last wait that has sent probes, and when.
+    probed: (u32, Option<Instant>),
+    /// The ranks for which the wait in progress was found to wait.
+    blocked_by: Vec<u32>,
     /// A cycle of waits with this rank: the next rank in it, and that rank's call.
     cycle: Option<(u32, [u64; SIGNATURE_WORDS])>,
     /// Memory for contributions of other ranks, kept between reductions.
@@ -226,7 +228,8 @@ impl HostsTransport {
             waits: 0,
             waiting: None,
             has_noted_wait: false,
-            probed: 0,
+            probed: (0, None),
+            blocked_by: Vec::new(),
             cycle: None,
             staging: None,
             received_bytes: 0,

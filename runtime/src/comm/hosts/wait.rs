@@ -65,6 +65,7 @@ impl HostsTransport {
     ) -> Result<()> {
         self.waits = self.waits.wrapping_add(1);
         self.cycle = None;
+        self.blocked_by.clear();
         self.waiting = Some(Wait { awaited, number: self.waits, call: call.encode() });
         let result = self.with_transfer(transfer, |comm, transfer| comm.drive(awaited, call, transfer));
         self.waiting = None;
