@@ -7,6 +7,7 @@ use std::process::{Child, Stdio};
 use mgpu_tests::hosts::Hosts;
 use mgpu_tests::process::{Finished, command, finish, run, until};
 use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 const HELLO_RING: &str = env!("CARGO_BIN_EXE_t-hello_ring");
 const MISBEHAVE: &str = env!("CARGO_BIN_EXE_t-misbehave");
@@ -161,8 +162,14 @@ fn a_stopped_rank_is_no_lost_host() {
     wait_until_joined(&hosts, &ranks);
     // The rank that serves host b misses a few heartbeats and goes on; then another one ends.
     let [serving, other] = [2, 3].map(|rank: usize| hosts.program(&ranks[rank]));
+    // The process that has entered the host stops with the rank, and continues it.
+    let outside = Pid::from_raw(ranks[2].id() as i32);
     kill(serving, Signal::SIGSTOP).unwrap();
-    kill(serving, Signal::SIGCONT).unwrap();
+    until(|| {
+        let status = std::fs::read_to_string(format!("/proc/{outside}/status"));
+        status.is_ok_and(|status| status.contains("State:\tT"))
+    });
+    kill(outside, Signal::SIGCONT).unwrap();
     kill(other, Signal::SIGKILL).unwrap();
     for (rank, finished) in all(ranks).iter().enumerate().filter(|(rank, _)| *rank != 3) {
         finished.expect(9, &[&format!("rank {rank} lost rank 3 in "), "rank 3 ended without a goodbye"]);
