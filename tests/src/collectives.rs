@@ -466,14 +466,6 @@ pub fn all(mut world: World) -> Result<()> {
     all_of(&mut world.communicator()?, &[BufferKind::Arena, BufferKind::Private], &Algorithm::ALL)
 }
 
-/// As [`all`], where there is one algorithm and one kind of memory.
-///
-/// # Errors
-/// As the collectives.
-pub fn all_private(mut world: World) -> Result<()> {
-    all_of(&mut world.communicator()?, &[BufferKind::Private], &[Algorithm::Auto])
-}
-
 /// As [`all`], where there is one algorithm.
 ///
 /// # Errors

@@ -54,7 +54,7 @@ type Outgoing = (MemberId, ToAgent);
 /// The check.
 #[derive(Default)]
 pub(crate) struct NcclPreflight {
-    /// Of the members whose ranks use NCCL.
+    /// Cards of the members whose ranks use NCCL.
     cards: BTreeMap<MemberId, NodeCard>,
     check: Option<Check>,
 }

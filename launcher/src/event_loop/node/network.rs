@@ -47,7 +47,7 @@ pub(super) struct Network<'a> {
     /// Until then the coordinator has to be found.
     deadline: Instant,
     role: Role,
-    /// Of a node 0 that was told that it is.
+    /// Whether the endpoint leads here; only where this node was told that it is node 0.
     endpoint_check: Option<EndpointCheck<'a>>,
 }
 

@@ -146,7 +146,7 @@ fn count(posts: &mut SmallVec<[Post; 4]>, peer: u32) -> usize {
 struct Chain<'a> {
     dtype: DType,
     op: ReduceOp,
-    /// Of all hosts.
+    /// Number of ranks of all hosts.
     ranks: u32,
     /// What arrives from the first run are elements, not yet accumulators.
     elements_arrive: bool,

@@ -132,13 +132,8 @@ impl HostsTransport {
                 .map(|number| unsafe { std::slice::from_raw_parts(slot(turn, number).cast_const(), bytes) })
                 .collect();
             // SAFETY: this rank's own part, of which nothing is posted.
-            reduce_part(
-                dtype,
-                op,
-                rank,
-                unsafe { std::slice::from_raw_parts_mut(own, bytes) },
-                &contributions,
-            );
+            let result = unsafe { std::slice::from_raw_parts_mut(own, bytes) };
+            reduce_part(dtype, op, rank, result, &contributions);
             self.membership.page().touch(self.membership.rank());
             for peer in self.others().filter(|_| goal == Goal::All) {
                 let (address, theirs) = part(turn, peer);

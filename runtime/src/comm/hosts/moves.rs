@@ -77,8 +77,8 @@ pub(super) struct Relayed {
 }
 
 impl Moves {
-    /// Leaves out what the ranks of a run that are `in_place` copy to each other. Of each part that is from another run,
-    /// one rank of the run receives it.
+    /// Leaves out what the ranks of a run that are `in_place` copy to each other. One rank of such a run receives each
+    /// part of another run.
     pub(super) fn relayed(self, runs: &Runs, in_place: &[bool]) -> Relayed {
         let own_run = in_place[runs.position()];
         let is_own = |rank: u32| runs.own().contains(&rank);

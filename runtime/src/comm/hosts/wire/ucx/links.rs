@@ -239,8 +239,8 @@ impl Links {
             // A longer message, or one of an unauthenticated process, is received in part, which is an error.
             let most = if sender.is_some() { message.bytes.min(MOST_BYTES + 1) } else { 0 };
             let mut bytes = vec![0; most];
-            // SAFETY: the bytes are on the heap, and are kept in `arriving`, as those in `outgoing`. Of an unknown sender
-            // no byte is written.
+            // SAFETY: the bytes are on the heap, and are kept in `arriving`, as those in `outgoing`. No byte of an
+            // unknown sender is written.
             let request = unsafe { worker.receive_message(message, bytes.as_mut_ptr(), most) };
             let Ok(request) = request else { continue };
             match sender.and_then(|sender| self.links[sender as usize].as_mut()) {
