@@ -82,6 +82,7 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
         let (options, program) = words[1..].split_at(words.len() - 1 - command_words);
         let remote = Remote {
             hosts,
+            nnodes: nodes.nnodes.as_deref(),
             options,
             program,
             same_folder: true,

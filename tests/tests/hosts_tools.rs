@@ -155,6 +155,24 @@ fn a_rank_that_fails_is_named_and_its_code_is_that_of_the_starter() {
 }
 
 #[test]
+fn a_job_goes_on_without_a_host_that_is_lost() {
+    let Some(site) = Site::start(3) else { return };
+    let script = "echo start $MGPU_RESTART_COUNT of $WORLD_SIZE; test $WORLD_SIZE = 2 || exec sleep 1000";
+    let mut starter =
+        site.mgpurun(&["--hosts", "a,b,c", "--nnodes", "2:3", "--max-restarts", "1", "-n", "1"]);
+    starter.args(["--timeout", "1", "--no-prefix", "sh", "-c", script]);
+    let mut starter = starter.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    until(|| (0..3).all(|host| site.hosts.processes(host).iter().any(|(_, line)| line.starts_with("sleep"))));
+    for (pid, line) in site.hosts.processes(1) {
+        if line.contains("mgpurun") {
+            kill(pid, Signal::SIGKILL).unwrap();
+        }
+    }
+    let finished = site.finish(&mut starter);
+    finished.expect(0, &["mgpurun on b ", "start 1 of 2\n"]);
+}
+
+#[test]
 fn the_host_of_the_starter_is_node_0() {
     let Some(site) = Site::start(2) else { return };
     // In the network of `a` and by its name, but where the script can enter `b`.
@@ -189,7 +207,8 @@ fn hosts_and_options_that_contradict_each_other_are_refused() {
     for (arguments, text) in [
         (&["--hosts", "a", "true"][..], "--hosts is for at least two"),
         (&["--hosts", "a,b:8", "true"], "-n sets the ranks of each host"),
-        (&["--hosts", "a,b", "--nnodes", "2", "true"], "cannot be used with"),
+        (&["--hosts", "a,b", "--node-rank", "1", "true"], "cannot be used with"),
+        (&["--hosts", "a,b", "--nnodes", "1:3", "true"], "MAX of MIN:MAX, should be 2"),
         (&["--hosts", "localhost,b", "true"], "which every host takes for itself"),
         (&["--hosts", "a,b", "true", ":", "true"], "on several nodes there is one job"),
         (&["doctor", "--hosts", "a,b"], "options of several nodes need --nodes"),

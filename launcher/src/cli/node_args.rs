@@ -27,8 +27,9 @@ pub(crate) struct NodeArgs {
     /// is node 0 if it is among them, else the first one is. mgpurun, the program and the working folder are at the same
     /// paths on all hosts. `ssh HOST true` has to work without a password; the variable MGPU_SSH has another program
     /// or options, such as MGPU_SSH="ssh -p 2222". The nodes' secret is made for the job. Variables of the environment
-    /// are not passed on: `--hosts a,b env NAME=VALUE PROGRAM`.
-    #[arg(long, value_name = "HOST,HOST...", conflicts_with_all = ["nnodes", "node_rank", "rdzv_id", "master_addr", "master_port", "local_addr", "standalone", "auth", "secret_file", "attached"])]
+    /// are not passed on: `--hosts a,b env NAME=VALUE PROGRAM`. With --nnodes MIN:MAX, where MAX is the number of hosts,
+    /// the job goes on without hosts that are lost.
+    #[arg(long, value_name = "HOST,HOST...", conflicts_with_all = ["node_rank", "rdzv_id", "master_addr", "master_port", "local_addr", "standalone", "auth", "secret_file", "attached"])]
     pub(crate) hosts: Option<Hosts>,
 
     /// End when standard input ends, and read signals from it: for the agents of --hosts.

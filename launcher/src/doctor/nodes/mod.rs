@@ -50,6 +50,7 @@ pub(super) fn main(args: &Args, words: &[OsString]) -> Result<ExitCode, Box<dyn 
         let endpoint = args.of_nodes.rdzv_endpoint.as_deref();
         let remote = Remote {
             hosts,
+            nnodes: args.of_nodes.nnodes.as_deref(),
             options: words,
             program: &[],
             same_folder: false,

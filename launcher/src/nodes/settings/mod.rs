@@ -16,9 +16,10 @@ use mgpu_control::protocol::MGPU_RENDEZVOUS;
 use super::engine::{self, Engine, Given, Told};
 use super::net::NetChoice;
 use crate::cli::NodeArgs;
+pub(super) use values::parse_nodes;
 use values::{
     check_backend, join_timeout, parse_auth, parse_endpoint, parse_host, parse_net, parse_node_timeout,
-    parse_nodes, parse_port, wrong,
+    parse_port, wrong,
 };
 
 /// Port of an endpoint without one, as for torchrun.

@@ -19,7 +19,7 @@ pub(super) fn wrong(given: &Given<String>, should_be: &str) -> SettingsError {
     SettingsError::new(format!("{} is `{}`: {should_be}", given.from, given.value))
 }
 
-pub(super) fn parse_nodes(given: &Given<String>) -> Result<RangeInclusive<u32>, SettingsError> {
+pub(in super::super) fn parse_nodes(given: &Given<String>) -> Result<RangeInclusive<u32>, SettingsError> {
     let number = |text: &str| text.trim().parse::<u32>().ok();
     let range = match given.value.split_once(':') {
         Some((min, max)) => number(min).zip(number(max)),

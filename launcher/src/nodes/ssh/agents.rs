@@ -36,7 +36,7 @@ struct Agent<'a> {
 ///
 /// # Errors
 /// If one cannot be started; none is left running then.
-pub(super) fn run(commands: &[AgentCommand], secret: &str, grace: Duration, raw: bool) -> Result<u8, String> {
+pub(super) fn run(commands: &[AgentCommand], secret: &str, ending: Ending, raw: bool) -> Result<u8, String> {
     let failed = |what: &str, error: io::Error| format!("{what}: {error}");
     reset_sigchld().map_err(|error| failed("cannot wait for processes", error))?;
     let handled = handled_signals();
@@ -44,8 +44,7 @@ pub(super) fn run(commands: &[AgentCommand], secret: &str, grace: Duration, raw:
     let signals = SignalFd::with_flags(&handled, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
         .map_err(|error| failed("cannot wait for signals", error.into()))?;
     let (sender, readers) = mpsc::channel();
-    let mut agents =
-        Agents { agents: Vec::new(), ending: Ending::new(grace), signals, is_interrupted: false };
+    let mut agents = Agents { agents: Vec::new(), ending, signals, is_interrupted: false };
     for command in commands {
         agents.start(command, secret, raw, &sender)?;
     }

@@ -107,6 +107,8 @@ pub(super) struct Agents<'a> {
     pub(super) endpoint: &'a str,
     /// The endpoint is among the options already.
     pub(super) chosen_endpoint: bool,
+    /// `--nnodes` is among the options already.
+    pub(super) chosen_nodes: bool,
     pub(super) run_id: &'a str,
     pub(super) options: &'a [OsString],
     pub(super) program: &'a [OsString],
@@ -143,8 +145,10 @@ impl Agents<'_> {
         // A subcommand comes first, and `--` last.
         let subcommand = options.first().is_some_and(|word| word == "doctor");
         words.extend(subcommand.then(|| options.remove(0)));
-        let (nodes, node) = (self.hosts.names().len().to_string(), node.to_string());
-        words.extend(["--nnodes", &nodes, "--node-rank", &node].map(OsString::from));
+        if !self.chosen_nodes {
+            words.extend(["--nnodes", &self.hosts.names().len().to_string()].map(OsString::from));
+        }
+        words.extend(["--node-rank", &node.to_string()].map(OsString::from));
         if !self.chosen_endpoint {
             words.extend(["--rdzv-endpoint", self.endpoint, "--rdzv-id", self.run_id].map(OsString::from));
         }
@@ -269,6 +273,7 @@ mod tests {
             folder: Some("/home/me/a folder".into()),
             endpoint: "a",
             chosen_endpoint: false,
+            chosen_nodes: false,
             run_id: "77",
             options: &options,
             program: &program,
@@ -295,7 +300,7 @@ mod tests {
     #[test]
     fn a_subcommand_stays_in_front() {
         let hosts: Hosts = "a,b".parse().unwrap();
-        let options = words(&["doctor", "--nodes", "--hosts", "a,b"]);
+        let options = words(&["doctor", "--nodes", "--hosts", "a,b", "--nnodes", "1:2"]);
         let agents = Agents {
             hosts: &hosts,
             first_is_here: false,
@@ -304,6 +309,7 @@ mod tests {
             folder: None,
             endpoint: "e:1",
             chosen_endpoint: true,
+            chosen_nodes: true,
             run_id: "77",
             options: &options,
             program: &[],
@@ -311,7 +317,7 @@ mod tests {
         let line = agents.commands().remove(1).words.pop().unwrap();
         assert_eq!(
             line,
-            "exec /m doctor --nnodes 2 --node-rank 1 --auth secret --secret-file - --attached --nodes"
+            "exec /m doctor --node-rank 1 --auth secret --secret-file - --attached --nodes --nnodes 1:2"
         );
     }
 

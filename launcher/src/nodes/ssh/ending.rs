@@ -1,9 +1,9 @@
 //! When all agents have to end because one has, and the exit code of the job. Pure.
 //!
 //! Agents that have found each other end together and say why, so there is nothing to do but to wait. But an agent that
-//! was never started, or whose ssh has lost its connection, may leave others behind that still wait for it. So when the
-//! first agent fails, or that of node 0 ends, the others have a moment; then their standard input is closed, which ends
-//! their ranks, and whoever is still there after that is killed.
+//! was never started, or whose ssh has lost its connection, may leave others behind that still wait for it. So when that of
+//! node 0 ends, or so many have failed that the job cannot go on, the others have a moment; then their standard input is
+//! closed, which ends their ranks, and whoever is still there after that is killed.
 
 use std::time::{Duration, Instant};
 
@@ -42,6 +42,8 @@ enum Stage {
 pub(super) struct Ending {
     stage: Stage,
     grace: Duration,
+    /// Number of agents that may fail while the job goes on.
+    spare: usize,
     /// The code of node 0, if it has ended by itself.
     own_code: Option<u8>,
     /// The code of the first agent that failed.
@@ -49,9 +51,10 @@ pub(super) struct Ending {
 }
 
 impl Ending {
-    /// `grace` is the time that agents give their ranks.
-    pub(super) fn new(grace: Duration) -> Self {
-        Ending { stage: Stage::Running, grace, own_code: None, first_failure: None }
+    /// `grace` is the time that agents give their ranks; the job goes on with `least` of `agents` agents.
+    pub(super) fn new(grace: Duration, agents: usize, least: usize) -> Self {
+        let spare = agents.saturating_sub(least);
+        Ending { stage: Stage::Running, grace, spare, own_code: None, first_failure: None }
     }
 
     /// The agent of `node` has exited with `code`.
@@ -59,10 +62,13 @@ impl Ending {
         if node == 0 && matches!(self.stage, Stage::Running | Stage::Waiting(_)) {
             self.own_code = Some(code);
         }
+        let mut ends_the_job = node == 0;
         if code != exit_code::SUCCESS {
             self.first_failure.get_or_insert(code);
+            ends_the_job |= self.spare == 0;
+            self.spare = self.spare.saturating_sub(1);
         }
-        if self.stage == Stage::Running && (node == 0 || code != exit_code::SUCCESS) {
+        if self.stage == Stage::Running && ends_the_job {
             self.stage = Stage::Waiting(now + OWN_TIME);
         }
     }
@@ -118,13 +124,13 @@ mod tests {
 
     #[test]
     fn agents_that_end_together_are_left_alone() {
-        let (mut ending, now) = (Ending::new(GRACE), Instant::now());
+        let (mut ending, now) = (Ending::new(GRACE, 3, 3), Instant::now());
         ending.ended(1, 0, now);
         assert_eq!(ending.next_deadline(), None);
         ending.ended(2, 3, now);
         ending.ended(0, 3, now + OWN_TIME / 2);
         assert_eq!((ending.act(now + OWN_TIME / 2), ending.exit_code()), (None, 3));
-        let mut ending = Ending::new(GRACE);
+        let mut ending = Ending::new(GRACE, 3, 3);
         ending.ended(1, 137, now);
         ending.ended(0, exit_code::NODE_LOST, now);
         assert_eq!(ending.exit_code(), exit_code::NODE_LOST);
@@ -132,7 +138,7 @@ mod tests {
 
     #[test]
     fn agents_that_wait_for_one_that_is_missing_are_ended() {
-        let (mut ending, now) = (Ending::new(GRACE), Instant::now());
+        let (mut ending, now) = (Ending::new(GRACE, 3, 3), Instant::now());
         ending.ended(1, SSH_FAILED, now);
         assert_eq!(ending.act(now), None);
         let released = ending.next_deadline().unwrap();
@@ -143,7 +149,7 @@ mod tests {
         assert!(killed >= released + GRACE);
         assert_eq!((ending.act(killed), ending.act(killed)), (Some(Action::Kill), None));
         // A node that was refused says why by its code.
-        let mut ending = Ending::new(GRACE);
+        let mut ending = Ending::new(GRACE, 3, 3);
         ending.ended(1, exit_code::AUTHENTICATION, now);
         ending.act(now + OWN_TIME);
         ending.ended(0, 143, now + OWN_TIME);
@@ -151,8 +157,23 @@ mod tests {
     }
 
     #[test]
+    fn a_job_goes_on_while_enough_agents_are_left() {
+        let (mut ending, now) = (Ending::new(GRACE, 4, 2), Instant::now());
+        ending.ended(3, SSH_FAILED, now);
+        ending.ended(1, 137, now);
+        assert_eq!(ending.next_deadline(), None);
+        ending.ended(2, 137, now);
+        assert!(ending.next_deadline().is_some());
+        let mut ending = Ending::new(GRACE, 3, 1);
+        ending.ended(2, SSH_FAILED, now);
+        ending.ended(0, 0, now);
+        assert!(ending.next_deadline().is_some());
+        assert_eq!(ending.exit_code(), 0);
+    }
+
+    #[test]
     fn a_user_in_a_hurry_does_not_wait() {
-        let (mut ending, now) = (Ending::new(GRACE), Instant::now());
+        let (mut ending, now) = (Ending::new(GRACE, 3, 3), Instant::now());
         ending.hurry(now);
         assert_eq!(ending.act(now), Some(Action::Release));
         ending.hurry(now);

@@ -32,9 +32,12 @@ use mgpu_control::protocol::new_run_id;
 use nix::unistd::gethostname;
 
 use super::SettingsError;
+use super::engine::Given;
+use super::settings::parse_nodes;
 use crate::stdout;
 pub(crate) use command::Hosts;
 use command::{AgentCommand, Agents, shell_line};
+use ending::Ending;
 
 /// Variable with another program than `ssh`, and its options: `ssh -p 2222`.
 const MGPU_SSH: &str = "MGPU_SSH";
@@ -42,6 +45,8 @@ const MGPU_SSH: &str = "MGPU_SSH";
 /// What to start on all hosts.
 pub(crate) struct Remote<'a> {
     pub(crate) hosts: &'a Hosts,
+    /// `--nnodes`, which is also among the options.
+    pub(crate) nnodes: Option<&'a str>,
     /// The words of the command line up to the program of the ranks, without `mgpurun` itself.
     pub(crate) options: &'a [OsString],
     /// The program of the ranks, with its arguments.
@@ -59,9 +64,11 @@ pub(crate) struct Remote<'a> {
 impl Remote<'_> {
     /// Starts an agent on each host and waits for all of them. Returns the exit code of the job.
     pub(crate) fn run(&self) -> Result<ExitCode, Box<dyn Error>> {
+        let commands = self.commands()?;
+        let ending = Ending::new(self.grace, commands.len(), self.least_nodes()?);
         // 256 random bits. They go to the agents at once, and no copy stays.
         let secret = new_run_id()? + &new_run_id()?;
-        let code = agents::run(&self.commands()?, &secret, self.grace, self.raw)?;
+        let code = agents::run(&commands, &secret, ending, self.raw)?;
         Ok(ExitCode::from(code))
     }
 
@@ -80,7 +87,21 @@ impl Remote<'_> {
         stdout::print(&text, ExitCode::SUCCESS)
     }
 
+    /// The least number of hosts with which the job goes on.
+    fn least_nodes(&self) -> Result<usize, SettingsError> {
+        let hosts = self.hosts.names().len();
+        let Some(nnodes) = self.nnodes else { return Ok(hosts) };
+        let nodes = parse_nodes(&Given::new(nnodes.to_owned(), "--nnodes"))?;
+        if *nodes.end() as usize != hosts {
+            return Err(SettingsError::new(format!(
+                "--nnodes is `{nnodes}`, and --hosts has {hosts} hosts: the number of nodes, or MAX of MIN:MAX, should be {hosts}"
+            )));
+        }
+        Ok(*nodes.start() as usize)
+    }
+
     fn commands(&self) -> Result<Vec<AgentCommand>, Box<dyn Error>> {
+        self.least_nodes()?;
         let here = self.hosts.names().iter().position(|name| is_here(name.host()));
         if let Some(name) = self.hosts.names().iter().find(|name| is_loopback(name.host())) {
             let host = name.host();
@@ -107,6 +128,7 @@ impl Remote<'_> {
             folder: folder.map_err(|error| format!("the current folder is unknown: {error}"))?,
             endpoint: &endpoint,
             chosen_endpoint: self.endpoint.is_some(),
+            chosen_nodes: self.nnodes.is_some(),
             run_id: &new_run_id()?,
             options: self.options,
             program: self.program,
