@@ -87,6 +87,25 @@ fn ranks_that_train_are_not_the_culprits_of_lost_packets() {
     });
 }
 
+/// Both hosts reach the coordinator, but not each other.
+#[test]
+fn a_dead_link_between_two_hosts_is_named_by_their_ranks() {
+    for directions in [&[(1, 2), (2, 1)][..], &[(2, 1)]] {
+        let Some(hosts) = Hosts::start(3) else { return };
+        let folder = tempfile::tempdir().unwrap();
+        let checkpoints = folder.path().to_str().unwrap();
+        let words = "--synthetic --steps 100000000 --batch 4 --threads 1 --checkpoint-every 4";
+        let words: Vec<&str> = words.split(' ').chain(["--checkpoint-dir", checkpoints]).collect();
+        let mut job = Job::start(&hosts, &["-n", "1"], &[&[TRAIN], &words[..]].concat());
+        job.wait_until(|_| newest_checkpoint(folder.path()).is_some());
+        directions.iter().for_each(|(from, to)| hosts.drop_packets(*from, *to));
+        let finished = job.finish();
+        let text = "does not answer: its host has acknowledged nothing for";
+        assert!(finished.iter().any(|finished| finished.stderr.contains(text)), "{finished:#?}");
+        finished[0].expect(1, &["the other ranks are stopped"]);
+    }
+}
+
 /// The step of the newest checkpoint in a folder.
 fn newest_checkpoint(folder: &Path) -> Option<u64> {
     let names = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.file_name());

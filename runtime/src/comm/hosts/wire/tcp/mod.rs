@@ -7,6 +7,7 @@
 //! A piece of payload for which nothing is posted yet stays in the connection, which is not read until then: its sender
 //! is ahead of this rank, and waits when the kernel's buffers are full.
 
+mod dead_link;
 mod input;
 mod sender;
 #[cfg(test)]
@@ -16,7 +17,7 @@ mod unconfirmed;
 use std::collections::VecDeque;
 use std::net::TcpStream;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use smallvec::SmallVec;
@@ -32,6 +33,8 @@ use crate::comm::hosts::transfer::Transfer;
 
 /// With more streams than this, it is faster to ask which of them can be read than to try all.
 const FEW_STREAMS: usize = 4;
+/// Time between two checks whether the other hosts still answer.
+const LINK_CHECK: Duration = Duration::from_millis(500);
 
 /// The connections of a rank that were just made.
 pub(in super::super) struct Streams {
@@ -50,6 +53,8 @@ pub(in super::super) struct TcpWire {
     /// Frames that are no pieces of a transfer, in the order of their arrival.
     received: VecDeque<Frame>,
     spinner: Spinner,
+    /// When the links were last checked.
+    checked: Instant,
 }
 
 /// What comes from a peer, and whether something can go there.
@@ -86,7 +91,8 @@ impl TcpWire {
             by_rank.iter().map(|streams| Peer { inputs: inputs(streams), ..Peer::default() }).collect();
         let connections = Arc::new(TcpSender::new(stamp, by_rank));
         let sender: Arc<dyn Sender> = connections.clone();
-        TcpWire { connections, sender, peers, received: VecDeque::new(), spinner }
+        let received = VecDeque::new();
+        TcpWire { connections, sender, peers, received, spinner, checked: Instant::now() }
     }
 
     /// Reads what has arrived on a stream, at most to the end of a piece. Returns whether there was anything.
@@ -158,6 +164,9 @@ impl TcpWire {
             }
         }
         if poll(&mut fds, PollTimeout::from(milliseconds)).unwrap_or(0) == 0 {
+            if milliseconds > 0 && self.checked.elapsed() >= LINK_CHECK {
+                self.check_links();
+            }
             return Ok(false);
         }
         let mut can_write = false;
@@ -172,6 +181,25 @@ impl TcpWire {
             self.write(transfer);
         }
         Ok(true)
+    }
+}
+
+impl TcpWire {
+    /// Notes the connections to hosts that do not answer any more.
+    #[cold]
+    fn check_links(&mut self) {
+        self.checked = Instant::now();
+        for (peer, state) in (0..).zip(&mut self.peers) {
+            let mut streams = (0..state.inputs.len()).map(|stream| self.connections.stream(peer, stream));
+            if state.deaf.is_none()
+                && let Some(silence) = streams.find_map(dead_link::silence)
+            {
+                let seconds = silence.as_secs_f32();
+                state.deaf = Some(Ended::now(format!(
+                    "does not answer: its host has acknowledged nothing for {seconds:.1} s"
+                )));
+            }
+        }
     }
 }
 
