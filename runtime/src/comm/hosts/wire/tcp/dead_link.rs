@@ -3,7 +3,11 @@
 //! The kernel gives up an idle connection after four probes without an answer, but one with data on their way only after
 //! a quarter of an hour (`tcp_retries2`), and its TCP_USER_TIMEOUT also ends connections whose receiver is alive and
 //! reads nothing. What it knows of a connection (`TCP_INFO`) tells the two apart: a host that is there acknowledges data
-//! that are sent again, and answers when it is asked whether it has room.
+//! that are sent again (*retransmits*), and answers whether it has room (*probes*). Data that cannot even leave this host,
+//! because of a blackhole route or a firewall's rule, are followed by probes, too.
+//!
+//! The kernel doubles the time between two attempts. So after an outage of 3 s, which must do no harm, the next attempt
+//! may be seconds away: a host is only given up if it has not answered one that was made after such an outage.
 
 use std::net::TcpStream;
 use std::os::fd::AsRawFd;
@@ -13,18 +17,23 @@ use nix::libc;
 
 /// Longest time without an answer: as for the connections of the control plane.
 const TIMEOUT: Duration = Duration::from_millis(4750);
-/// Number of times that data were sent again without an answer. The kernel doubles the time between them.
-const RETRANSMITS: u8 = 3;
-/// Number of questions without an answer, whether there is room. The last one may have been asked just now.
-const PROBES: u8 = 2;
-
+/// An outage of this length does no harm.
+const OUTAGE: Duration = Duration::from_secs(3);
+/// Time for the answer to an attempt.
+const ROUND_TRIP: Duration = Duration::from_millis(500);
 /// What the kernel knows of a connection.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 struct State {
-    /// Number of times that the oldest data were sent again.
+    /// Number of times that the oldest data were sent again. None of them was answered.
     retransmits: u8,
     /// Number of probes that were not answered.
     probes: u8,
+    /// How often the time between two attempts was doubled.
+    doublings: u8,
+    /// Time until data are sent again, which is doubled each time, or the one from which the pauses between probes follow.
+    timeout: Duration,
+    /// Time since the last attempt.
+    since_attempt: Duration,
     /// Time since anything was acknowledged.
     since_answer: Duration,
 }
@@ -43,18 +52,34 @@ impl State {
         (result == 0).then(|| State {
             retransmits: info.tcpi_retransmits,
             probes: info.tcpi_probes,
+            doublings: info.tcpi_backoff.min(16),
+            timeout: Duration::from_micros(info.tcpi_rto.into()),
+            since_attempt: Duration::from_millis(info.tcpi_last_data_sent.into()),
             since_answer: Duration::from_millis(info.tcpi_last_ack_recv.into()),
         })
     }
 
-    fn is_dead(self) -> bool {
-        self.since_answer >= TIMEOUT && (self.retransmits >= RETRANSMITS || self.probes >= PROBES)
+    /// Time from the first of the attempts without an answer to the last one, at least.
+    fn attempted_for(&self) -> Duration {
+        match (self.retransmits, self.probes) {
+            (0, 0) => Duration::ZERO,
+            // Before the last of them: half, a quarter … of the next pause.
+            (0, probes) => {
+                let pauses = (probes - 1).min(self.doublings);
+                self.timeout * ((1 << self.doublings) - (1 << (self.doublings - pauses)))
+            }
+            (_, _) => self.timeout - self.timeout / (1 << self.doublings),
+        }
+    }
+
+    fn is_dead(&self) -> bool {
+        self.since_answer >= TIMEOUT && self.since_attempt >= ROUND_TRIP && self.attempted_for() >= OUTAGE
     }
 }
 
 /// How long the other host has not answered, if that is too long.
 pub(super) fn silence(stream: &TcpStream) -> Option<Duration> {
-    State::of(stream).filter(|state| state.is_dead()).map(|state| state.since_answer)
+    State::of(stream).filter(State::is_dead).map(|state| state.since_answer)
 }
 
 #[cfg(test)]
@@ -64,14 +89,65 @@ mod tests {
 
     use super::*;
 
+    const fn milliseconds(count: u64) -> Duration {
+        Duration::from_millis(count)
+    }
+
+    /// What the kernel says `now` after data were sent that nobody acknowledges, after `idle` time without any answer. The
+    /// first pause is `pause`. Data leave this host or do not.
+    fn unanswered(pause: Duration, idle: Duration, leave: bool, now: Duration) -> State {
+        let (mut attempt, mut attempts) = (Duration::ZERO, 0u8);
+        while attempt + pause * (1 << attempts) <= now {
+            attempt += pause * (1 << attempts);
+            attempts += 1;
+        }
+        State {
+            retransmits: if leave { attempts } else { 0 },
+            probes: if leave { 0 } else { attempts },
+            doublings: attempts,
+            timeout: if leave { pause * (1 << attempts) } else { pause },
+            since_attempt: now - attempt,
+            since_answer: idle + now,
+        }
+    }
+
     #[test]
-    fn only_hosts_that_do_not_answer_are_dead() {
-        let is_dead = |retransmits, probes, milliseconds| {
-            State { retransmits, probes, since_answer: Duration::from_millis(milliseconds) }.is_dead()
-        };
-        assert!(is_dead(3, 0, 4750) && is_dead(0, 2, 60_000));
-        // An outage that may end; data that were lost after a long pause; a receiver without room that was just asked.
-        assert!(!is_dead(4, 0, 4000) && !is_dead(1, 0, 60_000) && !is_dead(0, 1, 60_000));
+    fn an_outage_of_three_seconds_does_no_harm_and_a_longer_one_is_noticed() {
+        for pause in [201, 204, 250, 330, 400, 500, 800].map(milliseconds) {
+            for (idle, leave) in [(0, true), (900, true), (3_600_000, true), (0, false), (900, false)] {
+                // The first attempt after the outage is answered.
+                let mut attempt = pause;
+                while attempt < OUTAGE {
+                    attempt = attempt * 2 + pause;
+                }
+                let answered = attempt + milliseconds(300);
+                let last = if leave { answered } else { attempt * 2 + pause + milliseconds(300) };
+                let mut now = Duration::ZERO;
+                let is_dead = |now| unanswered(pause, milliseconds(idle), leave, now).is_dead();
+                while !is_dead(now) {
+                    now += milliseconds(10);
+                }
+                assert!(now > answered, "{pause:?} {idle}: given up after {now:?}");
+                assert!(now <= (last + ROUND_TRIP).max(TIMEOUT), "{pause:?} {idle}: only after {now:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_receiver_without_room_that_answers_is_alive() {
+        // Asked every minute, and just now.
+        for (probes, since_attempt) in [(0, milliseconds(60_000)), (1, milliseconds(600))] {
+            let timeout = milliseconds(200);
+            let state = State {
+                probes,
+                doublings: 8,
+                timeout,
+                since_attempt,
+                since_answer: milliseconds(60_000),
+                retransmits: 0,
+            };
+            assert!(!state.is_dead(), "{state:?}");
+        }
     }
 
     #[test]
