@@ -18,6 +18,11 @@ impl Server {
         true
     }
 
+    /// True once the ranks of this node were asked to stop.
+    pub fn has_asked_to_stop(&self) -> bool {
+        self.stop_asked
+    }
+
     /// True if all ranks of this node that still run stop by themselves when they are asked to; `has_ended` says which of
     /// them do not run. False if none runs.
     pub fn can_stop(&self, has_ended: impl Fn(u32) -> bool) -> bool {
