@@ -3,7 +3,7 @@
 use std::fmt::Display;
 use std::process::ExitCode;
 
-use mgpu::protocol::MGPU_BACKEND;
+use mgpu::protocol::{EXIT_STOPPED, MGPU_BACKEND};
 use mgpu_kernels::Precision;
 
 use crate::print::{self, errln};
@@ -30,4 +30,9 @@ pub(crate) fn report<E: Display>(program: &str, result: Result<(), E>) -> ExitCo
             ExitCode::FAILURE
         }
     }
+}
+
+/// The exit code of a program that has stopped on request, if all output was printed.
+pub(crate) fn stopped() -> ExitCode {
+    print::exit_code(ExitCode::from(EXIT_STOPPED))
 }

@@ -1,6 +1,7 @@
 //! The command line of `mgpurun`.
 
 mod args;
+mod duration;
 mod jobs;
 mod node_args;
 mod rank_count;
@@ -17,7 +18,7 @@ use nix::unistd::{SysconfVar, sysconf};
 use crate::doctor;
 use crate::error::LaunchError;
 use crate::guardian::{self, Role};
-use crate::launch::Launch;
+use crate::launch::{GRACE, Launch, STOP_GRACE};
 use crate::nccl::interfaces::{SocketVariables, own_interfaces};
 use crate::nodes::ssh::Remote;
 use crate::nodes::{
@@ -28,7 +29,7 @@ use crate::plan::{LaunchPlan, Machine, NodePlace, Ranks, Request, RunContext};
 use crate::program::ProgramError;
 use crate::restart::RestartPolicy;
 use crate::status::runs;
-use crate::{exit_code, program, stdout, sweep};
+use crate::{exit_code, program, stdout, stop, sweep};
 pub(crate) use args::parse_seconds;
 use args::{CommandLine, RankArgs};
 use jobs::{Job, Jobs, split};
@@ -45,6 +46,7 @@ pub fn main() -> ExitCode {
     let done = match arguments.get(1).and_then(|word| word.to_str()) {
         Some("doctor") => doctor::main(&arguments[1..]),
         Some("ps") => runs::main(&arguments[1..]),
+        Some("stop") => stop::main(&arguments[1..]),
         Some("sweep") => sweep::main(&arguments[1..]),
         _ => stdout::parse(arguments.iter().cloned())
             .and_then(|line| line.map_or_else(Ok, |line| run(line, &arguments))),
@@ -87,7 +89,7 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
             program,
             same_folder: true,
             endpoint: nodes.rdzv_endpoint.as_deref(),
-            grace: args.grace,
+            grace: args.grace.unwrap_or(GRACE),
             raw: args.raw,
         };
         return if args.dry_run { remote.describe() } else { remote.run() };
@@ -127,7 +129,9 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
         .join_timeout(join_timeout)
         .progress_timeout(args.progress_timeout)
         .restart(RestartPolicy { max_restarts: args.max_restarts, always: args.restart_always })
-        .grace(args.grace)
+        .grace(args.grace.unwrap_or(GRACE))
+        .stop_grace(args.stop_grace.or(args.grace).unwrap_or(STOP_GRACE))
+        .stop_after(args.stop_after)
         .adopt_orphans();
     if args.dry_run {
         let plans = launch.plan()?;

@@ -3,6 +3,7 @@
 //! The exit code of a failed rank is passed on unchanged. A rank killed by a signal counts as 128 + its number, as in a
 //! shell.
 
+use mgpu_control::protocol::EXIT_STOPPED;
 use mgpu_control::rendezvous::PreflightFault;
 
 /// All ranks finished.
@@ -34,7 +35,7 @@ pub const AUTHENTICATION: u8 = 72;
 /// Nodes contradict each other: other programs, arguments, versions or numbers of nodes, or two nodes with one rank.
 pub const NODES_DIFFER: u8 = 73;
 /// The ranks stopped because they were asked to, at a step from which they can be resumed.
-pub const STOPPED: u8 = 74;
+pub const STOPPED: u8 = EXIT_STOPPED;
 
 /// The reader of standard output has exited, as `head` does: the code of a program that SIGPIPE kills.
 pub const BROKEN_PIPE: u8 = signalled(13);

@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use mgpu_control::digest;
 use mgpu_control::inject::Injection;
@@ -34,6 +34,12 @@ const MGPU_SECRET: &str = "MGPU_SECRET";
 /// The socket of munged, if it is not where libmunge looks for it.
 const MGPU_MUNGE_SOCKET: &str = "MGPU_MUNGE_SOCKET";
 
+/// Time between SIGTERM and SIGKILL after a failure, unless it is set.
+pub(crate) const GRACE: Duration = Duration::from_secs(5);
+
+/// Time that ranks have to stop on request, unless it is set: Slurm and Kubernetes kill after 30 s.
+pub(crate) const STOP_GRACE: Duration = Duration::from_secs(25);
+
 /// About 30 years: an `Instant` much further away may not be representable.
 pub(crate) const MAX_DURATION: Duration = Duration::from_secs(1_000_000_000);
 
@@ -57,6 +63,7 @@ pub struct Launch {
     output: OutputOptions,
     report_bindings: bool,
     supervision: Supervision,
+    stop_after: Option<Duration>,
     signals: Result<Signals, nix::Error>,
 }
 
@@ -67,8 +74,12 @@ pub(crate) struct Supervision {
     pub(crate) join_timeout: Duration,
     /// Longest time without progress of a rank that has joined.
     pub(crate) progress_timeout: Option<Duration>,
-    /// Time between SIGTERM and SIGKILL.
+    /// Time between SIGTERM and SIGKILL after a failure.
     pub(crate) grace: Duration,
+    /// Time that ranks have when they are asked to stop.
+    pub(crate) stop_grace: Duration,
+    /// When they are asked to, if at a certain time.
+    pub(crate) stop_at: Option<Instant>,
     pub(crate) restart: RestartPolicy,
     /// This process adopts the leftover processes of the ranks, and has no other children.
     pub(crate) adopts_orphans: bool,
@@ -94,10 +105,13 @@ impl Launch {
             supervision: Supervision {
                 join_timeout: Duration::from_secs(60),
                 progress_timeout: None,
-                grace: Duration::from_secs(5),
+                grace: GRACE,
+                stop_grace: STOP_GRACE,
+                stop_at: None,
                 restart: RestartPolicy::default(),
                 adopts_orphans: false,
             },
+            stop_after: None,
             signals: Signals::new(),
         }
     }
@@ -152,9 +166,24 @@ impl Launch {
         self
     }
 
-    /// Time between SIGTERM and SIGKILL (default 5 s).
+    /// Time between SIGTERM and SIGKILL (default 5 s). Also that of [`stop_grace`](Self::stop_grace), unless that is set
+    /// after this.
     pub fn grace(mut self, grace: Duration) -> Self {
         self.supervision.grace = grace.min(MAX_DURATION);
+        self.supervision.stop_grace = self.supervision.grace;
+        self
+    }
+
+    /// Time that ranks have to end when they were asked to stop, by a signal for instance (default 25 s). Then they are
+    /// killed.
+    pub fn stop_grace(mut self, stop_grace: Duration) -> Self {
+        self.supervision.stop_grace = stop_grace.min(MAX_DURATION);
+        self
+    }
+
+    /// Asks the ranks to stop so long after the start of [`run`](Self::run) (never by default), as SIGTERM would.
+    pub fn stop_after(mut self, time: Option<Duration>) -> Self {
+        self.stop_after = time;
         self
     }
 
@@ -295,6 +324,7 @@ impl Launch {
     /// # Errors
     /// If the ranks cannot be started; none is left running then.
     pub fn run(mut self) -> Result<Outcome, LaunchError> {
+        let started = Instant::now();
         let credentials = self.nodes.as_ref().map(credentials).transpose()?;
         if self.is_attached {
             // The secret was the first line.
@@ -305,9 +335,21 @@ impl Launch {
         let (mut plans, register) = self.choose()?;
         // Held until the ranks have ended.
         let _reservations = register.map(|register| reserve(&mut plans, &register)).transpose()?;
-        let Launch { requests, output, signals, supervision, report_bindings, fail, notices, nodes, .. } =
-            self;
+        let Launch {
+            requests,
+            output,
+            signals,
+            supervision,
+            report_bindings,
+            fail,
+            notices,
+            nodes,
+            stop_after,
+            ..
+        } = self;
         let signals = signals?;
+        let stop_at = stop_after.and_then(|time| started.checked_add(time));
+        let supervision = Supervision { stop_at, ..supervision };
         if supervision.adopts_orphans {
             orphans::adopt()?;
         }

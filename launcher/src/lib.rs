@@ -26,6 +26,7 @@
 //! | [`events`] | events of the run → JSON |
 //! | `writer` | a thread that writes files, so that the loop never blocks on a disk |
 //! | `sweep` | the command that compares numbers of ranks and options: one launch for each |
+//! | `stop` | the command that asks a running job to stop |
 //! | `doctor` | the command that reports the machine's hardware and libraries |
 //! | `stdout` | mgpurun's own standard output |
 //! | [`exit_code`] | the exit codes of mgpurun |
@@ -63,6 +64,7 @@ mod restart;
 mod spawn;
 mod status;
 mod stdout;
+mod stop;
 pub mod supervisor;
 mod sweep;
 mod watch;

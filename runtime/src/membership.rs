@@ -1,15 +1,18 @@
 //! A rank's membership of the run: its connection to the rendezvous and its progress page.
 
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::{Duration, Instant};
 
 use crate::comm::Members;
 use crate::inject::{InjectionPoint, ScheduledInjection};
-use crate::progress::{self, Blame, Ending, Phase, ProgressPage, RankState};
+use crate::progress::{self, Blame, Ending, Phase, ProgressPage, RankState, StopState};
 use crate::rendezvous::{RunningServer, Store};
 use crate::survivor::wait_until_culprit_reaped;
 use crate::{Error, Result};
+
+/// Time between two looks at the page while the ranks agree where to stop.
+const STOP_POLL_INTERVAL: Duration = Duration::from_micros(500);
 
 /// Connection and progress page of one rank. Dropping the last reference leaves the run.
 #[derive(Debug)]
@@ -27,6 +30,8 @@ pub(crate) struct Membership {
     injections: Vec<ScheduledInjection>,
     /// The server of the ranks of this host, if this rank runs it.
     server: Option<RunningServer>,
+    /// This rank has asked all ranks to stop.
+    has_asked_to_stop: AtomicBool,
     /// How many collectives this rank's NCCL communicators have begun.
     #[cfg(feature = "cuda")]
     pub(crate) collectives: crate::comm::nccl::CollectiveCounters,
@@ -52,6 +57,7 @@ impl Membership {
             listener: crate::comm::hosts::Listener::default(),
             injections,
             server: None,
+            has_asked_to_stop: AtomicBool::new(false),
             #[cfg(feature = "cuda")]
             collectives: crate::comm::nccl::CollectiveCounters::default(),
         }
@@ -143,6 +149,49 @@ impl Membership {
     pub(crate) fn record_blame(&self, error: &Error) {
         if let Some(blame) = error.blame() {
             self.page.blame(self.rank, &blame);
+        }
+    }
+
+    /// The process of the launcher that serves this rank; `None` if a rank does.
+    pub(crate) fn launcher(&self) -> Option<u32> {
+        (!self.store.is_served_by_a_rank()).then(|| self.page.run().launcher)
+    }
+
+    /// Makes a stop check: whether all ranks stop here (see [`StopState`]). `is_wanted` if this rank wants them to.
+    pub(crate) fn stop_requested(&self, is_wanted: bool, timeout: Duration) -> Result<bool> {
+        self.check_process()?;
+        // Another thread may be in a long call: then this rank asks at its next check.
+        if is_wanted && !self.store.is_in_use() && !self.has_asked_to_stop.swap(true, Ordering::Relaxed) {
+            self.store.ask_to_stop()?;
+        }
+        let check = self.page.begin_stop_check(self.rank);
+        match self.page.stop_state() {
+            StopState::NotAsked => Ok(false),
+            StopState::At(number) => Ok(check >= number),
+            StopState::Proposed => self.wait_for_stop(timeout).map(|number| check >= number),
+        }
+    }
+
+    /// Waits until the ranks have agreed at which stop check they stop. Returns its number.
+    #[cold]
+    fn wait_for_stop(&self, timeout: Duration) -> Result<u64> {
+        let begin = Instant::now();
+        loop {
+            if let StopState::At(number) = self.page.stop_state() {
+                return Ok(number);
+            }
+            let operation = || "the agreement where to stop".to_owned();
+            if let Some(error) = self.lost_peer(&[], operation) {
+                return Err(error);
+            }
+            if begin.elapsed() >= timeout {
+                let problem = format!(
+                    "the hosts did not agree where to stop within {:.1} s; is the network between them slow?",
+                    timeout.as_secs_f64()
+                );
+                return Err(Error::Rendezvous { rank: self.rank, operation: operation(), problem });
+            }
+            std::thread::sleep(STOP_POLL_INTERVAL);
         }
     }
 

@@ -18,6 +18,7 @@ use mgpu::checkpoint::{self, Checkpoint, Fetched, Found, Manifest, ReplicatedWri
 
 use super::args::Args;
 use super::engine::Engine;
+use super::report::EpochReport;
 use super::run::Run;
 
 use crate::print::{errln, outln};
@@ -48,6 +49,8 @@ pub(super) struct Checkpoints {
     writer: Destination,
     /// Steps between checkpoints within an epoch.
     every: Option<u64>,
+    /// The step of the newest checkpoint.
+    newest: Option<u64>,
     /// Number of checkpoints, and how long training was blocked by them.
     saved: u32,
     waited: Duration,
@@ -69,18 +72,20 @@ impl Checkpoints {
             writer: Destination::open(folder, args, world)
                 .map_err(|error| format!("--checkpoint-dir: {error}"))?,
             every: args.checkpoint_every,
+            newest: None,
             saved: 0,
             waited: Duration::ZERO,
         })
     }
 
-    /// Restores the newest checkpoint, if there is one that `from` permits. Collective.
+    /// Restores the newest checkpoint, if there is one that `from` permits. Returns the results of an epoch that has not
+    /// been evaluated, because the run was stopped in the evaluation; without content on ranks other than 0. Collective.
     pub(super) fn begin(
         &mut self,
         engine: &mut dyn Engine,
         run: &Run,
         from: ResumeFrom,
-    ) -> Result<(), Box<dyn Error>> {
+    ) -> Result<Option<EpochReport>, Box<dyn Error>> {
         let is_first = engine.comm().rank() == 0;
         let folder = &self.folder;
         let chosen = match (&mut self.writer, from) {
@@ -101,15 +106,26 @@ impl Checkpoints {
                 choose_among_hosts(writer, folder, is_first.then_some((run, from)))?
             }
         };
-        let mut step = [chosen.as_ref().map(step_of).transpose()?.unwrap_or(-1)];
-        engine.comm().broadcast_slice(&mut step, 0)?;
-        if let Ok(step) = u64::try_from(step[0]) {
+        let step = chosen.as_ref().map(step_of).transpose()?.unwrap_or(-1);
+        let unevaluated = chosen.as_ref().and_then(|checkpoint| {
+            serde_json::from_value::<Run>(checkpoint.manifest().state.clone()).ok()?.unevaluated
+        });
+        let mut position = [step, i64::from(unevaluated.is_some())];
+        engine.comm().broadcast_slice(&mut position, 0)?;
+        let [step, is_unevaluated] = position;
+        if let Ok(step) = u64::try_from(step) {
             engine.restore(step, chosen.as_ref())?;
+            self.newest = Some(step);
         }
         if let Some(checkpoint) = chosen {
-            outln!("resumed from {} after step {}", checkpoint.path().display(), step[0]);
+            outln!("resumed from {} after step {step}", checkpoint.path().display());
         }
-        Ok(())
+        Ok((is_unevaluated != 0).then(|| unevaluated.unwrap_or_default()))
+    }
+
+    /// The folder, and the step of the newest checkpoint in it, if there is one.
+    pub(super) fn newest(&self) -> (&Path, Option<u64>) {
+        (&self.folder, self.newest)
     }
 
     /// The step after `step` at which to save next within an epoch.
@@ -135,6 +151,7 @@ impl Checkpoints {
             (Destination::Folder(_), _) => {}
             (Destination::Hosts(writer), snapshot) => writer.save(snapshot)?,
         }
+        self.newest = Some(engine.steps());
         self.saved += 1;
         self.waited += start.elapsed();
         Ok(())

@@ -18,6 +18,7 @@ mod report;
 mod run;
 mod schedule;
 mod source;
+mod stop;
 mod stopwatch;
 mod trainer;
 mod training_log;
@@ -37,6 +38,7 @@ use mgpu::timeline::{Name, Timeline};
 use mgpu::{Backend, Communicator, DeviceCommunicator, ReduceOp, World};
 use mgpu_kernels::Precision;
 use report::{EpochReport, Metrics, ModelSummary, ProgressDisplay, RankMemory, Summary, TestResult};
+use stop::Ended;
 use trainer::{Event, Trainer};
 
 use crate::data::{Mnist, Split};
@@ -56,15 +58,23 @@ pub fn main() -> ExitCode {
     // Declared here so that it outlives the error report: finishing a checkpoint may take longer than a launcher
     // waits.
     let mut trainer = None;
-    let code = refused.unwrap_or_else(|| crate::exit::report("train_mnist", run(&args, &mut trainer)));
+    let code = refused.unwrap_or_else(|| match run(&args, &mut trainer) {
+        Ok(Ended::Stopped) => crate::exit::stopped(),
+        ended => crate::exit::report("train_mnist", ended.map(drop)),
+    });
     match trainer.as_mut().map_or(Ok(()), Trainer::finish_saving_here) {
         Ok(()) => code,
         error => crate::exit::report("train_mnist", error),
     }
 }
 
-fn run(args: &Args, trainer: &mut Option<Trainer>) -> Result<(), Box<dyn Error>> {
-    let (mut session, device, comm) = Session::begin(args)?;
+fn run(args: &Args, trainer: &mut Option<Trainer>) -> Result<Ended, Box<dyn Error>> {
+    let world = World::from_env()?;
+    // The first check: a launcher that is asked to stop the ranks knows from now on that they do it by themselves.
+    if world.stop_requested()? {
+        return Ok(stop::before_training(&world));
+    }
+    let (mut session, device, comm) = Session::begin(args, world)?;
     let trainer = trainer.insert(session.trainer(device, comm)?);
     if let Some(folder) = &args.checkpoint_dir {
         trainer.enable_checkpoints(folder, &mut session.world, args, &session.data, session.threads)?;
@@ -72,12 +82,14 @@ fn run(args: &Args, trainer: &mut Option<Trainer>) -> Result<(), Box<dyn Error>>
     session.print_header(trainer);
     let begun = trainer.steps();
     record_next(&session.timeline, args, begun);
-    let tested = if begun < trainer.length() {
+    let trained = if begun < trainer.length() || trainer.unevaluated().is_some() {
         session.train(trainer)?
     } else {
         session.report_finished_run(trainer)?
     };
-    session.conclude(trainer, begun, tested)
+    let Some(tested) = trained else { return Ok(Ended::Stopped) };
+    session.conclude(trainer, begun, tested)?;
+    Ok(Ended::Finished)
 }
 
 /// Everything around the training of one rank.
@@ -97,9 +109,8 @@ type DeviceComm = Option<Arc<DeviceCommunicator>>;
 type Comm = Communicator;
 
 impl<'a> Session<'a> {
-    /// Joins the world, compares the arguments of all ranks, checks the output files, and loads the data.
-    fn begin(args: &'a Args) -> Result<(Self, DeviceComm, Comm), Box<dyn Error>> {
-        let mut world = World::from_env()?;
+    /// Compares the arguments of all ranks, checks the output files, and loads the data.
+    fn begin(args: &'a Args, mut world: World) -> Result<(Self, DeviceComm, Comm), Box<dyn Error>> {
         let is_first = world.rank() == 0;
         let timeline = timeline(args, &world)?;
         record_next(&timeline, args, 0);
@@ -152,40 +163,64 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Trains to the end, epoch by epoch. Returns the last evaluation.
-    fn train(&mut self, trainer: &mut Trainer) -> Result<Option<TestResult>, Box<dyn Error>> {
+    /// Trains to the end, epoch by epoch. Returns the last evaluation; `None` if the ranks were stopped.
+    fn train(&mut self, trainer: &mut Trainer) -> Result<Option<Option<TestResult>>, Box<dyn Error>> {
         let mut tested = None;
+        if let Some(mut report) = trainer.unevaluated().cloned().filter(|_| !self.args.skip_test) {
+            // The run before was stopped in this evaluation. It has saved its state.
+            if !self.test(trainer, &mut report, &mut tested)? {
+                return self.stop(trainer, Some(report));
+            }
+            self.report_epoch(trainer, &report, tested.as_ref());
+        }
         while trainer.steps() < trainer.length() {
-            let mut report = self.train_epoch(trainer)?;
+            let Some(mut report) = self.train_epoch(trainer)? else { return self.stop(trainer, None) };
             report::check_finite("training loss", report.epoch, report.train_loss)?;
-            if !self.args.skip_test {
-                let begin = self.timeline.begin();
-                report.set_test(tested.insert(self.evaluate(trainer)?));
-                report::check_finite("test loss", report.epoch, report.test_loss.unwrap_or_default())?;
-                self.timeline.end(begin, Name::new("evaluation"));
+            if !self.args.skip_test && !self.test(trainer, &mut report, &mut tested)? {
+                return self.stop(trainer, Some(report));
             }
             // The checkpoint comes first, so that no failure of the output below can lose it.
             if self.args.checkpoint_dir.is_some() {
                 self.world.report_phase(Phase::Checkpoint);
                 trainer.save()?;
             }
-            if self.world.rank() == 0 {
-                self.progress.line(&report.line(trainer.epochs(), tested.as_ref()));
-                if let Some(metrics) = &mut self.metrics {
-                    metrics.update(|metrics| metrics.append(&report));
-                }
-                self.curves.epoch(&report);
-            }
+            self.report_epoch(trainer, &report, tested.as_ref());
         }
         trainer.finish_saving()?;
-        Ok(tested)
+        Ok(Some(tested))
     }
 
-    /// Trains the rest of the epoch and reports each step to the launcher and the user.
-    fn train_epoch(&mut self, trainer: &mut Trainer) -> Result<EpochReport, Box<dyn Error>> {
+    /// Reports an epoch to the user.
+    fn report_epoch(&mut self, trainer: &Trainer, report: &EpochReport, tested: Option<&TestResult>) {
+        if self.world.rank() == 0 {
+            self.progress.line(&report.line(trainer.epochs(), tested));
+            if let Some(metrics) = &mut self.metrics {
+                metrics.update(|metrics| metrics.append(report));
+            }
+            self.curves.epoch(report);
+        }
+    }
+
+    /// Evaluates after an epoch, and adds the results to its report. False if the ranks stop on the way.
+    fn test(
+        &self,
+        trainer: &mut Trainer,
+        report: &mut EpochReport,
+        tested: &mut Option<TestResult>,
+    ) -> Result<bool, Box<dyn Error>> {
+        let begin = self.timeline.begin();
+        let Some(result) = self.evaluate(trainer)? else { return Ok(false) };
+        report.set_test(tested.insert(result));
+        report::check_finite("test loss", report.epoch, report.test_loss.unwrap_or_default())?;
+        self.timeline.end(begin, Name::new("evaluation"));
+        Ok(true)
+    }
+
+    /// Trains the rest of the epoch and reports each step to the launcher and the user. `None` if the ranks stop.
+    fn train_epoch(&mut self, trainer: &mut Trainer) -> Result<Option<EpochReport>, Box<dyn Error>> {
         let Session { args, world, timeline, data, curves, progress, .. } = self;
         let is_first = world.rank() == 0;
-        trainer.train_epoch(&data.train, |event| match event {
+        trainer.train_epoch(&data.train, world, |event| match event {
             Event::Step(line) => {
                 world.report_step(line.step);
                 record_next(timeline, args, line.step);
@@ -203,20 +238,29 @@ impl<'a> Session<'a> {
         })
     }
 
-    fn evaluate(&self, trainer: &mut Trainer) -> mgpu::Result<TestResult> {
+    fn evaluate(&self, trainer: &mut Trainer) -> mgpu::Result<Option<TestResult>> {
         self.world.report_phase(Phase::Evaluation);
-        trainer.evaluate(&self.data.test)
+        trainer.evaluate(&self.data.test, &self.world)
     }
 
-    /// For a run whose steps are all done: evaluates and reports the result.
-    fn report_finished_run(&self, trainer: &mut Trainer) -> Result<Option<TestResult>, Box<dyn Error>> {
-        let tested = if self.args.skip_test { None } else { Some(self.evaluate(trainer)?) };
+    /// For a run whose steps are all done: evaluates and reports the result; `None` if the ranks were stopped.
+    fn report_finished_run(
+        &self,
+        trainer: &mut Trainer,
+    ) -> Result<Option<Option<TestResult>>, Box<dyn Error>> {
+        let tested = match self.args.skip_test {
+            true => None,
+            false => match self.evaluate(trainer)? {
+                None => return self.stop(trainer, None),
+                tested => tested,
+            },
+        };
         if self.world.rank() == 0 {
             let (made, asked) = (trainer.steps(), trainer.length());
             let result = tested.map_or(String::new(), |tested| format!("; {tested}"));
             outln!("nothing left to train: {made} steps are done, {asked} requested{result}");
         }
-        Ok(tested)
+        Ok(Some(tested))
     }
 
     /// Compares the weights of all ranks; prints and writes the results.

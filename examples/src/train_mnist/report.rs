@@ -6,7 +6,7 @@ use std::io::stdout;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use terminal_size::terminal_size_of;
 
 use super::args::Args;
@@ -18,7 +18,7 @@ use crate::nets::LossReport;
 use crate::print::{is_watched, outln, print};
 
 /// The results of an epoch, or of the part that was trained.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct EpochReport {
     /// Counted from 1.
     pub(super) epoch: u64,

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::args::Args;
 use super::division::Division;
+use super::report::EpochReport;
 use super::schedule::ScheduleKind;
 use crate::data::Mnist;
 use crate::nets::Layer;
@@ -35,6 +36,10 @@ pub(super) struct Run {
     /// Identifier of the launch that saved it, the same after restarts; none without a launcher.
     #[serde(default)]
     pub(super) launch: Option<String>,
+    /// Of a run that was stopped in the evaluation after an epoch: the results of the epoch, which lack those of the
+    /// evaluation.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) unevaluated: Option<EpochReport>,
     /// The rest, known once data and device are known.
     details: Option<Details>,
 }
@@ -90,6 +95,7 @@ impl Run {
             lr: args.lr(),
             lr_steps: args.schedule.ends().then_some(length),
             launch: None,
+            unevaluated: None,
             details: None,
         }
     }

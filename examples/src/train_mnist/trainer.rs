@@ -13,7 +13,7 @@ use mgpu_kernels::cuda::Device;
 use super::args::{Args, Length};
 use super::checkpoints::{Checkpoints, ResumeFrom};
 use super::division::Division;
-use super::engine::{Engine, Stretch, TrainingConfig, over_ranks};
+use super::engine::{Engine, StopCheck, Stretch, TrainingConfig, over_ranks};
 use super::report::{EpochReport, TestResult};
 use super::run::Run;
 use super::stopwatch::{Stopwatch, TimeSpent};
@@ -136,6 +136,10 @@ pub(super) struct Trainer {
     running_since: Option<Instant>,
     /// The ranks have compared how far they will train.
     agreed: bool,
+    /// The ranks were asked to stop.
+    stopping: bool,
+    /// The results of an epoch after which the run that is resumed was stopped, before its evaluation was complete.
+    unevaluated: Option<EpochReport>,
     totals: Totals,
     epoch_times: EpochTimes,
 }
@@ -184,6 +188,8 @@ impl Trainer {
             runs_on: args.skip_test && args.checkpoint_dir.is_none(),
             running_since: None,
             agreed: false,
+            stopping: false,
+            unevaluated: None,
             totals: Totals::default(),
             epoch_times: EpochTimes::default(),
         })
@@ -203,7 +209,8 @@ impl Trainer {
             self.run.describe(args, data, threads, self.engine.gpu().map(Device::name));
             self.run.launch = world.launch_id().map(str::to_owned);
         }
-        checkpoints.begin(&mut *self.engine, &self.run, ResumeFrom::choose(args, world))?;
+        self.unevaluated =
+            checkpoints.begin(&mut *self.engine, &self.run, ResumeFrom::choose(args, world))?;
         self.checkpoints = Some(checkpoints);
         Ok(())
     }
@@ -253,12 +260,20 @@ impl Trainer {
         self.steps().div_ceil(self.steps_per_epoch())
     }
 
-    /// Trains to the end of the epoch, or of the training if that comes first. Tells `observer` what happens.
+    /// The results of an epoch after which the run that is resumed was stopped, before its evaluation was complete;
+    /// without content on ranks other than 0.
+    pub(super) fn unevaluated(&self) -> Option<&EpochReport> {
+        self.unevaluated.as_ref()
+    }
+
+    /// Trains to the end of the epoch, or of the training if that comes first. Tells `observer` what happens. `None` if the
+    /// ranks stop before, between two steps.
     pub(super) fn train_epoch(
         &mut self,
         data: &Dataset,
+        world: &World,
         mut observer: impl FnMut(Event<'_>),
-    ) -> Result<EpochReport, Box<dyn Error>> {
+    ) -> Result<Option<EpochReport>, Box<dyn Error>> {
         let per_epoch = self.steps_per_epoch();
         let epoch = self.steps() / per_epoch;
         let last = self.length.min((epoch + 1) * per_epoch);
@@ -306,7 +321,11 @@ impl Trainer {
             let until = save_at.unwrap_or(last).min(log_at);
             let stretch = Stretch { until, stop: if self.runs_on { length.min(log_at) } else { until } };
             let moved = self.engine.traffic();
-            self.engine.train(data, &mut self.sampler, stretch, &mut note)?;
+            let mut should_stop = || check_stop(world, &mut self.stopping);
+            self.engine.train(data, &mut self.sampler, stretch, &mut note, &mut should_stop)?;
+            if self.engine.steps() < until {
+                return Ok(None);
+            }
             self.totals.steps += until - step;
             if let (Some(before), Some(now)) = (moved, self.engine.traffic()) {
                 *self.totals.bytes.get_or_insert(0) += now - before;
@@ -339,7 +358,7 @@ impl Trainer {
         let is_ahead = self.running_since.is_some() && last < length;
         let l2_loss = if is_ahead { None } else { self.engine.l2_loss()? };
         let communication = communication.map(|share| mean(share, self.engine.comm())).transpose()?;
-        Ok(EpochReport {
+        Ok(Some(EpochReport {
             epoch: epoch + 1,
             step: last,
             train_loss: score.loss(),
@@ -353,14 +372,17 @@ impl Trainer {
             test_acc_average: None,
             test_s: 0.0,
             data: self.data.clone(),
-        })
+        }))
     }
 
-    /// Evaluates on the test set.
-    pub(super) fn evaluate(&mut self, data: &Dataset) -> mgpu::Result<TestResult> {
-        let tested = evaluate(&mut *self.engine, data)?;
-        self.totals.test_s += tested.seconds;
-        self.epoch_times.test_s.push(tested.seconds);
+    /// Evaluates on the test set. `None` if the ranks stop on the way.
+    pub(super) fn evaluate(&mut self, data: &Dataset, world: &World) -> mgpu::Result<Option<TestResult>> {
+        let mut should_stop = || check_stop(world, &mut self.stopping);
+        let tested = evaluate(&mut *self.engine, data, &mut should_stop)?;
+        if let Some(tested) = &tested {
+            self.totals.test_s += tested.seconds;
+            self.epoch_times.test_s.push(tested.seconds);
+        }
         Ok(tested)
     }
 
@@ -372,6 +394,25 @@ impl Trainer {
         checkpoints.save(&mut *self.engine, &self.run, steps_per_epoch)?;
         self.timeline.end(begin, Name::new("checkpoint"));
         Ok(())
+    }
+
+    /// Saves what a stopped run is to be resumed from, unless there is a checkpoint of this step already, and waits until
+    /// it is written. `unevaluated` are the results of an epoch whose evaluation was cut short. Returns the folder of the
+    /// checkpoint; `None` if nothing is saved. Collective.
+    pub(super) fn save_stopped(
+        &mut self,
+        unevaluated: Option<EpochReport>,
+    ) -> Result<Option<&Path>, Box<dyn Error>> {
+        let steps = self.steps();
+        self.run.unevaluated = unevaluated;
+        if steps > 0 && self.checkpoints.as_ref().is_some_and(|saved| saved.newest().1 != Some(steps)) {
+            self.save()?;
+        }
+        self.finish_saving()?;
+        // A launcher may end the other ranks when the first one exits, so all of them wait for the one that writes.
+        self.engine.comm().barrier()?;
+        let saved = self.checkpoints.as_ref().map(Checkpoints::newest);
+        Ok(saved.filter(|(_, newest)| *newest == Some(steps)).map(|(folder, _)| folder))
     }
 
     /// Waits until the last checkpoint is written, and its copies. Collective.
@@ -390,15 +431,26 @@ impl Trainer {
     }
 }
 
-/// Evaluates on `data`, each image once, on one of the replicas of the network. Collective.
-pub(super) fn evaluate(engine: &mut dyn Engine, data: &Dataset) -> mgpu::Result<TestResult> {
+/// Asks whether the ranks should stop, until they should.
+fn check_stop(world: &World, stopping: &mut bool) -> mgpu::Result<bool> {
+    *stopping = *stopping || world.stop_requested()?;
+    Ok(*stopping)
+}
+
+/// Evaluates on `data`, each image once, on one of the replicas of the network. `None` if `should_stop` said so on the way.
+/// Collective.
+pub(super) fn evaluate(
+    engine: &mut dyn Engine,
+    data: &Dataset,
+    should_stop: &mut StopCheck<'_>,
+) -> mgpu::Result<Option<TestResult>> {
     let start = Instant::now();
     let (replica, replicas) = engine.replica();
     let shard: Vec<u32> = evaluation_shard(data.len(), replica, replicas)?.map(|i| i as u32).collect();
-    let (score, average) = engine.evaluate(data, &shard)?;
+    let Some((score, average)) = engine.evaluate(data, &shard, should_stop)? else { return Ok(None) };
     let score = over_ranks(score, engine.comm())?;
     let average = average.map(|average| over_ranks(average, engine.comm())).transpose()?;
-    Ok(TestResult { score, average, seconds: start.elapsed().as_secs_f64() })
+    Ok(Some(TestResult { score, average, seconds: start.elapsed().as_secs_f64() }))
 }
 
 /// The mean over all ranks.

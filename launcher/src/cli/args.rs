@@ -7,6 +7,7 @@ use std::time::Duration;
 use clap::{Args, Parser};
 use mgpu_control::inject::Injection;
 
+use super::duration::parse_duration;
 use super::node_args::NodeArgs;
 use super::rank_count::RanksPerNode;
 use crate::launch::MAX_DURATION;
@@ -39,10 +40,13 @@ and kills it.
 Commands of mgpurun itself (write -- in front to start a program of that name):
   mgpurun doctor   show this machine's cores, memory, GPUs, drivers and libraries
   mgpurun ps       show what the ranks of this user's runs are doing
+  mgpurun stop     ask a running job to save its work and stop
   mgpurun sweep    run a program on several numbers of ranks, and compare speed and memory
 
-SIGQUIT (Ctrl-\\) shows what the ranks of a running mgpurun are doing; the run continues. SIGUSR1 and
-SIGUSR2 are forwarded to the ranks. A second SIGINT or SIGTERM kills the ranks.
+SIGQUIT (Ctrl-\\) shows what the ranks of a running mgpurun are doing; the run continues. SIGTERM,
+SIGINT, SIGHUP and SIGUSR1 ask ranks that can stop by themselves, as train_mnist can, to save their
+work and stop, within --stop-grace. Other ranks get the signal. SIGUSR2 is forwarded to the ranks. A
+second SIGINT or SIGTERM kills the ranks.
 
 Exit codes:
   0              all ranks finished
@@ -58,7 +62,7 @@ Exit codes:
   71             a node of the job was lost
   72             a node of the job could not authenticate itself
   73             nodes differ in their program, its arguments, versions or the number of nodes
-  74             the job stopped on request
+  74             the job stopped on request, so that it can be resumed
   141            the reader of the output exited (SIGPIPE)
   129, 130, 143  interrupted by SIGHUP, SIGINT, SIGTERM
   other          the first failing rank's own code, or 128 + its signal";
@@ -181,12 +185,27 @@ pub(super) struct LaunchArgs {
     #[arg(long, requires = "max_restarts")]
     pub(super) restart_always: bool,
 
-    /// Seconds between SIGTERM and SIGKILL.
+    /// Seconds between SIGTERM and SIGKILL after a failure [default: 5].
     ///
-    /// When a rank fails or mgpurun is interrupted, the other ranks are asked to end. Those that are still running
-    /// after this time are killed.
-    #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = parse_seconds)]
-    pub(super) grace: Duration,
+    /// When a rank fails, the other ranks are asked to end. Those that are still running after this time are killed.
+    #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
+    pub(super) grace: Option<Duration>,
+
+    /// Seconds to stop on request [default: 25, or --grace].
+    ///
+    /// When mgpurun gets a signal that ends the run (SIGTERM, SIGINT, SIGHUP), SIGUSR1 or `mgpurun stop`, and at the time
+    /// of --stop-after, ranks that can stop by themselves save their work. Other ranks get the signal. Those that are still
+    /// running after this time are killed. The default is --grace if that is given. Slurm and Kubernetes kill 30 s after
+    /// SIGTERM, unless they are configured otherwise.
+    #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
+    pub(super) stop_grace: Option<Duration>,
+
+    /// Ask the ranks to stop after TIME, such as 2h, 90m or 1h30m.
+    ///
+    /// The time counts from the start of mgpurun. Ranks that can stop by themselves save their work, and mgpurun exits with
+    /// code 74. Other ranks get SIGTERM.
+    #[arg(long, value_name = "TIME", value_parser = parse_duration)]
+    pub(super) stop_after: Option<Duration>,
 
     /// Do not put the rank in front of each line.
     ///

@@ -28,7 +28,7 @@ use crate::output::Output;
 use crate::restart::Reached;
 use crate::spawn::{Process, Sent, send};
 use crate::status::{Row, is_stopped, table};
-use crate::supervisor::{Action, Event, Outcome, Supervisor};
+use crate::supervisor::{Action, Event, Outcome, StopCause, Supervisor};
 use crate::watch::{self, Verdict, WatchedRank};
 use crate::{exit_code, mpi, orphans};
 
@@ -105,6 +105,8 @@ pub(super) struct Attempt<'a> {
     next_progress_check: Option<Instant>,
     /// When to poll the ranks' steps, if events are recorded.
     next_step_poll: Option<Instant>,
+    /// When the ranks are asked to stop, if at a certain time.
+    next_stop: Option<Instant>,
     mpi: MpiWatch,
     /// Faults to inject; those that have not happened are reported at the end.
     injections: &'a [Injection],
@@ -155,6 +157,7 @@ impl<'a> Attempt<'a> {
             judge,
             next_progress_check: progress_timeout.and_then(|timeout| now.checked_add(timeout)),
             next_step_poll: records_events.then_some(now),
+            next_stop: supervision.stop_at,
             ranks,
             server,
             supervision,
@@ -195,6 +198,7 @@ impl<'a> Attempt<'a> {
             self.server.next_deadline(),
             self.next_progress_check,
             self.next_step_poll,
+            self.next_stop,
             self.mpi.next_deadline(),
         ];
         deadlines.into_iter().flatten().min()
@@ -313,7 +317,13 @@ impl<'a> Attempt<'a> {
 
     /// The events of the ready sources, in the order in which the supervisor should see them.
     fn events(&mut self, ready: &[JobSource], signals: &[Signal], shared: &mut Shared<'_>) -> Vec<Event> {
-        let mut events: Vec<Event> = signals.iter().copied().map(Event::Signalled).collect();
+        let mut events: Vec<Event> = signals.iter().map(|signal| self.event_of(*signal)).collect();
+        if self.next_stop.take_if(|at| *at <= Instant::now()).is_some() {
+            events.push(match self.can_stop() {
+                true => Event::StopAsked(StopCause::Time),
+                false => Event::Signalled(Signal::SIGTERM),
+            });
+        }
         for signal in signals.iter().filter(|signal| ends_the_run(**signal)) {
             self.signal_leftovers(*signal);
         }
@@ -342,6 +352,20 @@ impl<'a> Attempt<'a> {
         events.extend(self.check_progress(shared));
         events.push(Event::Tick);
         events
+    }
+
+    /// The event of a signal to this process. Ranks that stop by themselves are asked to instead of being sent it.
+    fn event_of(&self, signal: Signal) -> Event {
+        let asks = ends_the_run(signal) && signal != Signal::SIGKILL || signal == Signal::SIGUSR1;
+        if asks && self.can_stop() {
+            return Event::StopAsked(StopCause::Signal(signal));
+        }
+        Event::Signalled(signal)
+    }
+
+    /// True if all ranks of this host that still run stop by themselves when they are asked to.
+    fn can_stop(&self) -> bool {
+        self.server.can_stop(|rank| self.process_of(rank).is_none_or(|process| process.ended.is_some()))
     }
 
     /// Tells the user if the ranks are MPI programs.
@@ -490,6 +514,7 @@ impl<'a> Attempt<'a> {
                     events.push(Event::Joined(rank));
                 }
                 ServerEvent::Left { .. } => {}
+                ServerEvent::StopAsked { .. } => events.push(Event::StopAsked(StopCause::Rank)),
                 ServerEvent::Incompatible { rank, fault, why } => {
                     events.push(Event::Incompatible { rank, exit_code: exit_code::preflight(fault), why });
                 }
@@ -517,6 +542,7 @@ impl<'a> Attempt<'a> {
         match action {
             Action::Announce(rank, end) => self.server.rank_ended(rank, end),
             Action::Send(rank, signal) => self.send(rank, signal),
+            Action::AskToStop => _ = self.server.ask_to_stop(),
             Action::Say(text) => self.job.say(shared, &text),
             Action::Report => self.report(shared),
             Action::Settle(outcome) => self.settle(outcome, shared),

@@ -117,14 +117,19 @@ impl<'a> Job<'a> {
     pub(super) fn next_deadline(&self) -> Option<Instant> {
         match &self.state {
             State::Running(attempt) => attempt.next_deadline(),
-            State::Pausing(_, until, _) => Some(*until),
+            State::Pausing(_, until, _) => self.plan.supervision.stop_at.into_iter().chain([*until]).min(),
             State::Over(_) => None,
         }
     }
 
-    /// Handles a signal that ends the run during the pause before a restart.
+    /// Handles a signal that ends the run, or the time of `--stop-after`, during the pause before a restart.
     pub(super) fn interrupt_pause(&mut self, signals: &[Signal], shared: &mut Shared<'_>) {
-        let State::Pausing(..) = self.state else { return };
+        let State::Pausing(failure, ..) = &self.state else { return };
+        if self.plan.supervision.stop_at.is_some_and(|at| at <= Instant::now()) {
+            self.plan.id.say(shared, "not restarted, since the time of --stop-after has passed");
+            self.state = State::Over(failure.clone());
+            return;
+        }
         // The end of the guardian counts as SIGKILL.
         let guardian = shared.guardian_ended.then_some(Signal::SIGKILL);
         if let Some(signal) = signals.iter().copied().find(|signal| ends_the_run(*signal)).or(guardian) {
@@ -289,8 +294,9 @@ impl<'a> JobPlan<'a> {
                 restart: restarts,
             },
         );
-        let Supervision { join_timeout, grace, .. } = self.supervision;
-        let supervisor = Supervisor::new(ranks, join_timeout, grace, Instant::now());
+        let Supervision { join_timeout, grace, stop_grace, .. } = self.supervision;
+        let supervisor =
+            Supervisor::new(ranks, join_timeout, grace, Instant::now()).with_stop_grace(stop_grace);
         let (injections, run_id) = (&self.plan.injections[..], self.run_id.clone());
         let started = Started { job: self.id, processes, first: 0, server, injections, run_id };
         let judge = Judge::Supervisor(supervisor);

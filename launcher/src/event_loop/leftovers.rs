@@ -19,6 +19,7 @@ use nix::sys::wait::waitpid;
 use super::Shared;
 use super::attempt::{Attempt, AttemptEnd};
 use super::wait::JobSource;
+use crate::exit_code;
 use crate::group::{members, name_of, running_in};
 use crate::interrupt::ends_the_run;
 use crate::orphans;
@@ -94,8 +95,9 @@ impl Attempt<'_> {
         shared: &mut Shared<'_>,
     ) -> Option<AttemptEnd> {
         let groups: Vec<i32> = self.ended().map(|(_, rank)| rank.pid.as_raw()).collect();
-        let processes =
-            if groups.is_empty() || outcome.interrupted { Vec::new() } else { running_in(&groups) };
+        // Ranks that have stopped on request have finished what they had to do, and so may their filters.
+        let hurries = outcome.interrupted && outcome.exit_code != exit_code::STOPPED;
+        let processes = if groups.is_empty() || hurries { Vec::new() } else { running_in(&groups) };
         if processes.is_empty() {
             return Some(self.end(outcome, shared));
         }

@@ -77,6 +77,8 @@ impl Attempt<'_> {
     /// Handles a process that has ended.
     pub(super) fn reap(&mut self, number: u32, shared: &mut Shared<'_>) -> Option<Event> {
         let (pid, may_have_leftovers) = (self.ranks[number as usize].pid, self.may_have_leftovers(shared));
+        let stop_asked = self.server.has_asked_to_stop();
+        let has_stopped = |code| stop_asked && code == i32::from(exit_code::STOPPED);
         let rank = &mut self.ranks[number as usize];
         // Check without reaping (WNOWAIT): while the zombie exists, the number of its group is not reused.
         let look = WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT | WaitPidFlag::WNOHANG;
@@ -91,8 +93,10 @@ impl Attempt<'_> {
                 }
             }
             // Its children may still be writing; they are handled at the end of the run.
-            Ok(WaitStatus::Exited(_, 0)) if rank.sent == Sent::Nothing && may_have_leftovers => {
-                return Some(self.note_end(number, Exit::Code(0), shared));
+            Ok(WaitStatus::Exited(_, code))
+                if (code == 0 || has_stopped(code)) && rank.sent == Sent::Nothing && may_have_leftovers =>
+            {
+                return Some(self.note_end(number, Exit::Code(code), shared));
             }
             Ok(_) => _ = killpg(pid, Signal::SIGKILL),
             // Another part of this process has reaped our child: its group's number may have been reused.

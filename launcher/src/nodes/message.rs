@@ -46,8 +46,10 @@ pub(crate) enum FromAgent {
     /// The heartbeat: what has changed on the node's progress page, the ranks whose process is stopped, and whether the
     /// node has heard the coordinator since the last heartbeat.
     Progress { entries: Vec<(u32, ProgressEntry)>, stopped: Vec<u32>, has_heard: bool },
-    /// The agent got this signal, which ends the run.
-    Signalled { signal: i32 },
+    /// The agent got this signal, which ends the run. Its ranks may be able to stop by themselves.
+    Signalled { signal: i32, can_stop: bool },
+    /// The ranks are to be asked to stop, which they do by themselves: because of this signal, or of `--stop-after`.
+    StopAsked { signal: Option<i32> },
     /// No process of the ranks is left. The job is not to be restarted if the reader of this node's output has exited.
     Gone { reader_is_gone: bool },
     /// The ranks cannot be started or supervised any more.

@@ -31,7 +31,7 @@ use crate::stdout;
 struct Args {}
 
 /// An entry that exists wherever /proc is mounted.
-const OWN_ENTRY: &str = "/proc/self";
+pub(crate) const OWN_ENTRY: &str = "/proc/self";
 
 /// The command, with the arguments from `ps` on.
 pub(crate) fn main(arguments: &[OsString]) -> Result<ExitCode, Box<dyn Error>> {
@@ -65,7 +65,7 @@ fn describe() -> String {
 }
 
 /// The pages that this user's processes hold open.
-fn pages() -> impl Iterator<Item = ProgressPage> {
+pub(crate) fn pages() -> impl Iterator<Item = ProgressPage> {
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
     let is_process = |path: &PathBuf| {
         path.file_name().is_some_and(|name| name.as_encoded_bytes().iter().all(u8::is_ascii_digit))
@@ -94,7 +94,7 @@ fn pages_of(process: &Path) -> Vec<ProgressPage> {
     descriptors.map(|entry| entry.path()).filter(is_page).filter_map(open).collect()
 }
 
-fn title(run: &RunInfo) -> String {
+pub(crate) fn title(run: &RunInfo) -> String {
     let RunInfo { launcher, world_size, restarts, program, .. } = run;
     let times = match restarts {
         0 => String::new(),

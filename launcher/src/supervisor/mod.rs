@@ -5,12 +5,16 @@
 //! they can print what they were doing. Then they get SIGTERM, and after the grace time SIGKILL. If the first rank to
 //! end blames another rank, and that rank fails within `ERROR_TIME`, the blamed rank counts as the first.
 
+mod stop;
+
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use mgpu_control::rendezvous::{Blame, ProcessEnd};
 use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
+use stop::Stop;
+pub use stop::StopCause;
 
 use crate::exit_code;
 use crate::interrupt::ends_the_run;
@@ -95,6 +99,8 @@ pub enum Event {
     },
     /// The launcher got a signal.
     Signalled(Signal),
+    /// The ranks, which stop by themselves when they are asked to, are to be asked.
+    StopAsked(StopCause),
     /// The ranks have to end because of something outside their world, as the text says.
     Stopped(String),
     /// A host is lost, and with it its ranks.
@@ -117,6 +123,8 @@ pub enum Action {
     Announce(u32, ProcessEnd),
     /// Send a signal to a rank's process group.
     Send(u32, Signal),
+    /// Ask all ranks to stop at the same place, if that was not done before.
+    AskToStop,
     /// Print a message.
     Say(String),
     /// The outcome is final, though ranks may still run: print it. Occurs once, before the end of a run that did not
@@ -213,7 +221,9 @@ enum Stage {
     Running,
     /// A rank has failed; SIGTERM follows at this time.
     Failing(Instant),
-    /// The ranks were asked to end; SIGKILL follows at this time.
+    /// The ranks were asked to save their work and end by themselves; SIGKILL follows at this time.
+    Stopping(Instant),
+    /// The ranks were asked to end by a signal; SIGKILL follows at this time.
     Terminating(Instant),
     /// The ranks were killed.
     Killed,
@@ -248,12 +258,17 @@ pub struct Supervisor {
     /// The failure that determined the outcome, while the rank that it blames has not ended.
     accusation: Option<Failure>,
     interrupted: bool,
+    /// The ranks were asked to stop by themselves.
+    stop: Option<Stop>,
     /// The outcome was printed.
     is_settled: bool,
     join_timeout: Duration,
     /// Set when the first rank joins.
     join_deadline: Option<Instant>,
     grace: Duration,
+    stop_grace: Duration,
+    /// How long the ranks had before they were killed.
+    time_to_end: Duration,
     started: Instant,
 }
 
@@ -267,12 +282,21 @@ impl Supervisor {
             outcome: None,
             accusation: None,
             interrupted: false,
+            stop: None,
             is_settled: false,
             join_timeout,
             join_deadline: None,
             grace,
+            stop_grace: grace,
+            time_to_end: grace,
             started: now,
         }
+    }
+
+    /// Sets the time that ranks have when they are asked to stop, or the launcher gets a signal (by default, the grace
+    /// time).
+    pub fn with_stop_grace(self, stop_grace: Duration) -> Self {
+        Supervisor { stop_grace, ..self }
     }
 
     /// Names the `hosts` of ranks in messages.
@@ -294,7 +318,7 @@ impl Supervisor {
     pub fn next_deadline(&self) -> Option<Instant> {
         match self.stage {
             Stage::Running => self.join_deadline,
-            Stage::Failing(at) | Stage::Terminating(at) => Some(at),
+            Stage::Failing(at) | Stage::Stopping(at) | Stage::Terminating(at) => Some(at),
             Stage::Killed => None,
         }
     }
@@ -311,6 +335,7 @@ impl Supervisor {
             Event::Silent { rank, idle, doing } => self.silent(rank, idle, &doing, now),
             Event::GuardianEnded => self.guardian_ended(),
             Event::Signalled(signal) => self.signalled(signal, now),
+            Event::StopAsked(cause) => self.stop_asked(cause, now),
             Event::Stopped(why) => self.stopped(why, now),
             Event::NodeLost { ranks, how, message } => self.node_lost(ranks, &how, message, now),
             Event::Tick => self.tick(now),
@@ -364,11 +389,11 @@ impl Supervisor {
 
     fn exited(&mut self, rank: u32, exit: Exit, blame: Option<Blame>, now: Instant) -> Vec<Action> {
         let mut actions = Vec::new();
-        let finished = exit == Exit::Code(0);
+        let finished = self.has_stopped(exit) || exit == Exit::Code(0);
         self.ranks[rank as usize].status = if finished { RankStatus::Finished } else { RankStatus::Failed };
         let end = match self.stage {
             _ if finished => ProcessEnd::Finished,
-            Stage::Running | Stage::Failing(_) => ProcessEnd::Failed(exit.describe()),
+            Stage::Running | Stage::Stopping(_) | Stage::Failing(_) => ProcessEnd::Failed(exit.describe()),
             Stage::Terminating(_) | Stage::Killed => ProcessEnd::Failed(exit.describe_signalled()),
         };
         actions.push(Action::Announce(rank, end));
@@ -457,6 +482,9 @@ impl Supervisor {
             Signal::SIGQUIT => return vec![Action::Report],
             _ => {}
         }
+        if let Stage::Stopping(_) = self.stage {
+            return self.stop_asked(StopCause::Signal(signal), now);
+        }
         // Also a run that is failing already: it must not be restarted.
         self.interrupted = true;
         if let Stage::Terminating(_) | Stage::Killed = self.stage {
@@ -464,7 +492,7 @@ impl Supervisor {
             return self.to_all(Signal::SIGKILL);
         }
         self.outcome.get_or_insert_with(|| Outcome::interruption(signal));
-        self.stage = Stage::Terminating(now + self.grace);
+        self.terminate(self.stop_grace, now);
         [self.settle(), self.to_all(signal), self.to_all(Signal::SIGCONT)].concat()
     }
 
@@ -478,7 +506,7 @@ impl Supervisor {
             message: Some(why),
             ..Outcome::interruption(Signal::SIGTERM)
         });
-        self.stage = Stage::Terminating(now + self.grace);
+        self.terminate(self.grace, now);
         [self.settle(), self.to_all(Signal::SIGTERM), self.to_all(Signal::SIGCONT)].concat()
     }
 
@@ -506,6 +534,7 @@ impl Supervisor {
         if self.running().next().is_some() {
             return Vec::new();
         }
+        self.outcome = self.outcome.take().or_else(|| self.stop?.outcome());
         let mut actions = self.settle();
         let outcome = self.outcome.clone().unwrap_or_else(Outcome::success);
         // A signal may have interrupted a run that was already failing.
@@ -525,20 +554,32 @@ impl Supervisor {
                 return self.stop(outcome, how, now);
             }
             Stage::Failing(_) => {}
+            Stage::Stopping(_) => {
+                let (names, seconds) = (self.name_ranks(self.running()), self.stop_grace.as_secs_f64());
+                let text =
+                    format!("{names} did not stop within {seconds} s: killed; --stop-grace allows more time");
+                return [vec![Action::Say(text)], self.kill_stopping()].concat();
+            }
             Stage::Terminating(_) | Stage::Killed => {
                 self.stage = Stage::Killed;
                 let names = self.name_ranks(self.running());
-                let seconds = self.grace.as_secs_f64();
+                let seconds = self.time_to_end.as_secs_f64();
                 let mut actions =
                     vec![Action::Say(format!("{names} did not end within {seconds} s: killed"))];
                 actions.extend(self.to_all(Signal::SIGKILL));
                 return actions;
             }
         }
-        self.stage = Stage::Terminating(now + self.grace);
+        self.terminate(self.grace, now);
         let mut actions = self.settle();
         actions.extend(self.running().flat_map(|rank| self.ask_to_end(rank)));
         actions
+    }
+
+    /// The ranks have this time from now on before they are killed.
+    fn terminate(&mut self, time: Duration, now: Instant) {
+        self.time_to_end = time;
+        self.stage = Stage::Terminating(now + time);
     }
 
     /// Returns the action that prints the outcome, once. The outcome does not change any more: ranks that end from now

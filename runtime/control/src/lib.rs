@@ -12,6 +12,7 @@
 //! | [`digest`] | do two processes or hosts run the same program? |
 //! | [`control_group`] | which cgroup limits apply to this process? |
 //! | [`shm`] | how do processes share memory that the kernel always cleans up? |
+//! | [`stop_signals`] | which signals ask a rank to stop, and which end it? |
 //! | [`inject`] | how are faults injected for tests? |
 //!
 //! Training programs use `mgpu` instead: the interfaces here change with the launcher and the runtime, which always come
@@ -28,5 +29,6 @@ pub mod progress;
 pub mod protocol;
 pub mod rendezvous;
 pub mod shm;
+pub mod stop_signals;
 
 pub use error::{Error, Result};

@@ -43,6 +43,9 @@ pub const MASTER_ADDR: &str = "MASTER_ADDR";
 /// Free port for a PyTorch script's own rendezvous; set for such scripts, not used by the runtime.
 pub const MASTER_PORT: &str = "MASTER_PORT";
 
+/// Exit code of a rank that has stopped on request, at the same place as all others, so that the run can be resumed there.
+pub const EXIT_STOPPED: u8 = 74;
+
 /// Maximum number of ranks on one host: more than any machine has cores or GPUs for.
 pub const MAX_RANKS: u32 = 4096;
 /// Maximum number of ranks of a job on several hosts.

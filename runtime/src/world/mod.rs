@@ -10,11 +10,13 @@ mod env;
 mod gpu;
 mod other_launchers;
 mod several_hosts;
+mod stop;
 mod threads;
 mod variable;
 
 use std::ops::Range;
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -49,6 +51,10 @@ pub struct World {
     communicators: u32,
     /// From which groups are split, after the first split. (In a mutex so that worlds can be shared by threads.)
     split_parent: Mutex<Option<crate::Communicator>>,
+    /// This rank wants all ranks to stop.
+    wants_stop: AtomicBool,
+    /// This process is the rank: signals to it concern the rank.
+    handles_signals: bool,
     /// Under the nccl backend.
     #[cfg(feature = "cuda")]
     gpu: Option<gpu::Gpu>,
@@ -158,6 +164,8 @@ impl World {
             membership,
             communicators: 0,
             split_parent: Mutex::default(),
+            wants_stop: AtomicBool::new(false),
+            handles_signals: true,
             #[cfg(feature = "cuda")]
             gpu,
         })

@@ -1,5 +1,6 @@
 //! Ranks as threads of one process, for tests and for programs that prefer threads.
 
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use super::{Identity, Membership, World};
@@ -41,6 +42,8 @@ fn worlds_of(ranks: Vec<(Store, ProgressPage)>, run_id: &str) -> Vec<World> {
             membership: Some(Arc::new(Membership::new(rank, store, page, Vec::new()))),
             communicators: 0,
             split_parent: Mutex::default(),
+            wants_stop: AtomicBool::new(false),
+            handles_signals: false,
             #[cfg(feature = "cuda")]
             gpu: None,
         }

@@ -13,7 +13,10 @@ use mgpu_kernels::cuda::Device;
 use super::super::args::Args;
 use super::super::profile::{Measured, StepProfile, Sums};
 use super::super::trainer::WARM_UP;
-use super::{Engine, StepObserver, Stretch, TrainingConfig, check_finite, over_ranks, read};
+use super::{
+    Engine, Evaluated, StepObserver, StopCheck, Stretch, TrainingConfig, check_finite, evaluate_in_parts,
+    over_ranks, read,
+};
 use crate::data::{Dataset, IMAGE_LEN};
 use crate::nets::{DropoutKey, LossReport, Mode, Net};
 
@@ -105,13 +108,14 @@ impl<E: Storage> Engine for Cpu<E> {
         sampler: &mut Sampler,
         Stretch { until, .. }: Stretch,
         observer: &mut StepObserver<'_>,
+        should_stop: &mut StopCheck<'_>,
     ) -> mgpu::Result<()> {
         let Cpu { model, net, timeline, training_config, images, labels, score, profile, measured, .. } =
             self;
         let TrainingConfig { seed, division, steps_per_epoch, .. } = *training_config;
         let first_of_rank = training_config.first_sample();
         let mut stretch = LossReport::default();
-        while model.steps() < until {
+        while model.steps() < until && !should_stop()? {
             let step = model.steps();
             if *profile && measured.is_none() && step >= WARM_UP {
                 *measured = Some(MeasuredTimes { updated: model.update_time(), ..MeasuredTimes::default() });
@@ -162,22 +166,31 @@ impl<E: Storage> Engine for Cpu<E> {
         Ok(self.optimizer.l2_penalty(self.net.layout(), self.model.parameters()))
     }
 
-    fn evaluate(&mut self, data: &Dataset, shard: &[u32]) -> mgpu::Result<(LossReport, Option<LossReport>)> {
+    fn evaluate(
+        &mut self,
+        data: &Dataset,
+        shard: &[u32],
+        should_stop: &mut StopCheck<'_>,
+    ) -> mgpu::Result<Option<Evaluated>> {
         let Cpu { model, net, images, labels, .. } = self;
+        let batches: Vec<&[u32]> = shard.chunks(labels.len()).collect();
         let mut evaluate = |parameters: &[f32], buffers: &[f32]| {
             let mut score = LossReport::default();
-            for samples in shard.chunks(labels.len()) {
-                let (images, labels) =
-                    (&mut images[..samples.len() * IMAGE_LEN], &mut labels[..samples.len()]);
-                data.gather(samples, images, labels);
-                net.predict(parameters, buffers, images);
-                score += net.score(labels);
-            }
-            score
+            let all = evaluate_in_parts(batches.len(), should_stop, |part| {
+                for samples in &batches[part] {
+                    let (images, labels) =
+                        (&mut images[..samples.len() * IMAGE_LEN], &mut labels[..samples.len()]);
+                    data.gather(samples, images, labels);
+                    net.predict(parameters, buffers, images);
+                    score += net.score(labels);
+                }
+                Ok(())
+            })?;
+            Ok::<_, mgpu::Error>(all.then_some(score))
         };
-        let score = evaluate(model.parameters(), model.buffers());
-        let average = model.averaged_parameters()?;
-        Ok((score, average.map(|average| evaluate(&average, model.buffers()))))
+        let Some(score) = evaluate(model.parameters(), model.buffers())? else { return Ok(None) };
+        let Some(average) = model.averaged_parameters()? else { return Ok(Some((score, None))) };
+        Ok(evaluate(&average, model.buffers())?.map(|average| (score, Some(average))))
     }
 
     fn verify(&mut self) -> mgpu::Result<u64> {

@@ -13,7 +13,9 @@ use super::super::args::Args;
 use super::super::profile::StepProfile;
 use super::gpu::{EPOCHS, Options, TrainingSet};
 use super::pipeline::{PipelineReport, describe_parts, refuse_profile};
-use super::{Engine, StepObserver, Stretch, TrainingConfig, check_finite, over_ranks, read};
+use super::{
+    Engine, Evaluated, StepObserver, StopCheck, Stretch, TrainingConfig, check_finite, over_ranks, read,
+};
 use crate::data::{CLASSES, Dataset};
 use crate::nets::{DeviceData, DeviceDropout, LossReport};
 use crate::parallel::Grid;
@@ -115,6 +117,7 @@ impl Engine for DevicePipeline {
         sampler: &mut Sampler,
         Stretch { until, .. }: Stretch,
         observer: &mut StepObserver<'_>,
+        should_stop: &mut StopCheck<'_>,
     ) -> mgpu::Result<()> {
         let DevicePipeline { stage, train, training_config, score, .. } = self;
         let TrainingConfig { seed, steps_per_epoch, .. } = *training_config;
@@ -123,7 +126,7 @@ impl Engine for DevicePipeline {
             *train = Some(TrainingSet::new(stage.model(), data, training_config)?);
         }
         let train = train.as_mut().expect("the training set is on the GPU");
-        while stage.steps() < until {
+        while stage.steps() < until && !should_stop()? {
             let epoch = stage.steps() / steps_per_epoch;
             train.prepare(stage.model(), sampler, epoch)?;
             let report = stage.step(train.data(), DeviceDropout { seed, first_sample })?;
@@ -154,20 +157,31 @@ impl Engine for DevicePipeline {
         Ok(Some(sum[0]))
     }
 
-    fn evaluate(&mut self, data: &Dataset, shard: &[u32]) -> mgpu::Result<(LossReport, Option<LossReport>)> {
+    fn evaluate(
+        &mut self,
+        data: &Dataset,
+        shard: &[u32],
+        should_stop: &mut StopCheck<'_>,
+    ) -> mgpu::Result<Option<Evaluated>> {
         if self.test.is_none() {
             self.test = Some(self.upload(data, shard)?);
         }
         let DevicePipeline { stage, test, .. } = self;
         let test = test.as_ref().expect("the test set is on the GPU");
+        if should_stop()? {
+            return Ok(None);
+        }
         let score = stage.predict(test, shard.len(), |_, _, _| Ok(()))?;
         if !stage.model().has_average() {
-            return Ok((score, None));
+            return Ok(Some((score, None)));
+        }
+        if should_stop()? {
+            return Ok(None);
         }
         stage.model().swap_average()?;
         let average = stage.predict(test, shard.len(), |_, _, _| Ok(()))?;
         stage.model().swap_average()?;
-        Ok((score, Some(average)))
+        Ok(Some((score, Some(average))))
     }
 
     fn verify(&mut self) -> mgpu::Result<u64> {

@@ -8,6 +8,7 @@ mod cpu;
 mod device_pipeline;
 mod gpu;
 mod pipeline;
+mod stop_checks;
 
 pub(super) use cpu::Cpu;
 pub(super) use device_pipeline::DevicePipeline;
@@ -17,6 +18,8 @@ use mgpu::optimizer::{OptimizerConfig, Schedule};
 use mgpu::{Communicator, Layout, ReduceOp, Sampler};
 use mgpu_kernels::cuda::Device;
 pub(super) use pipeline::{Pipeline, PipelineReport};
+pub(super) use stop_checks::StopCheck;
+use stop_checks::evaluate_in_parts;
 
 use super::division::Division;
 use super::profile::StepProfile;
@@ -65,6 +68,9 @@ pub(super) struct Stretch {
 /// Called after steps, with the number of steps done and the latest known loss.
 pub(super) type StepObserver<'a> = dyn FnMut(u64, f64) + 'a;
 
+/// The losses of an evaluation, and those with the moving average of the weights if there is one.
+pub(super) type Evaluated = (LossReport, Option<LossReport>);
+
 /// A model in training. All ranks must call collective methods together.
 pub(super) trait Engine {
     /// For the program's own collectives between steps.
@@ -87,7 +93,8 @@ pub(super) trait Engine {
     /// Number of steps done.
     fn steps(&self) -> u64;
 
-    /// Trains until `until` steps are done, all in one epoch, on the batches of `sampler`. Collective.
+    /// Trains until `until` steps are done, all in one epoch, on the batches of `sampler`. Asks `should_stop` before each
+    /// step or launch of steps, and returns early, between two steps, if it says so. Collective.
     ///
     /// # Errors
     /// Errors of the communicator and of the GPU.
@@ -97,6 +104,7 @@ pub(super) trait Engine {
         sampler: &mut Sampler,
         stretch: Stretch,
         observer: &mut StepObserver<'_>,
+        should_stop: &mut StopCheck<'_>,
     ) -> mgpu::Result<()>;
 
     /// The losses of all ranks in this epoch so far, since the engine was created or restored. To be called where a
@@ -121,11 +129,16 @@ pub(super) trait Engine {
     fn l2_loss(&mut self) -> mgpu::Result<Option<f64>>;
 
     /// Evaluates the samples `shard`, the same on all ranks of a [replica](Self::replica), and again with the moving
-    /// average of the weights if there is one. Collective.
+    /// average of the weights if there is one. `None` if `should_stop` said so on the way. Collective.
     ///
     /// # Errors
     /// Errors of the communicator and of the GPU.
-    fn evaluate(&mut self, data: &Dataset, shard: &[u32]) -> mgpu::Result<(LossReport, Option<LossReport>)>;
+    fn evaluate(
+        &mut self,
+        data: &Dataset,
+        shard: &[u32],
+        should_stop: &mut StopCheck<'_>,
+    ) -> mgpu::Result<Option<Evaluated>>;
 
     /// Checks that all ranks hold the same, finite weights. Returns their checksum. Collective.
     ///

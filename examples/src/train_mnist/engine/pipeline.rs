@@ -14,7 +14,10 @@ use super::super::args::Args;
 use super::super::profile::StepProfile;
 use super::super::report::round;
 use super::super::trainer::WARM_UP;
-use super::{Engine, StepObserver, Stretch, TrainingConfig, check_finite, over_ranks, read};
+use super::{
+    Engine, Evaluated, StepObserver, StopCheck, Stretch, TrainingConfig, check_finite, evaluate_in_parts,
+    over_ranks, read,
+};
 use crate::data::{CLASSES, Dataset};
 use crate::nets::{DropoutKey, LossReport, Mode};
 use crate::parallel::Grid;
@@ -162,11 +165,12 @@ impl<E: Storage + Element> Engine for Pipeline<E> {
         sampler: &mut Sampler,
         Stretch { until, .. }: Stretch,
         observer: &mut StepObserver<'_>,
+        should_stop: &mut StopCheck<'_>,
     ) -> mgpu::Result<()> {
         let TrainingConfig { seed, steps_per_epoch, .. } = self.training_config;
         let first_of_rank = self.training_config.first_sample();
         let stage = &mut self.stage;
-        while stage.steps() < until {
+        while stage.steps() < until && !should_stop()? {
             let step = stage.steps();
             let (begin, waited) = (Instant::now(), stage.place.waited());
             let samples = sampler.batch(step / steps_per_epoch, (step % steps_per_epoch) as usize);
@@ -205,13 +209,26 @@ impl<E: Storage + Element> Engine for Pipeline<E> {
         Ok(Some(sum[0]))
     }
 
-    fn evaluate(&mut self, data: &Dataset, shard: &[u32]) -> mgpu::Result<(LossReport, Option<LossReport>)> {
-        let (stage, mut score, mut averaged) =
-            (&mut self.stage, LossReport::default(), LossReport::default());
-        stage.predict(None, data, shard, |net, labels| score += net.score(labels))?;
-        let Some(average) = stage.model().averaged_parameters()? else { return Ok((score, None)) };
-        stage.predict(Some(&average), data, shard, |net, labels| averaged += net.score(labels))?;
-        Ok((score, Some(averaged)))
+    fn evaluate(
+        &mut self,
+        data: &Dataset,
+        shard: &[u32],
+        should_stop: &mut StopCheck<'_>,
+    ) -> mgpu::Result<Option<Evaluated>> {
+        let stage = &mut self.stage;
+        let batch = self.training_config.division.largest_micro_batch();
+        // All stages of a replica have the same shard, and leave out the same batches.
+        let mut evaluate = |stage: &mut Stage<E>, parameters: Option<&[f32]>| {
+            let mut score = LossReport::default();
+            let all = evaluate_in_parts(shard.len().div_ceil(batch), should_stop, |part| {
+                let samples = part.start * batch..shard.len().min(part.end * batch);
+                stage.predict(parameters, data, &shard[samples], |net, labels| score += net.score(labels))
+            })?;
+            Ok::<_, mgpu::Error>(all.then_some(score))
+        };
+        let Some(score) = evaluate(stage, None)? else { return Ok(None) };
+        let Some(average) = stage.model().averaged_parameters()? else { return Ok(Some((score, None))) };
+        Ok(evaluate(stage, Some(&average))?.map(|average| (score, Some(average))))
     }
 
     fn verify(&mut self) -> mgpu::Result<u64> {

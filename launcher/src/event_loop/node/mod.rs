@@ -277,7 +277,8 @@ impl<'a> Node<'a> {
                 // Reported as an event of the ranks.
                 (Some(attempt), _) if attempt.leftovers.is_none() => {}
                 (_, true) if !is_second => {
-                    self.network.report(FromAgent::Signalled { signal: signal as i32 }, now);
+                    let signalled = FromAgent::Signalled { signal: signal as i32, can_stop: false };
+                    self.network.report(signalled, now);
                 }
                 (Some(_), _) => {}
                 (None, _) => self.end(Outcome::interruption(signal)),

@@ -17,7 +17,7 @@ use crate::launch::Supervision;
 use crate::nodes::{FromAgent, HEARTBEAT, MAX_LAST_LINE, MAX_LAST_LINES, MAX_RELAYED, NodeLoss, StartOrder};
 use crate::plan::{NodePlace, RunContext};
 use crate::spawn::{Process, spawn};
-use crate::supervisor::{Action, Event, Exit, Outcome, Supervisor};
+use crate::supervisor::{Action, Event, Exit, Outcome, StopCause, Supervisor};
 
 /// A job on several nodes is the only one of its launch.
 const JOB: JobId = JobId { number: None, first_rank: 0 };
@@ -176,8 +176,17 @@ impl<'a> Node<'a> {
             }
             Event::Signalled(Signal::SIGQUIT) => return attempt.report(&mut self.shared),
             Event::Signalled(signal) if ends_the_run(signal) => {
-                FromAgent::Signalled { signal: signal as i32 }
+                FromAgent::Signalled { signal: signal as i32, can_stop: false }
             }
+            Event::StopAsked(StopCause::Signal(signal)) if ends_the_run(signal) => {
+                FromAgent::Signalled { signal: signal as i32, can_stop: true }
+            }
+            Event::StopAsked(StopCause::Signal(signal)) => {
+                FromAgent::StopAsked { signal: Some(signal as i32) }
+            }
+            Event::StopAsked(StopCause::Time) => FromAgent::StopAsked { signal: None },
+            // The hub tells the coordinator.
+            Event::StopAsked(StopCause::Rank) => return,
             // Whoever signals the agents of several nodes signals each of them.
             Event::Signalled(signal) => return attempt.signal_all(signal),
             // Handled by this node itself.
@@ -241,8 +250,9 @@ impl<'a> Node<'a> {
         let how = format!("was lost: {said}");
         let own = attempt.local_ranks();
         let world_size = attempt.server.page().world_size();
-        let Supervision { join_timeout, grace, .. } = self.job.supervision;
-        let mut supervisor = Supervisor::new(world_size, join_timeout, grace, now);
+        let Supervision { join_timeout, grace, stop_grace, .. } = self.job.supervision;
+        let mut supervisor =
+            Supervisor::new(world_size, join_timeout, grace, now).with_stop_grace(stop_grace);
         for rank in attempt.ended_ranks() {
             supervisor.handle(Event::Exited { rank, exit: Exit::Code(0), blame: None }, now);
         }

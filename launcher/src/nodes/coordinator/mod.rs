@@ -27,7 +27,7 @@ use super::card::NodeCard;
 use super::message::{FromAgent, HEARTBEAT, ToAgent};
 use crate::exit_code;
 use crate::restart::RestartPolicy;
-use crate::supervisor::{Event, Outcome};
+use crate::supervisor::{Event, Outcome, StopCause};
 use epoch::Epoch;
 pub(crate) use loss::NodeLoss;
 
@@ -46,8 +46,10 @@ pub(crate) struct Config {
     pub(crate) join_timeout: Duration,
     /// Longest time without a message of an agent.
     pub(crate) node_timeout: Duration,
-    /// Time between SIGTERM and SIGKILL.
+    /// Time between SIGTERM and SIGKILL after a failure.
     pub(crate) grace: Duration,
+    /// Time that ranks have when they are asked to stop.
+    pub(crate) stop_grace: Duration,
     pub(crate) restart: RestartPolicy,
     pub(crate) run_id: String,
     /// Free on this host.
@@ -193,9 +195,17 @@ impl Coordinator {
         let Some(card) = &self.members[index].card else { return Err("did not join first".into()) };
         let host = card.host.clone();
         match message {
-            FromAgent::Signalled { signal } => {
+            FromAgent::Signalled { signal, can_stop } => {
                 let signal = Signal::try_from(signal).map_err(|_| format!("sent signal {signal}"))?;
-                self.signalled(index, signal, now);
+                self.signalled(index, (signal, can_stop), now);
+            }
+            FromAgent::StopAsked { signal } => {
+                let signal = signal
+                    .map(|signal| Signal::try_from(signal).map_err(|_| format!("sent signal {signal}")));
+                let cause = signal.transpose()?.map_or(StopCause::Time, StopCause::Signal);
+                if matches!(self.stage, Stage::Running) {
+                    self.supervise(Event::StopAsked(cause), now);
+                }
             }
             FromAgent::Failed { why } => self.lose(index, &NodeLoss::Failed(why), now),
             // Only the heartbeat.
@@ -258,12 +268,15 @@ impl Coordinator {
 
     /// Handles a signal that ends the run. A batch system signals all agents, so the first signal of a second agent is
     /// not a second signal.
-    fn signalled(&mut self, index: usize, signal: Signal, now: Instant) {
+    fn signalled(&mut self, index: usize, (signal, can_stop): (Signal, bool), now: Instant) {
         let is_first = !std::mem::replace(&mut self.members[index].is_interrupted, true);
         let others =
             self.members.iter().enumerate().any(|(other, member)| other != index && member.is_interrupted);
         match &mut self.stage {
             Stage::Running if is_first && others => {}
+            Stage::Running if can_stop => {
+                self.supervise(Event::StopAsked(StopCause::Signal(signal)), now);
+            }
             Stage::Running => self.supervise(Event::Signalled(signal), now),
             // Not restarted.
             Stage::Ending(outcome) => outcome.interrupt(signal),

@@ -7,7 +7,7 @@ use mgpu_control::nodes::{HubAction, RankEnd, RelayMessage};
 use super::{Coordinator, MemberId, OWN, Stage};
 use crate::exit_code;
 use crate::nodes::message::{FromAgent, MAX_RELAYED, Order, ToAgent};
-use crate::supervisor::{Action, Event};
+use crate::supervisor::{Action, Event, StopCause};
 
 impl Coordinator {
     /// Handles a message about the ranks of a node.
@@ -63,7 +63,10 @@ impl Coordinator {
                 self.reader_is_gone |= reader_is_gone && self.members[index].id == OWN;
                 self.conclude_if_all_gone(now);
             }
-            FromAgent::Join(_) | FromAgent::Signalled { .. } | FromAgent::Failed { .. } => {}
+            FromAgent::Join(_)
+            | FromAgent::Signalled { .. }
+            | FromAgent::StopAsked { .. }
+            | FromAgent::Failed { .. } => {}
         }
         Ok(())
     }
@@ -83,6 +86,10 @@ impl Coordinator {
                     self.announce(&mut ends, now);
                     let node = self.epoch_mut().layout.node_of(rank);
                     self.order(node, Order::Send { rank, signal: signal as i32 });
+                }
+                Action::AskToStop => {
+                    let actions = self.epoch_mut().hub.ask_to_stop();
+                    self.route(actions, now);
                 }
                 Action::Say(text) => self.outbox.push((OWN, ToAgent::Say { text })),
                 Action::Report => self.outbox.push((OWN, ToAgent::Do { orders: vec![Order::Report] })),
@@ -121,6 +128,7 @@ impl Coordinator {
                     self.supervise(Event::Incompatible { rank, exit_code, why }, now);
                 }
                 HubAction::Admitted => {}
+                HubAction::StopAsked { .. } => self.supervise(Event::StopAsked(StopCause::Rank), now),
             }
         }
     }

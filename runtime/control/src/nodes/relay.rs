@@ -11,6 +11,7 @@
 //! | `get`, `cancelled`, `got` | node → hub → node | the key/value store |
 //! | `arrived`, `released`, `expired`, `not_released` | node ↔ hub | barriers |
 //! | `left`, `ended`, `finished` | node → hub → nodes | how ranks ended |
+//! | `ask_to_stop`, `propose_stop`, `stop_bound`, `stop_at` | node ↔ hub | where all ranks stop |
 //!
 //! **Bounds.** Every message of a server or the hub fits a frame of
 //! [`MAX_FRAME`](crate::rendezvous::message::MAX_FRAME) bytes. A rank has one request at a time, so:
@@ -26,6 +27,7 @@
 mod admission;
 mod barriers;
 mod hub;
+mod stop;
 
 use serde::{Deserialize, Serialize};
 
@@ -142,6 +144,20 @@ pub enum RelayMessage {
         /// How they ended, in the order in which it was seen.
         ends: Vec<RankEnd>,
     },
+    /// Node → hub: a rank asks that all ranks stop.
+    AskToStop,
+    /// Hub → nodes: a stop is proposed; how far are your ranks?
+    ProposeStop,
+    /// Node → hub: the answer to that. Ranks of the node wait from now on until they are told where to stop.
+    StopBound {
+        /// The first stop check that none of its ranks can pass without knowing of the stop.
+        check: u64,
+    },
+    /// Hub → nodes: where all ranks stop.
+    StopAt {
+        /// The number of the stop check.
+        check: u64,
+    },
     /// Hub → nodes: the processes of these ranks have exited with code 0. After a goodbye only their own nodes are told.
     Finished {
         /// The ranks.
@@ -219,6 +235,11 @@ pub enum HubAction {
     },
     /// The ranks of all nodes are admitted.
     Admitted,
+    /// A rank of this node asks that all ranks stop. Reported once, and not if the driver has asked before.
+    StopAsked {
+        /// The node.
+        node: u32,
+    },
 }
 
 #[cfg(test)]

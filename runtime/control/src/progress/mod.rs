@@ -7,6 +7,7 @@
 //! page has no name, but the launcher's descriptors are listed in `/proc`.
 
 mod entry;
+mod stop;
 mod text;
 mod view;
 
@@ -15,6 +16,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 pub use entry::{ProgressEntry, Snapshot};
+pub use stop::StopState;
 use text::SharedText;
 pub(crate) use text::truncate as truncate_text;
 pub use view::Ending;
@@ -52,11 +54,13 @@ struct Header {
     first_failed: AtomicU32,
     /// In milliseconds of [`now`].
     started: AtomicU64,
+    /// Whether the ranks are going to stop, and at which of their stop checks.
+    stop: AtomicU64,
     program: SharedText,
 }
 
 /// Distinguishes a page of this layout from other memory.
-const MAGIC: u64 = 0x6d67_7075_0000_0007;
+const MAGIC: u64 = 0x6d67_7075_0000_0008;
 
 /// The record of one rank. Its size is a multiple of the cache line, so that ranks do not share lines (false sharing).
 #[repr(C, align(128))]
@@ -82,6 +86,8 @@ struct RankRecord {
     /// Training step, from 1.
     step: AtomicU64,
     steps_begun: AtomicU64,
+    /// Number of stop checks that it has begun.
+    stop_checks: AtomicU64,
     /// Injected faults that the rank has triggered: a bit for each, by its index in the list of injections.
     faults: AtomicU64,
     phase: AtomicU32,

@@ -278,6 +278,19 @@ impl Store {
         }
     }
 
+    /// Asks that all ranks stop. The progress page says where, once that is decided
+    /// ([`ProgressPage::stop_state`]).
+    ///
+    /// # Errors
+    /// If the launcher is gone.
+    pub fn ask_to_stop(&self) -> Result<()> {
+        let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
+        match self.call(&mut connection, &Request::Stop, &[], "stop", Duration::ZERO)? {
+            Reply::Done => Ok(()),
+            other => Err(self.unexpected(&connection, &other)),
+        }
+    }
+
     /// Says goodbye. Errors no longer matter and are ignored.
     pub fn leave(&self) {
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);

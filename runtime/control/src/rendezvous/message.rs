@@ -14,7 +14,7 @@ use super::rank_list;
 use crate::nodes::Layout;
 
 /// Version of the messages; both sides must have the same.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 /// Maximum size of a frame in bytes, without its length.
 pub const MAX_FRAME: usize = 64 << 10;
 /// Maximum size of a value in bytes.
@@ -74,6 +74,8 @@ pub enum Request {
         /// Longest wait in milliseconds.
         timeout_ms: u64,
     },
+    /// Asks that all ranks stop. The progress page says where, once that is decided.
+    Stop,
     /// Last message of a rank that has finished.
     Leave,
 }
@@ -105,7 +107,7 @@ pub enum Reply {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         address: Option<IpAddr>,
     },
-    /// Answer to [`Request::Set`], [`Request::Barrier`] and [`Request::Leave`].
+    /// Answer to [`Request::Set`], [`Request::Barrier`], [`Request::Stop`] and [`Request::Leave`].
     Done,
     /// Answer to [`Request::Get`].
     Value {

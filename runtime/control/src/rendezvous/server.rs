@@ -6,6 +6,7 @@
 mod admission;
 mod nodes;
 mod requests;
+mod stop;
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, HashMap};
@@ -44,6 +45,11 @@ pub enum ServerEvent {
     },
     /// A rank has said goodbye.
     Left {
+        /// The rank.
+        rank: u32,
+    },
+    /// A rank asks that all ranks stop. Reported once, and not if the launcher has asked before.
+    StopAsked {
         /// The rank.
         rank: u32,
     },
@@ -133,6 +139,8 @@ pub struct Server {
     next_get: u64,
     /// The ranks of other nodes that have ended.
     remote_ended: BTreeSet<u32>,
+    /// The ranks were asked to stop.
+    stop_asked: bool,
 }
 
 impl Server {
@@ -206,6 +214,7 @@ impl Server {
             late: Entries::default(),
             next_get: 0,
             remote_ended: BTreeSet::new(),
+            stop_asked: false,
         })
     }
 

@@ -28,7 +28,7 @@ use traces::Traces;
 
 use super::super::args::Args;
 use super::super::profile::StepProfile;
-use super::{Engine, StepObserver, Stretch, TrainingConfig, check_finite, read};
+use super::{Engine, Evaluated, StepObserver, StopCheck, Stretch, TrainingConfig, check_finite, read};
 use crate::data::Dataset;
 use crate::nets::{DeviceData, DeviceNet, LossReport};
 
@@ -160,13 +160,18 @@ impl Engine for Gpu {
         sampler: &mut Sampler,
         Stretch { until, stop }: Stretch,
         observer: &mut StepObserver<'_>,
+        should_stop: &mut StopCheck<'_>,
     ) -> mgpu::Result<()> {
         if self.train.is_none() {
             self.train = Some(TrainingSet::new(&self.model, data, &self.training_config)?);
         }
         while self.reported < until {
-            while self.in_flight.len() < self.ahead() && self.model.steps() < stop {
+            while self.in_flight.len() < self.ahead() && self.model.steps() < stop && !should_stop()? {
                 self.launch_next(sampler, stop)?;
+            }
+            if self.in_flight.is_empty() {
+                // The ranks stop here.
+                break;
             }
             self.report_oldest(observer)?;
         }
@@ -189,20 +194,31 @@ impl Engine for Gpu {
         Ok(self.optimizer.l2_penalty(self.model.layout(), &parameters))
     }
 
-    fn evaluate(&mut self, data: &Dataset, shard: &[u32]) -> mgpu::Result<(LossReport, Option<LossReport>)> {
+    fn evaluate(
+        &mut self,
+        data: &Dataset,
+        shard: &[u32],
+        should_stop: &mut StopCheck<'_>,
+    ) -> mgpu::Result<Option<Evaluated>> {
         if self.test.is_none() {
             let test = DeviceData::new(self.model.stream(), &data.images, &data.labels, shard.len())?;
             test.set_order(self.model.stream(), shard)?;
             self.test = Some(test);
         }
+        if should_stop()? {
+            return Ok(None);
+        }
         let score = self.score(shard.len())?;
         if !self.model.has_average() {
-            return Ok((score, None));
+            return Ok(Some((score, None)));
+        }
+        if should_stop()? {
+            return Ok(None);
         }
         self.model.swap_average()?;
         let average = self.score(shard.len())?;
         self.model.swap_average()?;
-        Ok((score, Some(average)))
+        Ok(Some((score, Some(average))))
     }
 
     fn verify(&mut self) -> mgpu::Result<u64> {

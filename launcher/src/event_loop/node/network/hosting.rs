@@ -58,6 +58,7 @@ impl Hosting {
             join_timeout: job.supervision.join_timeout,
             node_timeout: job.settings.node_timeout,
             grace: job.supervision.grace,
+            stop_grace: job.supervision.stop_grace,
             restart: job.supervision.restart,
             run_id: new_run_id()?,
             master_port: port.number(),

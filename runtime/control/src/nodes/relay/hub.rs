@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use super::admission::Admission;
 use super::barriers::{Arrival, Barriers, Participants};
+use super::stop::StopRound;
 use super::{HubAction, MAX_FAILURES_TOLD, RankEnd, RelayMessage};
 use crate::nodes::Layout;
 use crate::progress;
@@ -47,6 +48,8 @@ pub struct Hub {
     /// Number of failures that all nodes are told.
     failures_told: usize,
     news: News,
+    /// Where all ranks stop.
+    stop: StopRound,
 }
 
 /// What the nodes have not been told.
@@ -74,6 +77,7 @@ impl Hub {
             has_failed: false,
             failures_told: 0,
             news: News::default(),
+            stop: StopRound::default(),
             layout,
         }
     }
@@ -139,7 +143,20 @@ impl Hub {
                 self.check_own(from, &ranks)?;
                 Ok(self.announce(ends))
             }
+            RelayMessage::AskToStop => {
+                let mut actions = self.ask_to_stop();
+                if !actions.is_empty() {
+                    actions.insert(0, HubAction::StopAsked { node: from });
+                }
+                Ok(actions)
+            }
+            RelayMessage::StopBound { check } => {
+                let agreed = self.stop.bound(from, check, self.layout.nodes())?;
+                Ok(agreed.map(|check| self.to_all(&RelayMessage::StopAt { check })).unwrap_or_default())
+            }
             RelayMessage::Admit
+            | RelayMessage::ProposeStop
+            | RelayMessage::StopAt { .. }
             | RelayMessage::Refused { .. }
             | RelayMessage::Released { .. }
             | RelayMessage::NotReleased { .. }
@@ -147,6 +164,16 @@ impl Hub {
                 Err(format!("node {from} sent a message that only node 0 sends to the others"))
             }
         }
+    }
+
+    /// Asks all ranks to stop at the same place. Does nothing if they were asked before.
+    pub fn ask_to_stop(&mut self) -> Vec<HubAction> {
+        if self.stop.begin() { self.to_all(&RelayMessage::ProposeStop) } else { Vec::new() }
+    }
+
+    fn to_all(&self, message: &RelayMessage) -> Vec<HubAction> {
+        let nodes = 0..self.layout.nodes();
+        nodes.map(|node| HubAction::Send { node, message: message.clone() }).collect()
     }
 
     /// Notes how ranks ended, as their launcher saw it; if a node is lost, all its ranks have. The first failure is told

@@ -131,7 +131,14 @@ impl Server {
                 ranks.into_iter().for_each(|rank| self.rank_ended(rank, ProcessEnd::Finished));
                 Ok(())
             }
-            RelayMessage::Joined { .. }
+            RelayMessage::ProposeStop => {
+                self.propose_stop();
+                Ok(())
+            }
+            RelayMessage::StopAt { check } => self.stop_at(check),
+            RelayMessage::AskToStop
+            | RelayMessage::StopBound { .. }
+            | RelayMessage::Joined { .. }
             | RelayMessage::Ready { .. }
             | RelayMessage::Arrived { .. }
             | RelayMessage::Expired { .. } => Err("a message that only nodes send to the hub".into()),

@@ -62,6 +62,12 @@ impl Server {
                     Err(reply) => self.answer(id, &reply, &[]),
                 }
             }
+            Request::Stop => {
+                self.answer(id, &Reply::Done, &[]);
+                if self.ask_to_stop() {
+                    self.events.push(ServerEvent::StopAsked { rank });
+                }
+            }
             Request::Leave => {
                 self.page.record_end(rank, Ending::Left);
                 self.announce_goodbye(rank);

@@ -135,7 +135,7 @@ impl Relay {
                     }
                 }
                 // Its rank has been told.
-                HubAction::Incompatible { .. } | HubAction::Admitted => {}
+                HubAction::Incompatible { .. } | HubAction::Admitted | HubAction::StopAsked { .. } => {}
             }
         }
     }
