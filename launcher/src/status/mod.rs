@@ -4,11 +4,13 @@
 //! doing now, as far as permissions allow: the state of each thread, the kernel function it sleeps in and its system
 //! call.
 
+mod collectives;
 pub(crate) mod runs;
 mod threads;
 
 use std::time::Duration;
 
+pub(crate) use collectives::Histories;
 use mgpu_control::progress::{Phase, Progress, ProgressPage, RankState};
 use threads::Threads;
 pub(crate) use threads::is_stopped;

@@ -305,10 +305,11 @@ impl World {
         match &self.membership {
             Some(membership) if self.size() > 1 => {
                 let (size, number, timeout) = (self.size(), self.communicators, self.timeout());
-                match self.host_address(membership)? {
+                let connected = match self.host_address(membership)? {
                     None => crate::comm::cpu::connect(membership, size, number, timeout),
                     Some(host) => crate::comm::hosts::connect(membership, host, size, number, timeout),
-                }
+                };
+                connected.map(|comm| comm.numbered(number))
             }
             membership => Ok(crate::Communicator::alone(membership.clone())),
         }

@@ -7,6 +7,7 @@
 //! page has no name, but the launcher's descriptors are listed in `/proc`.
 
 mod entry;
+mod flight_recorder;
 mod text;
 mod view;
 
@@ -15,6 +16,10 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 pub use entry::{ProgressEntry, Snapshot};
+use flight_recorder::Ring;
+pub use flight_recorder::{
+    EXACT_FROM, NewCollective, OpenRecord, RECORDED, RecordedCollective, RecordedCommunicator,
+};
 use text::SharedText;
 pub(crate) use text::truncate as truncate_text;
 pub use view::Ending;
@@ -56,7 +61,7 @@ struct Header {
 }
 
 /// Distinguishes a page of this layout from other memory.
-const MAGIC: u64 = 0x6d67_7075_0000_0007;
+const MAGIC: u64 = 0x6d67_7075_0000_0008;
 
 /// The record of one rank. Its size is a multiple of the cache line, so that ranks do not share lines (false sharing).
 #[repr(C, align(128))]
@@ -79,6 +84,8 @@ struct RankRecord {
     aborted: AtomicU64,
     /// Time of the last change, in milliseconds of [`now`].
     changed: AtomicU64,
+    /// Number of collectives in its [`Ring`] so far.
+    recorded: AtomicU64,
     /// Training step, from 1.
     step: AtomicU64,
     steps_begun: AtomicU64,
@@ -131,7 +138,7 @@ impl CollectiveCounter {
     }
 }
 
-/// The progress page: a header and a record for each rank.
+/// The progress page: a header, a record for each rank, and a ring of its last collectives for each rank.
 #[derive(Debug)]
 pub struct ProgressPage {
     memory: SharedMemory,
@@ -154,14 +161,20 @@ pub struct RunInfo {
 }
 
 impl ProgressPage {
+    /// Offset of the rings, behind the records.
+    fn rings(world_size: u32) -> usize {
+        (size_of::<Header>() + world_size as usize * size_of::<RankRecord>()).next_multiple_of(align_of::<Ring>())
+    }
+
     fn bytes(world_size: u32) -> usize {
-        (size_of::<Header>() + world_size as usize * size_of::<RankRecord>()).next_multiple_of(4096)
+        Self::rings(world_size) + world_size as usize * size_of::<Ring>()
     }
 
     /// Creates a page for `world_size` ranks; also returns the descriptor to pass to them.
     pub fn create(world_size: u32) -> Result<(Self, OwnedFd)> {
         let (memory, fd) = SharedMemory::create(PAGE_NAME, Self::bytes(world_size))?;
-        reserve("the progress page", &memory, fd.as_fd(), 0, memory.size())?;
+        // Not the rings: the memory of a ring is allocated when its rank records the first collective, if ever.
+        reserve("the progress page", &memory, fd.as_fd(), 0, Self::rings(world_size))?;
         let header = memory.view::<Header>(0);
         header.launcher.store(std::process::id(), Ordering::Relaxed);
         header.world_size.store(world_size, Ordering::Relaxed);
