@@ -135,6 +135,13 @@ impl Membership {
         self.inject_faults(InjectionPoint::Step(step));
     }
 
+    /// Counts samples on the progress page.
+    pub(crate) fn count_samples(&self, samples: u64) {
+        if self.check_process().is_ok() {
+            self.page.count_samples(self.rank, samples);
+        }
+    }
+
     /// Records on the progress page that another phase begins.
     pub(crate) fn begin_phase(&self, phase: Phase) {
         if self.check_process().is_err() {

@@ -6,7 +6,9 @@
 
 mod collectives;
 pub(crate) mod runs;
+pub(crate) mod snapshot;
 mod threads;
+pub(crate) mod totals;
 
 use std::time::Duration;
 
@@ -37,6 +39,15 @@ impl Row {
         let pid = pid.unwrap_or(progress.pid);
         let is_here = ended.is_none() && host.is_none() && pid != 0;
         let threads = if is_here { Threads::of(pid) } else { Threads::default() };
+        Row { rank, progress, pid, ended, host, threads }
+    }
+
+    /// The same without the threads of the process, as an observer of the page sees it.
+    fn without_threads(page: &ProgressPage, rank: u32) -> Self {
+        let (progress, host) = (page.progress(rank), page.host(rank));
+        let (pid, ended) = (page.process(rank).unwrap_or_default(), page.process_end_description(rank));
+        let is_here = ended.is_none() && host.is_none() && pid != 0;
+        let threads = if is_here { Threads::of_process_only(pid) } else { Threads::default() };
         Row { rank, progress, pid, ended, host, threads }
     }
 

@@ -400,6 +400,14 @@ impl World {
         }
     }
 
+    /// Tells the launcher that this rank has processed `samples` more: images, sentences, whatever the program counts. Of
+    /// all ranks together, `mgpurun top` and `--metrics-listen` show so many a second.
+    pub fn report_samples(&self, samples: u64) {
+        if let Some(membership) = &self.membership {
+            membership.count_samples(samples);
+        }
+    }
+
     /// Tells the launcher that another phase of the work begins, which may take long without a step.
     pub fn report_phase(&self, phase: Phase) {
         if let Some(membership) = &self.membership {

@@ -20,7 +20,7 @@ use crate::shm::Shared;
 pub const RECORDED: usize = 64;
 
 /// From this payload on, in bytes, a collective takes so long that two readings of the exact clock do not count.
-pub const EXACT_FROM: usize = 64 << 10;
+pub const EXACT_FROM: usize = 1 << 20;
 
 /// One collective: one cache line.
 #[repr(C, align(64))]

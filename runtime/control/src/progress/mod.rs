@@ -89,6 +89,8 @@ struct RankRecord {
     /// Training step, from 1.
     step: AtomicU64,
     steps_begun: AtomicU64,
+    /// Number of samples that it has processed, if it tells.
+    samples: AtomicU64,
     /// Injected faults that the rank has triggered: a bit for each, by its index in the list of injections.
     faults: AtomicU64,
     phase: AtomicU32,
@@ -447,6 +449,16 @@ impl ProgressPage {
         self.set_phase(rank, Phase::Step);
     }
 
+    /// Counts `samples` that `rank` has processed: images, sentences.
+    pub fn count_samples(&self, rank: u32, samples: u64) {
+        self.record(rank).samples.fetch_add(samples, Ordering::Relaxed);
+    }
+
+    /// The samples that `rank` has processed; 0 if it does not tell, or runs on another host.
+    pub fn samples(&self, rank: u32) -> u64 {
+        self.record(rank).samples.load(Ordering::Relaxed)
+    }
+
     /// Notes that `rank` triggers the fault with this index. Faults after the 64th are not noted.
     pub fn note_fault(&self, rank: u32, number: usize) {
         if number < u64::BITS as usize {
@@ -548,12 +560,15 @@ mod tests {
         page.describe("train", 3);
         page.join(1, 42);
         page.begin_step(1, 100);
+        page.count_samples(1, 30);
+        page.count_samples(1, 2);
         page.enter(1, Operation::AllReduce, 7, 4096);
         page.wait(1, 0);
         let observer = ProgressPage::inspect(fd.as_fd()).unwrap();
         let run = observer.run();
         assert_eq!((run.launcher, run.world_size, run.restarts), (std::process::id(), 2, 3));
         assert_eq!(run.program, "train");
+        assert_eq!((observer.samples(0), observer.samples(1)), (0, 32));
         let progress = observer.progress(1);
         assert_eq!((progress.pid, progress.phase, progress.step), (42, Phase::Step, 100));
         let all_reduce = Operation::AllReduce;
