@@ -5,6 +5,7 @@
 //! call.
 
 mod collectives;
+pub(crate) mod gpus;
 pub(crate) mod runs;
 pub(crate) mod snapshot;
 mod threads;
