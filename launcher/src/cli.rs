@@ -125,6 +125,7 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
         .notices(notices.clone())
         .fail(args.fail)
         .report_bindings(args.report_bindings)
+        .metrics(args.metrics_listen)
         .output(output)
         .join_timeout(join_timeout)
         .progress_timeout(args.progress_timeout)

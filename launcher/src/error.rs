@@ -42,6 +42,14 @@ pub enum LaunchError {
     /// The address that was chosen for this node is not one.
     #[error("--local-addr is `{0}`: it should be an address of this host, such as 10.0.0.2")]
     LocalAddress(String),
+    /// The metrics cannot be served.
+    #[error("--metrics-listen {address}: {why}")]
+    Metrics {
+        /// Where.
+        address: String,
+        /// Why not, and what to try.
+        why: String,
+    },
     /// Other nodes could not be looked for.
     #[error("{0}")]
     Network(String),

@@ -73,6 +73,8 @@ pub(crate) struct Stat {
     pub(crate) state: char,
     pub(crate) parent: i32,
     pub(crate) group: i32,
+    /// The time of a core that it has used, in ticks of the kernel; 0 if that is not told.
+    pub(crate) ticks: u64,
 }
 
 impl Stat {
@@ -88,7 +90,10 @@ fn parse_stat(stat: &[u8]) -> Option<Stat> {
     let fields = str::from_utf8(&stat[name_end + 1..]).ok()?;
     let mut fields = fields.split_ascii_whitespace();
     let state = fields.next()?.chars().next()?;
-    Some(Stat { state, parent: fields.next()?.parse().ok()?, group: fields.next()?.parse().ok()? })
+    let (parent, group) = (fields.next()?.parse().ok()?, fields.next()?.parse().ok()?);
+    // In user mode and in the kernel: fields 14 and 15, counted from 1 with the process id.
+    let ticks = fields.skip(8).take(2).filter_map(|field| field.parse::<u64>().ok());
+    Some(Stat { state, parent, group, ticks: ticks.fold(0, u64::saturating_add) })
 }
 
 #[cfg(test)]
@@ -103,9 +108,11 @@ mod tests {
 
     #[test]
     fn process_names_may_contain_any_bytes() {
-        let stat = |state, parent, group| Some(Stat { state, parent, group });
+        let stat = |state, parent, group| Some(Stat { state, parent, group, ticks: 0 });
         assert_eq!(parse_stat(b"7 (sh) S 1 42 42 0"), stat('S', 1, 42));
         assert_eq!(parse_stat(b"7 (a) Z 9 9 (b \xff) R 1 42 42 0"), stat('R', 1, 42));
+        let stat = parse_stat(b"7 (sh) S 1 42 42 0 -1 4194560 116 0 0 0 30 12 0 0 20").unwrap();
+        assert_eq!(stat.ticks, 42);
         assert_eq!(parse_stat(b""), None);
         assert_eq!(parse_stat(b"7 (sh"), None);
     }

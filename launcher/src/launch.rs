@@ -16,6 +16,7 @@ use crate::error::LaunchError;
 use crate::event_loop::{EventLoop, JobId, JobPlan, LaunchEnd, NodeJob, flush, run_node};
 use crate::events::{Event, EventLog};
 use crate::interrupt::{Interrupter, Signals};
+use crate::metrics::{Board, MetricsAddress, MetricsServer};
 use crate::nodes::net::{HostNet, NetChoice};
 use crate::nodes::ssh::attachment;
 use crate::nodes::{AuthChoice, Engine, NodeCard, NodeSettings};
@@ -62,6 +63,7 @@ pub struct Launch {
     fail: FailPolicy,
     output: OutputOptions,
     report_bindings: bool,
+    metrics: Option<MetricsAddress>,
     supervision: Supervision,
     stop_after: Option<Duration>,
     signals: Result<Signals, nix::Error>,
@@ -101,6 +103,7 @@ impl Launch {
             notices: Vec::new(),
             fail: FailPolicy::default(),
             report_bindings: false,
+            metrics: None,
             output: OutputOptions::default(),
             supervision: Supervision {
                 join_timeout: Duration::from_secs(60),
@@ -150,6 +153,13 @@ impl Launch {
     /// Prints the cores and the GPU of each rank at the start.
     pub fn report_bindings(mut self, report: bool) -> Self {
         self.report_bindings = report;
+        self
+    }
+
+    /// Serves the state of the ranks there, as OpenMetrics and as a page (nowhere by default). A thread of this process
+    /// does it.
+    pub fn metrics(mut self, address: Option<MetricsAddress>) -> Self {
+        self.metrics = address;
         self
     }
 
@@ -341,6 +351,7 @@ impl Launch {
             signals,
             supervision,
             report_bindings,
+            metrics,
             fail,
             notices,
             nodes,
@@ -360,6 +371,12 @@ impl Launch {
         let sizes: Vec<u32> = plans.iter().map(|plan| plan.ranks.len() as u32).collect();
         let mut output = Output::new(&sizes, output)?;
         notices.iter().for_each(|notice| output.say(notice));
+        let board = Board::default();
+        let serve = |address: &MetricsAddress| MetricsServer::start(address, board.clone());
+        let metrics = metrics.as_ref().map(serve).transpose()?;
+        if let Some(MetricsServer { address, .. }) = &metrics {
+            output.say(&format!("metrics at {address}"));
+        }
         let jobs = name_jobs(&plans, &requests, supervision)?;
         for JobPlan { id, plan, .. } in &jobs {
             let locations =
@@ -372,9 +389,10 @@ impl Launch {
                 let card = node_card(plan, settings);
                 let job =
                     NodeJob { plan, settings, supervision, injections, report_bindings, card, credentials };
-                run_node(&job, &signals, &mut output, &mut events)
+                run_node(&job, &signals, &mut output, &mut events, &board)
             }
-            _ => EventLoop::start(&jobs, fail, &signals, &mut output, &mut events).and_then(EventLoop::run),
+            _ => EventLoop::start(&jobs, fail, &signals, &mut output, &mut events, &board)
+                .and_then(EventLoop::run),
         };
         if result.is_err() && supervision.adopts_orphans {
             // Other jobs may have left processes.

@@ -18,6 +18,7 @@
 //! | `watch` | which rank is stuck? (pure) |
 //! | `status` | what is every rank doing? |
 //! | `mpi` | are the ranks MPI programs? |
+//! | `metrics` | serves the state of the ranks as OpenMetrics and as a page |
 //! | `faults` | which injected faults have not happened? |
 //! | `group`, `orphans`, `guardian` | no process of a rank survives, whichever process is killed |
 //! | `restart` | outcome → restart or not (pure) |
@@ -49,6 +50,7 @@ mod guardian;
 mod interrupt;
 mod launch;
 mod machine;
+mod metrics;
 mod mpi;
 mod nccl;
 mod nodes;
@@ -73,6 +75,7 @@ mod writer;
 pub use error::LaunchError;
 pub use interrupt::Interrupter;
 pub use launch::Launch;
+pub use metrics::MetricsAddress;
 pub use output::{LogError, OutputOptions};
 pub use placement::Bind;
 pub use plan::{BackendChoice, GpuChoice};

@@ -1,4 +1,4 @@
-//! Sets of ranks on the command line: `0`, `1-`, `0,2-3`.
+//! Sets of ranks on the command line and in reports: `0`, `1-`, `0,2-3`.
 
 use std::str::FromStr;
 
@@ -35,9 +35,33 @@ impl FromStr for RankSet {
     }
 }
 
+/// Ranks in ascending order, as text: `0,2-3`.
+pub(crate) fn list(ranks: &[u32]) -> String {
+    let is_next = |a: &u32, b: &u32| a.checked_add(1) == Some(*b);
+    let ranges = ranks.chunk_by(is_next).map(|range| match range {
+        [rank] => rank.to_string(),
+        [first, .., last] => format!("{first}-{last}"),
+        [] => String::new(),
+    });
+    ranges.collect::<Vec<_>>().join(",")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ranks_are_listed_by_ranges() {
+        for (ranks, text) in [
+            (&[][..], ""),
+            (&[7], "7"),
+            (&[0, 1], "0-1"),
+            (&[0, 2, 3, 4, 9], "0,2-4,9"),
+            (&[u32::MAX], "4294967295"),
+        ] {
+            assert_eq!(list(ranks), text);
+        }
+    }
 
     #[test]
     fn rank_sets_are_parsed() {

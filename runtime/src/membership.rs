@@ -22,6 +22,8 @@ pub(crate) struct Membership {
     everyone: OnceLock<Members>,
     /// The number of the next group that this rank can be in.
     next_group: AtomicU32,
+    /// Number of communicators that this rank has created.
+    communicators: AtomicU32,
     store: Store,
     page: ProgressPage,
     /// Where ranks of several hosts connect.
@@ -52,6 +54,7 @@ impl Membership {
             rank,
             everyone: OnceLock::new(),
             next_group: AtomicU32::new(1),
+            communicators: AtomicU32::new(0),
             store,
             page,
             listener: crate::comm::hosts::Listener::default(),
@@ -81,6 +84,17 @@ impl Membership {
     /// The number of the next group that this rank can be in.
     pub(crate) fn next_group(&self) -> u32 {
         self.next_group.load(Ordering::Relaxed)
+    }
+
+    /// Counts a communicator that this rank creates, and returns their number.
+    pub(crate) fn count_communicator(&self) -> u32 {
+        self.communicators.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    /// Whether this rank has created no second communicator, so that no two threads of it can run collectives at once.
+    #[inline]
+    pub(crate) fn has_one_communicator(&self) -> bool {
+        self.communicators.load(Ordering::Relaxed) <= 1
     }
 
     /// Whether this rank has taken part in a split.
@@ -125,6 +139,13 @@ impl Membership {
         }
         self.page.begin_step(self.rank, step);
         self.inject_faults(InjectionPoint::Step(step));
+    }
+
+    /// Counts samples on the progress page.
+    pub(crate) fn count_samples(&self, samples: u64) {
+        if self.check_process().is_ok() {
+            self.page.count_samples(self.rank, samples);
+        }
     }
 
     /// Records on the progress page that another phase begins.

@@ -36,12 +36,51 @@ struct ProcessInfo {
     compute_instance: c_uint,
 }
 
+/// `nvmlUtilization_t`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Utilization {
+    gpu: c_uint,
+    memory: c_uint,
+}
+
+/// `nvmlMemory_t`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct MemoryInfo {
+    total: c_ulonglong,
+    free: c_ulonglong,
+    used: c_ulonglong,
+}
+
+/// `NVML_TEMPERATURE_GPU`.
+const TEMPERATURE_GPU: c_uint = 0;
+/// Size of a buffer for a name: `NVML_DEVICE_NAME_V2_BUFFER_SIZE`.
+const NAME_SIZE: usize = 96;
+
+type GetUtilization = unsafe extern "C" fn(Device, *mut Utilization) -> c_int;
+type GetMemory = unsafe extern "C" fn(Device, *mut MemoryInfo) -> c_int;
+type GetTemperature = unsafe extern "C" fn(Device, c_uint, *mut c_uint) -> c_int;
+
+/// What a GPU is doing. A value that the GPU does not tell is `None`: a MIG instance has no utilisation of its own.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GpuReading {
+    /// The name of the model; empty if it is not told.
+    pub name: String,
+    /// Per cent of the last time, up to a second, in which kernels ran.
+    pub utilization_percent: Option<u32>,
+    /// Bytes of memory in use, and all.
+    pub memory: Option<(u64, u64)>,
+    /// Degrees Celsius.
+    pub temperature_c: Option<u32>,
+}
+
 type Init = unsafe extern "C" fn() -> c_int;
 type ErrorString = unsafe extern "C" fn(c_int) -> *const c_char;
 type GetCount = unsafe extern "C" fn(*mut c_uint) -> c_int;
 type GetByIndex = unsafe extern "C" fn(c_uint, *mut Device) -> c_int;
 type GetByUuid = unsafe extern "C" fn(*const c_char, *mut Device) -> c_int;
-type GetUuid = unsafe extern "C" fn(Device, *mut c_char, c_uint) -> c_int;
+type GetText = unsafe extern "C" fn(Device, *mut c_char, c_uint) -> c_int;
 type GetProcesses = unsafe extern "C" fn(Device, *mut c_uint, *mut ProcessInfo) -> c_int;
 
 /// Why NVML gives no answer.
@@ -119,14 +158,56 @@ impl Nvml {
     }
 
     fn uuid(&self, device: Device) -> Result<String, NvmlError> {
-        let get: Symbol<GetUuid> = self.function("nvmlDeviceGetUUID")?;
-        let mut text = [0u8; UUID_SIZE];
+        self.text::<UUID_SIZE>("nvmlDeviceGetUUID", device)
+    }
+
+    /// What a function writes into a buffer of this size.
+    fn text<const SIZE: usize>(&self, name: &'static str, device: Device) -> Result<String, NvmlError> {
+        let get: Symbol<GetText> = self.function(name)?;
+        let mut text = [0u8; SIZE];
         // SAFETY: the buffer has the given size, and the handle is one of this library.
-        self.check("nvmlDeviceGetUUID", unsafe {
-            get(device, text.as_mut_ptr().cast(), UUID_SIZE as c_uint)
-        })?;
+        self.check(name, unsafe { get(device, text.as_mut_ptr().cast(), SIZE as c_uint) })?;
         let text = CStr::from_bytes_until_nul(&text).unwrap_or_default();
         Ok(text.to_string_lossy().into_owned())
+    }
+
+    /// What the GPU or MIG instance with this UUID is doing.
+    ///
+    /// # Errors
+    /// If there is no such device.
+    pub fn read(&self, uuid: &str) -> Result<GpuReading, NvmlError> {
+        let device = self.device(uuid)?;
+        let utilization = self.function::<GetUtilization>("nvmlDeviceGetUtilizationRates").ok();
+        let utilization_percent = utilization.and_then(|get| {
+            let mut rates = Utilization::default();
+            // SAFETY: the handle is one of this library, and the pointer is valid during the call.
+            (unsafe { get(device, &mut rates) } == SUCCESS).then_some(rates.gpu)
+        });
+        let memory = self.function::<GetMemory>("nvmlDeviceGetMemoryInfo").ok().and_then(|get| {
+            let mut memory = MemoryInfo::default();
+            // SAFETY: as above.
+            (unsafe { get(device, &mut memory) } == SUCCESS).then_some((memory.used, memory.total))
+        });
+        let temperature = self.function::<GetTemperature>("nvmlDeviceGetTemperature").ok();
+        let temperature_c = temperature.and_then(|get| {
+            let mut degrees = 0;
+            // SAFETY: as above.
+            (unsafe { get(device, TEMPERATURE_GPU, &mut degrees) } == SUCCESS).then_some(degrees)
+        });
+        let name = self.text::<NAME_SIZE>("nvmlDeviceGetName", device).unwrap_or_default();
+        Ok(GpuReading { name, utilization_percent, memory, temperature_c })
+    }
+
+    /// The handle of a device.
+    fn device(&self, uuid: &str) -> Result<Device, NvmlError> {
+        const BY_UUID: &str = "nvmlDeviceGetHandleByUUID";
+        let by_uuid: Symbol<GetByUuid> = self.function(BY_UUID)?;
+        let uuid = CString::new(uuid)
+            .map_err(|error| NvmlError::Failed { function: BY_UUID, message: error.to_string() })?;
+        let mut device = std::ptr::null_mut();
+        // SAFETY: both pointers are valid during the call, and the text ends with a zero.
+        self.check(BY_UUID, unsafe { by_uuid(uuid.as_ptr(), &mut device) })?;
+        Ok(device)
     }
 
     /// The processes that compute on the GPU or MIG instance with this UUID, by their ids in the namespace of the driver.
@@ -134,14 +215,8 @@ impl Nvml {
     /// # Errors
     /// If there is no such device, or NVML fails.
     pub fn processes(&self, uuid: &str) -> Result<Vec<u32>, NvmlError> {
-        const BY_UUID: &str = "nvmlDeviceGetHandleByUUID";
-        let by_uuid: Symbol<GetByUuid> = self.function(BY_UUID)?;
+        let device = self.device(uuid)?;
         let (name, get) = self.processes_function()?;
-        let uuid = CString::new(uuid)
-            .map_err(|error| NvmlError::Failed { function: BY_UUID, message: error.to_string() })?;
-        let mut device = std::ptr::null_mut();
-        // SAFETY: both pointers are valid during the call, and the text ends with a zero.
-        self.check(BY_UUID, unsafe { by_uuid(uuid.as_ptr(), &mut device) })?;
         let mut infos: Vec<ProcessInfo> = Vec::new();
         loop {
             let mut count = infos.len() as c_uint;
@@ -213,6 +288,7 @@ mod tests {
     #[test]
     fn the_layout_is_that_of_the_header() {
         assert_eq!((size_of::<ProcessInfo>(), align_of::<ProcessInfo>()), (24, 8));
+        assert_eq!((size_of::<MemoryInfo>(), size_of::<Utilization>()), (24, 8));
     }
 
     #[test]

@@ -220,9 +220,15 @@ impl<'a> Session<'a> {
     fn train_epoch(&mut self, trainer: &mut Trainer) -> Result<Option<EpochReport>, Box<dyn Error>> {
         let Session { args, world, timeline, data, curves, progress, .. } = self;
         let is_first = world.rank() == 0;
-        trainer.train_epoch(&data.train, world, |event| match event {
+        let (global_batch, mut reported) = (trainer.division().global_batch() as u64, trainer.steps());
+                trainer.train_epoch(&data.train, world, |event| match event {
             Event::Step(line) => {
                 world.report_step(line.step);
+                if is_first {
+                    // For all ranks: a rank's own part depends on how the work is divided.
+                    world.report_samples((line.step - reported) * global_batch);
+                    reported = line.step;
+                }
                 record_next(timeline, args, line.step);
                 progress.update(|| line.to_string());
                 if is_first {

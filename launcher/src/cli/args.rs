@@ -15,6 +15,7 @@ use crate::output::Color;
 use crate::placement::Bind;
 use crate::plan::{BackendChoice, GpuChoice, Ranks};
 use crate::ranks::RankSet;
+use crate::metrics::MetricsAddress;
 use crate::restart::FailPolicy;
 
 const AFTER_HELP: &str = "\
@@ -262,6 +263,14 @@ pub(super) struct LaunchArgs {
     /// since mgpurun's start, and `job` if there are several.
     #[arg(long, value_name = "FILE")]
     pub(super) events: Option<PathBuf>,
+
+    /// Serve the state of the ranks at ADDR: for Prometheus, and as a page for browsers.
+    ///
+    /// ADDR is a port of the loopback interface such as 9400 (0 is any free one), ADDRESS:PORT, or unix:PATH. /metrics is
+    /// OpenMetrics text, / a page that draws the run live. Whoever can connect sees the command line and the state of
+    /// the ranks; nothing can be changed.
+    #[arg(long, value_name = "ADDR")]
+    pub(super) metrics_listen: Option<MetricsAddress>,
 
     /// Print the cores and the GPU of each rank at the start.
     #[arg(long)]

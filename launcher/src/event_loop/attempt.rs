@@ -27,7 +27,7 @@ use crate::mpi::MpiWatch;
 use crate::output::Output;
 use crate::restart::Reached;
 use crate::spawn::{Process, Sent, send};
-use crate::status::{Row, is_stopped, table};
+use crate::status::{Histories, Row, is_stopped, table};
 use crate::supervisor::{Action, Event, Outcome, StopCause, Supervisor};
 use crate::watch::{self, Verdict, WatchedRank};
 use crate::{exit_code, mpi, orphans};
@@ -501,6 +501,9 @@ impl<'a> Attempt<'a> {
         let rows: Vec<Row> = (0..self.server.page().world_size()).map(|rank| self.row(rank)).collect();
         for line in table(&rows, progress::now()).lines() {
             shared.output.say(line);
+        }
+        for line in Histories::of(self.server.page()).divergence(progress::now()) {
+            shared.output.say(&line);
         }
     }
 

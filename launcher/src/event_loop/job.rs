@@ -298,6 +298,7 @@ impl<'a> JobPlan<'a> {
         let supervisor =
             Supervisor::new(ranks, join_timeout, grace, Instant::now()).with_stop_grace(stop_grace);
         let (injections, run_id) = (&self.plan.injections[..], self.run_id.clone());
+        shared.board.put(self.id.number, server.shared_page());
         let started = Started { job: self.id, processes, first: 0, server, injections, run_id };
         let judge = Judge::Supervisor(supervisor);
         Ok(Attempt::new(started, judge, self.supervision, shared.events.is_enabled()))

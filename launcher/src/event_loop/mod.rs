@@ -21,6 +21,7 @@ use nix::unistd::Pid;
 use crate::error::LaunchError;
 use crate::events::{Event, EventLog};
 use crate::interrupt::Signals;
+use crate::metrics::Board;
 use crate::orphans;
 use crate::output::Output;
 use crate::restart::FailPolicy;
@@ -42,6 +43,8 @@ const SUSPENSION_THRESHOLD: Duration = Duration::from_secs(1);
 pub(super) struct Shared<'a> {
     output: &'a mut Output,
     events: &'a mut EventLog,
+    /// The progress pages for the metrics.
+    board: Board,
     /// The guardian has ended.
     guardian_ended: bool,
     /// The user was told which signal ends the run.
@@ -55,10 +58,11 @@ pub(super) struct Shared<'a> {
 }
 
 impl<'a> Shared<'a> {
-    fn new(output: &'a mut Output, events: &'a mut EventLog) -> Self {
+    fn new(output: &'a mut Output, events: &'a mut EventLog, board: &Board) -> Self {
         Shared {
             output,
             events,
+            board: board.clone(),
             guardian_ended: false,
             told_of_interruption: false,
             awake_since: Duration::ZERO,
@@ -128,8 +132,9 @@ impl<'a> EventLoop<'a> {
         signals: &'a Signals,
         output: &'a mut Output,
         events: &'a mut EventLog,
+        board: &Board,
     ) -> Result<Self, LaunchError> {
-        let mut shared = Shared::new(output, events);
+        let mut shared = Shared::new(output, events, board);
         let jobs = plans.iter().map(|plan| Job::start(plan, &mut shared)).collect::<Result<_, _>>()?;
         let adopts_orphans = plans.iter().any(|plan| plan.supervision.adopts_orphans);
         Ok(EventLoop { jobs, signals, shared, fail, adopts_orphans, failed: None })

@@ -4,11 +4,16 @@
 //! doing now, as far as permissions allow: the state of each thread, the kernel function it sleeps in and its system
 //! call.
 
+mod collectives;
+pub(crate) mod gpus;
 pub(crate) mod runs;
+pub(crate) mod snapshot;
 mod threads;
+pub(crate) mod totals;
 
 use std::time::Duration;
 
+pub(crate) use collectives::Histories;
 use mgpu_control::progress::{Phase, Progress, ProgressPage, RankState};
 use threads::Threads;
 pub(crate) use threads::is_stopped;
@@ -35,6 +40,15 @@ impl Row {
         let pid = pid.unwrap_or(progress.pid);
         let is_here = ended.is_none() && host.is_none() && pid != 0;
         let threads = if is_here { Threads::of(pid) } else { Threads::default() };
+        Row { rank, progress, pid, ended, host, threads }
+    }
+
+    /// The same without the threads of the process, as an observer of the page sees it.
+    fn without_threads(page: &ProgressPage, rank: u32) -> Self {
+        let (progress, host) = (page.progress(rank), page.host(rank));
+        let (pid, ended) = (page.process(rank).unwrap_or_default(), page.process_end_description(rank));
+        let is_here = ended.is_none() && host.is_none() && pid != 0;
+        let threads = if is_here { Threads::of_process_only(pid) } else { Threads::default() };
         Row { rank, progress, pid, ended, host, threads }
     }
 

@@ -17,7 +17,8 @@ use std::time::Duration;
 use clap::Parser;
 use mgpu_control::progress::{PAGE_NAME, ProgressPage, RunInfo, now};
 
-use super::{Row, table};
+use super::collectives::MOST;
+use super::{Histories, Row, table};
 use crate::stdout;
 
 /// Show the runs of this user and what each rank is doing.
@@ -28,7 +29,15 @@ use crate::stdout;
 /// To start a program named ps: mgpurun -- ps
 #[derive(Debug, Parser)]
 #[command(name = "mgpurun ps", bin_name = "mgpurun ps", max_term_width = 100)]
-struct Args {}
+struct Args {
+    /// Also show where the ranks' collectives part, and the last N of each rank [default: 64].
+    ///
+    /// A rank records its last 64 collectives in memory that is shared with mgpurun, so they can be read without its
+    /// help, also after it has died, while mgpurun runs. Ranks of another host are shown there.
+    #[arg(long, value_name = "N", num_args = 0..=1, require_equals = true, default_missing_value = "64",
+        value_parser = clap::value_parser!(u32).range(1..=MOST as i64))]
+    collectives: Option<u32>,
+}
 
 /// An entry that exists wherever /proc is mounted.
 pub(crate) const OWN_ENTRY: &str = "/proc/self";
@@ -36,19 +45,19 @@ pub(crate) const OWN_ENTRY: &str = "/proc/self";
 /// The command, with the arguments from `ps` on.
 pub(crate) fn main(arguments: &[OsString]) -> Result<ExitCode, Box<dyn Error>> {
     match stdout::parse(arguments.iter().cloned())? {
-        Ok(Args {}) => {
+        Ok(Args { collectives }) => {
             // Without /proc no run can be found, although there may be some.
             fs::read_link(OWN_ENTRY).map_err(|error| {
                 format!("cannot print the runs: cannot read {OWN_ENTRY}: {error}; is /proc mounted?")
             })?;
-            stdout::print(&describe(), ExitCode::SUCCESS)
+            stdout::print(&describe(collectives.map(|count| count as usize)), ExitCode::SUCCESS)
         }
         Err(code) => Ok(code),
     }
 }
 
-/// Every run with the table of its ranks, oldest first.
-fn describe() -> String {
+/// Every run with the table of its ranks, and so many of their last collectives, oldest first.
+fn describe(collectives: Option<usize>) -> String {
     let mut pages: Vec<(RunInfo, ProgressPage)> = pages().map(|page| (page.run(), page)).collect();
     pages.sort_by_key(|(run, _)| run.started);
     if pages.is_empty() {
@@ -59,7 +68,9 @@ fn describe() -> String {
         let rows: Vec<Row> = (0..run.world_size)
             .map(|rank| Row::of(&page, rank, page.process(rank), page.process_end_description(rank)))
             .collect();
-        text += &format!("{}\n{}\n", title(&run), table(&rows, now()));
+        text += &format!("{}\n{}", title(&run), table(&rows, now()));
+        text += &collectives.map_or_else(String::new, |count| Histories::of(&page).list(&page, count));
+        text.push('\n');
     }
     text
 }

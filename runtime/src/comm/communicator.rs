@@ -74,6 +74,12 @@ impl Communicator {
         }
     }
 
+    /// The same communicator, with its number among the world's.
+    pub(crate) fn numbered(self, number: u32) -> Self {
+        self.rules.set_number(number);
+        self
+    }
+
     /// The communicator of a world of one. It reports to the launcher, if there is one.
     pub(crate) fn alone(membership: Option<Arc<Membership>>) -> Self {
         Self::new(Solo, Members::everyone(0, 1), Arc::new(Rules::new(membership, 0)))
@@ -112,7 +118,7 @@ impl Communicator {
         }
         // Inject a planned fault, then update the progress page; neither if an earlier error has poisoned the
         // communicator.
-        self.rules.begin(ProgressEntry { operation, number, bytes })?;
+        let begun = self.rules.begin(ProgressEntry { operation, number, bytes, tag, on_device: false })?;
         // Execute the operation, and trace it.
         let result = match &self.observer {
             None => self.transport.submit(&mut request),
@@ -124,7 +130,7 @@ impl Communicator {
             }
         };
         // An error poisons the communicator.
-        self.rules.end(result, &*self.transport)?;
+        self.rules.end(begun, result, &*self.transport)?;
         Ok(request.done())
     }
 
@@ -190,19 +196,20 @@ impl Communicator {
         if let Some(membership) = self.rules.membership() {
             membership.note_group(number);
         }
-        self.rules.note(ProgressEntry { operation: Operation::Connect, number, bytes: 0 });
+        let operation = Operation::Connect;
+        self.rules.note(ProgressEntry { operation, number, bytes: 0, tag: None, on_device: false });
         let connected = match &group {
             Some(group) if group.members.size() > 1 => {
-                self.transport.connect_group(group, self.rules.for_group()).map(Some)
+                self.transport.connect_group(group, self.rules.for_group(group)).map(Some)
             }
             _ => self.transport.connect_no_group().map(|()| {
                 let alone = |group: &SplitGroup| {
-                    Self::new(Solo, group.members.clone(), Arc::new(self.rules.for_group()))
+                    Self::new(Solo, group.members.clone(), Arc::new(self.rules.for_group(group)))
                 };
                 group.as_ref().map(alone)
             }),
         };
-        let connected = self.rules.end(connected, &*self.transport)?;
+        let connected = self.rules.end(None, connected, &*self.transport)?;
         // All members have mapped the group's memory, or one of them has failed.
         self.barrier()?;
         let title = group.map(|group| group.title().into());
@@ -298,7 +305,8 @@ impl Communicator {
         }
         self.number = self.number.wrapping_add(1).max(1);
         let operation = Operation::Allocate;
-        self.rules.begin(ProgressEntry { operation, number: self.number, bytes })?;
+        let entry = ProgressEntry { operation, number: self.number, bytes, tag: None, on_device: false };
+        let begun = self.rules.begin(entry)?;
         let result = match &self.observer {
             None => self.transport.allocate(dtype, len),
             Some(observer) => {
@@ -308,7 +316,7 @@ impl Communicator {
                 })
             }
         };
-        self.rules.end(result, &*self.transport)
+        self.rules.end(begun, result, &*self.transport)
     }
 
     /// All-reduce: every rank's buffer becomes the reduction of all ranks' buffers.

@@ -1,11 +1,12 @@
 //! Rules of every operation of every communicator, on host buffers and on device memory.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
+use super::split::SplitGroup;
 use crate::inject::InjectionPoint;
 use crate::membership::Membership;
-use crate::progress::Operation;
+use crate::progress::{NewCollective, OpenRecord, Operation, RecordedCommunicator};
 use crate::{Error, Result};
 
 /// Fault injection, the progress page and poisoning. Every operation calls [`begin`](Self::begin) and
@@ -17,6 +18,8 @@ pub(crate) struct Rules {
     rank: u32,
     /// Whether the transport touches the progress page in each operation.
     transport_touches: bool,
+    /// The communicator, for the flight recorder.
+    communicator: AtomicU64,
     /// Whether any operation has begun.
     begun: AtomicBool,
     /// Shared by a communicator and all groups that were split from it: an error in one makes all unusable.
@@ -38,7 +41,14 @@ pub(crate) struct ProgressEntry {
     pub(crate) operation: Operation,
     pub(crate) number: u32,
     pub(crate) bytes: usize,
+    /// The caller's tag: the index of the bucket.
+    pub(crate) tag: Option<u32>,
+    /// The operation is enqueued for a GPU.
+    pub(crate) on_device: bool,
 }
+
+/// The record of an operation that has begun; `None` if none is kept.
+pub(crate) type Begun = Option<OpenRecord>;
 
 /// What a transport does on a failure. Most do nothing.
 pub(crate) trait FailureHandler {
@@ -56,18 +66,25 @@ pub(crate) trait FailureHandler {
 
 impl Rules {
     pub(crate) fn new(membership: Option<Arc<Membership>>, rank: u32) -> Self {
+        let number = membership.as_ref().map_or(1, |membership| membership.count_communicator());
         Rules {
             membership,
             rank,
             transport_touches: false,
+            communicator: AtomicU64::new(RecordedCommunicator::World(number).to_word()),
             begun: AtomicBool::new(false),
             poison: Arc::default(),
         }
     }
 
     /// The rules of a group that is split from this communicator.
-    pub(crate) fn for_group(&self) -> Self {
+    pub(crate) fn for_group(&self, group: &SplitGroup) -> Self {
+        if let Some(membership) = &self.membership {
+            membership.count_communicator();
+        }
+        let recorded = RecordedCommunicator::Group { number: group.number, first: group.members.world_rank(0) };
         Rules {
+            communicator: AtomicU64::new(recorded.to_word()),
             membership: self.membership.clone(),
             rank: self.rank,
             transport_touches: false,
@@ -86,19 +103,48 @@ impl Rules {
         self.membership.as_ref()
     }
 
+    /// Sets the number of this communicator among the world's, which is the same on all ranks.
+    pub(crate) fn set_number(&self, number: u32) {
+        self.communicator.store(RecordedCommunicator::World(number).to_word(), Ordering::Relaxed);
+    }
+
     /// Begins an operation with valid arguments: injects a planned fault, and updates the progress page.
     ///
     /// # Errors
     /// If this process is a forked child, or an earlier error has poisoned the communicator.
     #[inline]
-    pub(crate) fn begin(&self, entry: ProgressEntry) -> Result<()> {
+    pub(crate) fn begin(&self, entry: ProgressEntry) -> Result<Begun> {
         self.check_usable()?;
-        let Some(membership) = &self.membership else { return Ok(()) };
+        let Some(membership) = &self.membership else { return Ok(None) };
         if !self.begun.load(Ordering::Relaxed) && !self.begun.swap(true, Ordering::Relaxed) {
             membership.inject_faults(InjectionPoint::Collective);
         }
         self.note(entry);
-        Ok(())
+        Ok(self.record(entry))
+    }
+
+    /// Begins a record of the flight recorder.
+    #[inline]
+    fn record(&self, entry: ProgressEntry) -> Begun {
+        let ProgressEntry { operation, number, bytes, tag, on_device } = entry;
+        let communicator = self.communicator.load(Ordering::Relaxed);
+        let new = NewCollective { communicator, operation, sequence: number, bytes, tag, on_device };
+        let membership = self.membership.as_ref()?;
+        let is_alone = membership.has_one_communicator();
+        Some(membership.page().begin_collective(self.rank, &new, is_alone))
+    }
+
+    /// Records something that has begun and ended, without changing what the rank waits in.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn record_ended(&self, entry: ProgressEntry) {
+        self.end_record(self.record(entry));
+    }
+
+    #[inline]
+    fn end_record(&self, begun: Begun) {
+        if let (Some(membership), Some(record)) = (&self.membership, begun) {
+            membership.page().end_collective(self.rank, record);
+        }
     }
 
     /// Records on the progress page what the rank waits in, until it [ends](Self::end).
@@ -116,12 +162,19 @@ impl Rules {
     /// Ends the operation that has [begun](Self::begin). Its error poisons the communicator, unless it is about the
     /// arguments.
     #[inline]
-    pub(crate) fn end<R>(&self, result: Result<R>, transport: &(impl FailureHandler + ?Sized)) -> Result<R> {
+    pub(crate) fn end<R>(
+        &self,
+        begun: Begun,
+        result: Result<R>,
+        transport: &(impl FailureHandler + ?Sized),
+    ) -> Result<R> {
         match result {
             Ok(value) => {
                 self.leave();
+                self.end_record(begun);
                 Ok(value)
             }
+            // Its record stays that of a running one: it shows in which operation the rank has failed.
             Err(error) => Err(self.fail(error, transport)),
         }
     }
@@ -228,15 +281,16 @@ mod tests {
     fn the_first_error_poisons_and_aborts_the_transport_once() {
         let rules = Rules::new(None, 3);
         let transport = Recorder(&rules, RefCell::default());
-        let entry = ProgressEntry { operation: Operation::Barrier, number: 1, bytes: 0 };
+        let operation = Operation::Barrier;
+        let entry = ProgressEntry { operation, number: 1, bytes: 0, tag: None, on_device: false };
         let refusal = Error::InvalidArgument { operation: "broadcast", problem: "no".into() };
         rules.begin(entry).unwrap();
-        assert!(rules.end::<()>(Err(refusal), &transport).is_err());
+        assert!(rules.end::<()>(None, Err(refusal), &transport).is_err());
         // Invalid arguments do not poison.
         rules.begin(entry).unwrap();
-        assert_eq!(rules.end(Ok(7), &transport).unwrap(), 7);
+        assert_eq!(rules.end(None, Ok(7), &transport).unwrap(), 7);
         for reason in ["first", "second"] {
-            let error = rules.end::<()>(Err(Error::system("wait", reason)), &transport).unwrap_err();
+            let error = rules.end::<()>(None, Err(Error::system("wait", reason)), &transport).unwrap_err();
             assert!(error.to_string().contains(reason));
         }
         assert_eq!(*transport.1.borrow(), [("stop", false), ("abort", true)]);

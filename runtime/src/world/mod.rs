@@ -313,10 +313,11 @@ impl World {
         match &self.membership {
             Some(membership) if self.size() > 1 => {
                 let (size, number, timeout) = (self.size(), self.communicators, self.timeout());
-                match self.host_address(membership)? {
+                let connected = match self.host_address(membership)? {
                     None => crate::comm::cpu::connect(membership, size, number, timeout),
                     Some(host) => crate::comm::hosts::connect(membership, host, size, number, timeout),
-                }
+                };
+                connected.map(|comm| comm.numbered(number))
             }
             membership => Ok(crate::Communicator::alone(membership.clone())),
         }
@@ -404,6 +405,14 @@ impl World {
     pub fn report_step(&self, step: u64) {
         if let Some(membership) = &self.membership {
             membership.begin_step(step);
+        }
+    }
+
+    /// Tells the launcher that this rank has processed `samples` more: images, sentences, whatever the program counts. Of
+    /// all ranks together, `mgpurun top` and `--metrics-listen` show so many a second.
+    pub fn report_samples(&self, samples: u64) {
+        if let Some(membership) = &self.membership {
+            membership.count_samples(samples);
         }
     }
 

@@ -22,6 +22,7 @@ use crate::error::LaunchError;
 use crate::events::EventLog;
 use crate::interrupt::{Signals, ends_the_run};
 use crate::launch::Supervision;
+use crate::metrics::Board;
 use crate::nodes::{FromAgent, NcclCard, NodeCard, NodeLoss, NodeSettings, Order, ToAgent};
 use crate::orphans;
 use crate::output::Output;
@@ -53,6 +54,7 @@ pub(crate) fn run(
     signals: &Signals,
     output: &mut Output,
     events: &mut EventLog,
+    board: &Board,
 ) -> Result<LaunchEnd, LaunchError> {
     let nccl = NcclEndpoint::open(job);
     let card = NodeCard { nccl: nccl.as_ref().map(NcclEndpoint::card), ..job.card.clone() };
@@ -60,7 +62,7 @@ pub(crate) fn run(
     let node = Node {
         job,
         signals,
-        shared: Shared::new(output, events),
+        shared: Shared::new(output, events, board),
         card,
         network,
         nccl,

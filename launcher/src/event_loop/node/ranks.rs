@@ -110,6 +110,7 @@ impl<'a> Node<'a> {
             restart: order.restarts,
         });
         let (injections, run_id) = (self.job.injections, order.run_id.clone());
+        self.shared.board.put(JOB.number, server.shared_page());
         let started = Started { job: JOB, processes, first, server, injections, run_id };
         // The agent of node 0 watches the ranks of all nodes.
         let progress_timeout = self.job.supervision.progress_timeout.filter(|_| layout.node() == 0);

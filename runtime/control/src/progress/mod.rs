@@ -7,6 +7,7 @@
 //! page has no name, but the launcher's descriptors are listed in `/proc`.
 
 mod entry;
+mod flight_recorder;
 mod stop;
 mod text;
 mod view;
@@ -16,6 +17,10 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 pub use entry::{ProgressEntry, Snapshot};
+use flight_recorder::Ring;
+pub use flight_recorder::{
+    EXACT_FROM, NewCollective, OpenRecord, RECORDED, RecordedCollective, RecordedCommunicator,
+};
 pub use stop::StopState;
 use text::SharedText;
 pub(crate) use text::truncate as truncate_text;
@@ -83,11 +88,15 @@ struct RankRecord {
     aborted: AtomicU64,
     /// Time of the last change, in milliseconds of [`now`].
     changed: AtomicU64,
+    /// Number of collectives in its [`Ring`] so far.
+    recorded: AtomicU64,
     /// Training step, from 1.
     step: AtomicU64,
     steps_begun: AtomicU64,
     /// Number of stop checks that it has begun.
     stop_checks: AtomicU64,
+    /// Number of samples that it has processed, if it tells.
+    samples: AtomicU64,
     /// Injected faults that the rank has triggered: a bit for each, by its index in the list of injections.
     faults: AtomicU64,
     phase: AtomicU32,
@@ -137,7 +146,7 @@ impl CollectiveCounter {
     }
 }
 
-/// The progress page: a header and a record for each rank.
+/// The progress page: a header, a record for each rank, and a ring of its last collectives for each rank.
 #[derive(Debug)]
 pub struct ProgressPage {
     memory: SharedMemory,
@@ -160,14 +169,20 @@ pub struct RunInfo {
 }
 
 impl ProgressPage {
+    /// Offset of the rings, behind the records.
+    fn rings(world_size: u32) -> usize {
+        (size_of::<Header>() + world_size as usize * size_of::<RankRecord>()).next_multiple_of(align_of::<Ring>())
+    }
+
     fn bytes(world_size: u32) -> usize {
-        (size_of::<Header>() + world_size as usize * size_of::<RankRecord>()).next_multiple_of(4096)
+        Self::rings(world_size) + world_size as usize * size_of::<Ring>()
     }
 
     /// Creates a page for `world_size` ranks; also returns the descriptor to pass to them.
     pub fn create(world_size: u32) -> Result<(Self, OwnedFd)> {
         let (memory, fd) = SharedMemory::create(PAGE_NAME, Self::bytes(world_size))?;
-        reserve("the progress page", &memory, fd.as_fd(), 0, memory.size())?;
+        // Not the rings: the memory of a ring is allocated when its rank records the first collective, if ever.
+        reserve("the progress page", &memory, fd.as_fd(), 0, Self::rings(world_size))?;
         let header = memory.view::<Header>(0);
         header.launcher.store(std::process::id(), Ordering::Relaxed);
         header.world_size.store(world_size, Ordering::Relaxed);
@@ -440,6 +455,16 @@ impl ProgressPage {
         self.set_phase(rank, Phase::Step);
     }
 
+    /// Counts `samples` that `rank` has processed: images, sentences.
+    pub fn count_samples(&self, rank: u32, samples: u64) {
+        self.record(rank).samples.fetch_add(samples, Ordering::Relaxed);
+    }
+
+    /// The samples that `rank` has processed; 0 if it does not tell, or runs on another host.
+    pub fn samples(&self, rank: u32) -> u64 {
+        self.record(rank).samples.load(Ordering::Relaxed)
+    }
+
     /// Notes that `rank` triggers the fault with this index. Faults after the 64th are not noted.
     pub fn note_fault(&self, rank: u32, number: usize) {
         if number < u64::BITS as usize {
@@ -541,12 +566,15 @@ mod tests {
         page.describe("train", 3);
         page.join(1, 42);
         page.begin_step(1, 100);
+        page.count_samples(1, 30);
+        page.count_samples(1, 2);
         page.enter(1, Operation::AllReduce, 7, 4096);
         page.wait(1, 0);
         let observer = ProgressPage::inspect(fd.as_fd()).unwrap();
         let run = observer.run();
         assert_eq!((run.launcher, run.world_size, run.restarts), (std::process::id(), 2, 3));
         assert_eq!(run.program, "train");
+        assert_eq!((observer.samples(0), observer.samples(1)), (0, 32));
         let progress = observer.progress(1);
         assert_eq!((progress.pid, progress.phase, progress.step), (42, Phase::Step, 100));
         let all_reduce = Operation::AllReduce;

@@ -65,7 +65,7 @@ impl Phase {
     }
 }
 
-/// A collective operation, or the creation of a communicator.
+/// A collective operation, the creation of a communicator, or the launch of a CUDA graph with collectives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 #[allow(missing_docs, reason = "the names of the communicator's methods")]
@@ -87,11 +87,12 @@ pub enum Operation {
     AllGatherV = 15,
     AllToAllV = 16,
     SendRecv = 17,
+    LaunchGraph = 18,
 }
 
 impl Operation {
     /// All operations.
-    pub const ALL: [Operation; 17] = [
+    pub const ALL: [Operation; 18] = [
         Operation::Barrier,
         Operation::Allocate,
         Operation::AllReduce,
@@ -109,6 +110,7 @@ impl Operation {
         Operation::AllGatherV,
         Operation::AllToAllV,
         Operation::SendRecv,
+        Operation::LaunchGraph,
     ];
 
     /// The operation with this number, if there is one.
@@ -136,6 +138,7 @@ impl Operation {
             Operation::AllGatherV => "all_gather_v",
             Operation::AllToAllV => "all_to_all_v",
             Operation::SendRecv => "send_recv",
+            Operation::LaunchGraph => "launch_graph",
         }
     }
 }

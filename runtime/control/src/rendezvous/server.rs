@@ -254,6 +254,11 @@ impl Server {
         &self.page
     }
 
+    /// The progress page, for a thread that reads it longer than the server lives.
+    pub fn shared_page(&self) -> Arc<ProgressPage> {
+        Arc::clone(&self.page)
+    }
+
     /// The rank that `rank` blamed before it failed.
     pub fn blame(&self, rank: u32) -> Option<Blame> {
         self.page.blame_of(rank)

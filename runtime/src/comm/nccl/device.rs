@@ -12,6 +12,7 @@ use super::group::{Calls, Group};
 use super::link::{Link, WaitContext};
 use super::owner::Owner;
 use super::remote::Statement;
+use crate::comm::rules::ProgressEntry;
 use crate::comm::{ReduceOp, Rules};
 use crate::membership::Membership;
 use crate::progress::Operation;
@@ -60,6 +61,8 @@ pub struct DeviceCommunicator {
 #[derive(Debug, Default)]
 struct Last {
     sequence: u32,
+    /// Number of graphs launched.
+    launches: u32,
     call: Option<NcclCall>,
 }
 
@@ -120,6 +123,7 @@ impl DeviceCommunicator {
             family: Arc::new(family),
             statement: Statement::default(),
         };
+        link.rules.set_number(number);
         let advice = match link.has_remote_members() {
             true => {
                 " (NCCL_DEBUG=INFO shows which network interface it takes, NCCL_SOCKET_IFNAME names another one)"
@@ -253,6 +257,10 @@ impl DeviceCommunicator {
         let Some(link) = &self.link else { return Ok(()) };
         link.check()?;
         link.membership.collectives.count_collective(link.number);
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        last.launches = last.launches.wrapping_add(1).max(1);
+        let (operation, number) = (Operation::LaunchGraph, last.launches);
+        link.rules.record_ended(ProgressEntry { operation, number, bytes: 0, tag: None, on_device: true });
         Ok(())
     }
 

@@ -72,7 +72,13 @@ impl WaitContext {
 
     /// The entry of the progress page.
     fn progress_entry(&self) -> ProgressEntry {
-        ProgressEntry { operation: self.operation, number: self.sequence, bytes: self.bytes }
+        ProgressEntry {
+            operation: self.operation,
+            number: self.sequence,
+            bytes: self.bytes,
+            tag: None,
+            on_device: true,
+        }
     }
 
     pub(super) fn is_collective(&self) -> bool {
@@ -121,14 +127,14 @@ impl Link {
         context: &WaitContext,
         operate: impl FnOnce() -> Result<R>,
     ) -> Result<R> {
-        self.rules.begin(context.progress_entry())?;
-        self.rules.end(operate(), self)
+        let begun = self.rules.begin(context.progress_entry())?;
+        self.rules.end(begun, operate(), self)
     }
 
     /// Runs `wait` with an entry on the progress page. Its error poisons the communicator.
     pub(super) fn during<R>(&self, context: &WaitContext, wait: impl FnOnce() -> Result<R>) -> Result<R> {
         self.rules.note(context.progress_entry());
-        self.rules.end(wait(), self)
+        self.rules.end(None, wait(), self)
     }
 
     /// Aborts the communicator because of `error`.

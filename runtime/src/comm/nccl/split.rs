@@ -45,7 +45,7 @@ impl DeviceCommunicator {
         let context = link.split_context(group.as_ref());
         link.during(&context, || match &group {
             Some(group) if group.members.size() > 1 => {
-                self.connect_group(group, link.rules.for_group()).map(Some)
+                self.connect_group(group, link.rules.for_group(group)).map(Some)
             }
             // A group of one rank needs no NCCL.
             _ => self
