@@ -16,6 +16,7 @@
 //! | `event_loop` | one loop for exits, output, messages, signals and deadlines |
 //! | [`supervisor`] | (state, event) → actions: which rank is the culprit, what happens to the others (pure) |
 //! | `watch` | which rank is stuck? (pure) |
+//! | `error_file` | what has a failed rank written about its error? |
 //! | `status` | what is every rank doing? |
 //! | `mpi` | are the ranks MPI programs? |
 //! | `faults` | which injected faults have not happened? |
@@ -39,6 +40,7 @@ pub mod cli;
 mod doctor;
 mod elasticity;
 mod error;
+mod error_file;
 mod event_loop;
 pub mod events;
 pub mod exit_code;

@@ -453,8 +453,8 @@ impl Supervisor {
 
     fn signalled(&mut self, signal: Signal, now: Instant) -> Vec<Action> {
         match signal {
-            Signal::SIGUSR1 | Signal::SIGUSR2 => return self.to_all(signal),
             Signal::SIGQUIT => return vec![Action::Report],
+            signal if !ends_the_run(signal) => return self.to_all(signal),
             _ => {}
         }
         // Also a run that is failing already: it must not be restarted.
