@@ -5,36 +5,40 @@ mod duration;
 mod jobs;
 mod node_args;
 mod rank_count;
+mod script;
+mod torchrun;
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::io::{self, Write};
 use std::num::NonZeroUsize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use nix::unistd::{SysconfVar, sysconf};
+use nix::errno::Errno;
+use nix::unistd::{SysconfVar, mkdtemp, sysconf};
 
 use crate::doctor;
 use crate::error::LaunchError;
 use crate::guardian::{self, Role};
-use crate::launch::{GRACE, Launch, STOP_GRACE};
+use crate::launch::Launch;
 use crate::nccl::interfaces::{SocketVariables, own_interfaces};
 use crate::nodes::ssh::Remote;
 use crate::nodes::{
     NodeSettings, SettingsError, Surroundings, binding_notice, complete_by_pmi, ranks_variable, settings,
 };
-use crate::output::OutputOptions;
+use crate::output::{OutputOptions, StreamChoice};
 use crate::plan::{LaunchPlan, Machine, NodePlace, Ranks, Request, RunContext};
-use crate::program::ProgramError;
 use crate::restart::RestartPolicy;
 use crate::status::runs;
-use crate::{exit_code, program, stdout, stop, sweep};
+use crate::{exit_code, stdout, stop, sweep};
 pub(crate) use args::parse_seconds;
 use args::{CommandLine, RankArgs};
-use jobs::{Job, Jobs, split};
+use jobs::{Jobs, split};
 pub(crate) use node_args::NodeArgs;
 use rank_count::{RanksPerNode, requested};
+use script::Search;
+use torchrun::{JobSettings, LaunchSettings, OutputSettings};
 
 /// Time for all ranks to join, unless it is set.
 pub(crate) const JOIN_TIMEOUT: Duration = Duration::from_secs(60);
@@ -48,8 +52,11 @@ pub fn main() -> ExitCode {
         Some("ps") => runs::main(&arguments[1..]),
         Some("stop") => stop::main(&arguments[1..]),
         Some("sweep") => sweep::main(&arguments[1..]),
-        _ => stdout::parse(arguments.iter().cloned())
-            .and_then(|line| line.map_or_else(Ok, |line| run(line, &arguments))),
+        _ => {
+            let words = torchrun::join_tee_values(arguments);
+            stdout::parse(words.iter().cloned())
+                .and_then(|line| line.map_or_else(Ok, |line| run(line, &words)))
+        }
     };
     done.unwrap_or_else(|error| {
         // Ignored: standard error may be closed.
@@ -69,16 +76,33 @@ fn code_of(error: &(dyn std::error::Error + 'static)) -> u8 {
 
 /// Runs the jobs of a command line that consists of these `words`.
 fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::error::Error>> {
-    let CommandLine { command, ranks, launch: args, nodes } = line;
-    let search: Vec<PathBuf> =
+    if line.torchrun.print_completion.is_some() {
+        // Ignored: standard error may be closed.
+        let _ = writeln!(io::stderr(), "mgpurun: {}", torchrun::NO_COMPLETION);
+        return Ok(ExitCode::SUCCESS);
+    }
+    let surroundings = Surroundings { variable: &variable, file: &file };
+    let is_torchrun = torchrun::is_torchrun(&line);
+    let settings_of = |ranks: &RankArgs| {
+        let is_torchrun = is_torchrun || torchrun::has_torchrun_option(ranks);
+        JobSettings::new(ranks, is_torchrun, &surroundings).map(|settings| (settings, is_torchrun))
+    };
+    let launch_settings = LaunchSettings::new(&line, is_torchrun, &surroundings)?;
+    let CommandLine { command, ranks, launch: args, nodes, .. } = line;
+    let path: Vec<PathBuf> =
         std::env::var_os("PATH").map(|path| std::env::split_paths(&path).collect()).unwrap_or_default();
     let own = std::env::current_exe().ok();
-    let find = |name: &OsStr| program::find(name, &search, own.as_deref().and_then(|path| path.parent()));
+    let python = std::env::var_os("PYTHON_EXEC").filter(|python| !python.is_empty());
+    let search = Search { path: &path, beside: own.as_deref().and_then(Path::parent), python };
     let command_words = command.len();
-    let Jobs { jobs, mut notices } = match split(ranks, command, words, |name| find(name).is_ok()) {
+    let jobs = split(ranks, command, words, |ranks, name| {
+        settings_of(ranks).is_ok_and(|(job, _)| search.command(job.style, &[name.to_owned()]).is_ok())
+    });
+    let Jobs { jobs, mut notices } = match jobs {
         Ok(jobs) => jobs,
         Err(error) => return stdout::refuse(&error),
     };
+    notices.extend(launch_settings.notices);
     if let Some(hosts) = &nodes.hosts {
         check_several_nodes(jobs.len(), args.one_world)?;
         let (options, program) = words[1..].split_at(words.len() - 1 - command_words);
@@ -89,19 +113,28 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
             program,
             same_folder: true,
             endpoint: nodes.rdzv_endpoint.as_deref(),
-            grace: args.grace.unwrap_or(GRACE),
+            grace: launch_settings.grace.max(launch_settings.stop_grace),
             raw: args.raw,
         };
         return if args.dry_run { remote.describe() } else { remote.run() };
     }
     let is_attached = nodes.attached;
-    let surroundings = Surroundings { variable: &variable, file: &file };
     let mut nodes = settings(&nodes, &surroundings, &mut notices)?;
     check_single_job(nodes.as_ref(), jobs.len(), args.one_world)?;
     let of_conf = nodes.as_ref().and_then(|nodes| nodes.join_timeout);
     let join_timeout = args.timeout.or(of_conf).unwrap_or(JOIN_TIMEOUT);
-    let requests: Vec<Request> =
-        jobs.into_iter().map(|job| request(job, &surroundings, find)).collect::<Result<_, _>>()?;
+    let mut requests = Vec::new();
+    for job in jobs {
+        let (settings, is_torchrun) = settings_of(&job.ranks)?;
+        let (program, arguments) = search.command(settings.style, &job.command)?;
+        let (ranks, fewest) = count_ranks(&job.ranks, is_torchrun, &surroundings, &mut notices)?;
+        requests.push(request(
+            job.ranks,
+            settings,
+            Request { ranks, arguments, ..Request::new(program) },
+            fewest,
+        ));
+    }
     if let Some(nodes) = &mut nodes {
         // Also for a dry run: the other nodes' wait for this one.
         if nodes.endpoint.is_none() {
@@ -110,14 +143,20 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
         notices
             .extend(nodes.engine.and_then(|engine| binding_notice(engine, usable_cores(), present_cores())));
     }
+    let OutputSettings { mut log_dir, tee, streams, local_filter } = launch_settings.output;
+    if log_dir.is_none() && streams.as_ref().is_some_and(StreamChoice::logs_any) {
+        log_dir = Some(log_folder(args.dry_run, &mut notices)?);
+    }
     let output = OutputOptions {
         raw: args.raw,
         prefix: !args.no_prefix,
         color: args.color,
         timestamps: args.timestamps,
-        log_dir: args.log_dir,
-        tee: args.tee,
+        log_dir,
+        tee,
+        streams,
         filter: args.rank_filter,
+        local_filter,
         events: args.events,
         ..OutputOptions::default()
     };
@@ -129,9 +168,9 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
         .output(output)
         .join_timeout(join_timeout)
         .progress_timeout(args.progress_timeout)
-        .restart(RestartPolicy { max_restarts: args.max_restarts, always: args.restart_always })
-        .grace(args.grace.unwrap_or(GRACE))
-        .stop_grace(args.stop_grace.or(args.grace).unwrap_or(STOP_GRACE))
+        .restart(RestartPolicy { max_restarts: launch_settings.max_restarts, always: args.restart_always })
+        .grace(launch_settings.grace)
+        .stop_grace(launch_settings.stop_grace)
         .stop_after(args.stop_after)
         .adopt_orphans();
     if args.dry_run {
@@ -148,7 +187,7 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
     if let Some(nodes) = nodes {
         launch = launch.nodes(nodes).attached(is_attached);
     }
-    match guardian::fork_guardian()? {
+    match guardian::fork_guardian(&launch_settings.signals)? {
         Role::Done(code) => Ok(code),
         Role::Launcher { guardian, signals } => {
             launch.take_over(guardian, &signals)?;
@@ -214,21 +253,33 @@ fn check_several_nodes(jobs: usize, one_world: bool) -> Result<(), SettingsError
     )))
 }
 
-/// The number of ranks of a job, and the fewest with which it goes on if the number is a range.
+/// The number of ranks of a job, and the fewest with which it goes on if the number is a range. Without any number a line
+/// of torchrun starts one rank.
 fn count_ranks(
     ranks: &RankArgs,
+    is_torchrun: bool,
     surroundings: &Surroundings<'_>,
+    notices: &mut Vec<String>,
 ) -> Result<(Ranks, Option<u32>), SettingsError> {
     let variable = ranks_variable(surroundings);
-    let count = match requested(ranks.ranks, ranks.nproc_per_node, variable).map_err(SettingsError::new)? {
-        RanksPerNode::Auto => Ranks::Auto,
-        RanksPerNode::Gpu if has_gpus() => Ranks::Auto,
+    let has_number = ranks.ranks.is_some() || ranks.nproc_per_node.is_some() || variable.is_some();
+    if is_torchrun && !has_number {
+        if has_gpus() {
+            notices
+                .push("1 rank, as under torchrun without a number: -n auto starts one for each GPU".into());
+        }
+        return Ok((Ranks::Count(1), None));
+    }
+    let requested = requested(ranks.ranks, ranks.nproc_per_node, variable).map_err(SettingsError::new)?;
+    let count = match requested {
+        RanksPerNode::GpuOrOne => Ranks::Auto,
+        RanksPerNode::Auto | RanksPerNode::Gpu if has_gpus() => Ranks::Auto,
         RanksPerNode::Gpu => {
             return Err(SettingsError::new(
                 "gpu as the number of ranks needs GPUs, and this machine shows none: choose auto, cpu or a number",
             ));
         }
-        RanksPerNode::Cpu => Ranks::Count(usable_cores() as u32),
+        RanksPerNode::Auto | RanksPerNode::Cpu => Ranks::Count(usable_cores() as u32),
         RanksPerNode::Count { ranks, min } => return Ok((Ranks::Count(ranks), min)),
     };
     Ok((count, None))
@@ -249,27 +300,39 @@ fn has_gpus() -> bool {
     !machine.gpus.is_empty()
 }
 
-/// What is to be planned for a job.
-fn request(
-    job: Job,
-    surroundings: &Surroundings<'_>,
-    find: impl Fn(&OsStr) -> Result<PathBuf, ProgramError>,
-) -> Result<Request, Box<dyn std::error::Error>> {
-    let Job { ranks, command } = job;
-    let mut words = command.into_iter();
-    let (count, fewest) = count_ranks(&ranks, surroundings)?;
-    Ok(Request {
-        program: find(&words.next().unwrap_or_default())?,
-        arguments: words.collect(),
-        ranks: count,
+/// What is to be planned for a job with these options: `basis`, which has its command and its number of ranks, and
+/// everything else.
+fn request(ranks: RankArgs, settings: JobSettings, basis: Request, fewest: Option<u32>) -> Request {
+    Request {
         min_ranks: ranks.min_ranks.or(fewest),
         backend: ranks.backend,
         gpus: ranks.gpus,
         isolate_gpus: ranks.isolate_gpus,
         share_gpus: ranks.share_gpus,
         injections: ranks.inject,
-        bind: ranks.bind,
-    })
+        bind: settings.bind,
+        role: settings.role,
+        virtual_local_rank: settings.virtual_local_rank,
+        ..basis
+    }
+}
+
+/// A new folder for logs, which is not removed. A dry run makes none.
+fn log_folder(is_dry_run: bool, notices: &mut Vec<String>) -> Result<PathBuf, SettingsError> {
+    let template = std::env::temp_dir().join("mgpurun-logs-XXXXXX");
+    if is_dry_run {
+        notices.push(format!("logs go to a new folder, {}", template.display()));
+        return Ok(template);
+    }
+    let failed = |errno: Errno| {
+        let place = template.display();
+        SettingsError::new(format!(
+            "cannot create the folder {place} for logs: {errno}; --log-dir DIR names another"
+        ))
+    };
+    let folder = mkdtemp(&template).map_err(failed)?;
+    notices.push(format!("the logs are in {}", folder.display()));
+    Ok(folder)
 }
 
 /// What a dry run knows of the place of this node, which is not how many ranks the others have; `None` if it is alone.
@@ -405,7 +468,7 @@ mod tests {
             (&["--tee", "true"], "required arguments were not provided:\n  --log-dir <DIR>"),
             (&["--tiemout", "9", "true"], "unexpected argument '--tiemout'"),
             (&["-x", "true"], "unexpected argument '-x'"),
-            (&["--bind", "socket", "true"], "possible values: auto, none, core, numa"),
+            (&["--bind", "x", "true"], "possible values: auto, none, core, numa, socket, cache"),
             (&["--backend", "mpi", "true"], "possible values: auto, nccl, cpu"),
             (&[], "required arguments were not provided"),
         ] {

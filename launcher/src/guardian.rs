@@ -41,12 +41,13 @@ pub(crate) enum Role {
     Done(ExitCode),
 }
 
-/// Forks this process, which must not have started a thread. In the guardian it returns when the launcher has ended.
-pub(crate) fn fork_guardian() -> io::Result<Role> {
+/// Forks this process, which must not have started a thread. In the guardian it returns when the launcher has ended. Both
+/// handle the usual signals, and those to be `forwarded` to the ranks.
+pub(crate) fn fork_guardian(forwarded: &[Signal]) -> io::Result<Role> {
     let guardian = getpid();
     // A shell that became `mgpurun` by exec may have started children before.
     let others = orphans::children();
-    let mut signals = handled_signals();
+    let mut signals = handled_signals(forwarded);
     signals.add(Signal::SIGCHLD);
     // SIGXFSZ is blocked and never read: at the limit on file sizes a write then fails, as on a full disk, and the
     // process is not killed. Ranks start with no signal blocked.

@@ -121,13 +121,13 @@ pub(crate) fn ends_the_run(signal: Signal) -> bool {
 /// The signals that the launcher handles: SIGINT, SIGTERM and SIGHUP end the run, SIGQUIT shows what the ranks are
 /// doing, SIGUSR1 and SIGUSR2 are forwarded to the ranks. Signals that the parent process has set to be ignored stay
 /// ignored, so that `nohup mgpurun` survives the end of the terminal. SIGQUIT is handled in any case: shells make
-/// background jobs ignore it, and it does no harm.
-pub(crate) fn handled_signals() -> SigSet {
+/// background jobs ignore it, and it does no harm. The `forwarded` ones, which the user has listed, are forwarded, too.
+pub(crate) fn handled_signals(forwarded: &[Signal]) -> SigSet {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let ignored = ignored_signals(&status);
     let others = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGUSR2];
     let handled = others.into_iter().filter(|signal| ignored & (1 << (*signal as u32 - 1)) == 0);
-    handled.chain([Signal::SIGQUIT]).collect()
+    handled.chain([Signal::SIGQUIT]).chain(forwarded.iter().copied()).collect()
 }
 
 /// The signals that a process ignores, bit n − 1 for signal n, from its `/proc/PID/status`.

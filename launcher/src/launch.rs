@@ -524,8 +524,10 @@ impl Wanted {
         let is_elastic = any(|request| request.min_ranks.is_some() && request.backend == BackendChoice::Nccl);
         let is_several =
             requests.len() > 1 && !one_world && any(|request| request.backend == BackendChoice::Nccl);
+        // Ranks that see all GPUs would all use the first one.
+        let is_virtual = any(|request| request.virtual_local_rank);
         Wanted {
-            is_divided: is_chosen || is_several || is_elastic,
+            is_divided: is_chosen || is_several || is_elastic || is_virtual,
             is_chosen,
             is_free: any(|request| request.gpus == GpuChoice::Free),
         }

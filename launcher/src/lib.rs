@@ -16,6 +16,7 @@
 //! | `event_loop` | one loop for exits, output, messages, signals and deadlines |
 //! | [`supervisor`] | (state, event) → actions: which rank is the culprit, what happens to the others (pure) |
 //! | `watch` | which rank is stuck? (pure) |
+//! | `error_file` | what has a failed rank written about its error? |
 //! | `status` | what is every rank doing? |
 //! | `mpi` | are the ranks MPI programs? |
 //! | `metrics` | serves the state of the ranks as OpenMetrics and as a page |
@@ -41,6 +42,7 @@ pub mod cli;
 mod doctor;
 mod elasticity;
 mod error;
+mod error_file;
 mod event_loop;
 pub mod events;
 pub mod exit_code;

@@ -10,7 +10,7 @@ use crate::error::LaunchError;
 use crate::group::name_of;
 use crate::nccl;
 use crate::placement::{Listed, Topology, list_gpus, visible_gpus};
-use crate::plan::{Machine, PYTHONUNBUFFERED};
+use crate::plan::{ERROR_HANDLING, Machine, PYTHONUNBUFFERED};
 use crate::reservation::Register;
 
 impl Machine {
@@ -36,7 +36,16 @@ impl Machine {
             topology.usable = topology.usable.min(share.unwrap_or(usize::MAX).max(1));
         }
         let python_unbuffered_is_set = variable(PYTHONUNBUFFERED).is_some();
-        Machine { gpus, topology, thread_variables, nccl_variables, python_unbuffered_is_set, nccl: None }
+        let error_handling_is_set = variable(ERROR_HANDLING).is_some();
+        Machine {
+            gpus,
+            topology,
+            thread_variables,
+            nccl_variables,
+            python_unbuffered_is_set,
+            error_handling_is_set,
+            nccl: None,
+        }
     }
 }
 
@@ -109,7 +118,7 @@ mod tests {
     #[test]
     fn variables_set_by_the_user_are_kept_and_those_set_by_a_launcher_are_divided() {
         let machine = |pairs: &[(&str, &str)]| {
-            let topology = Topology { nodes: Vec::new(), usable: 8 };
+            let topology = Topology { usable: 8, ..Topology::default() };
             Machine::new(topology, |name| {
                 pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned())
             })

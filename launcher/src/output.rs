@@ -33,6 +33,7 @@ mod options;
 mod prefix;
 mod sink;
 mod stall;
+mod streams;
 mod width;
 
 use destination::Destination;
@@ -43,6 +44,7 @@ pub(crate) use name::RankName;
 pub use options::{Color, LogError, OutputOptions};
 use prefix::prefix;
 use sink::Sink;
+pub use streams::{StreamChoice, StreamMap};
 
 /// Which of a rank's two streams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -69,6 +71,8 @@ impl Stream {
 #[derive(Debug, Default)]
 struct RankOutput {
     name: RankName,
+    /// Its number on this host.
+    local_rank: u32,
     splitters: [LineSplitter; 2],
     last: VecDeque<Vec<u8>>,
 }
@@ -104,11 +108,8 @@ impl Output {
     }
 
     fn to(destinations: [Destination; 2], jobs: &[u32], options: OutputOptions) -> Result<Self, LogError> {
-        let names = RankName::of(jobs);
-        let create = |folder| Logs::create(folder, &names, options.stall_timeout());
-        let logs = options.log_dir.as_deref().map(create).transpose()?;
-        let width = names.iter().map(|name| name.short().len()).max().unwrap_or(0);
-        let ranks = names.into_iter().map(|name| RankOutput { name, ..RankOutput::default() }).collect();
+        let names = RankName::of(jobs).into_iter().map(|name| (name, name.rank)).collect();
+        let (logs, width, ranks) = prepare(names, &options)?;
         let same_target = destinations[0].sink.is_same_as(&destinations[1].sink);
         Ok(Output {
             options,
@@ -128,15 +129,12 @@ impl Output {
     /// # Errors
     /// If a log file cannot be created.
     pub(crate) fn set_ranks(&mut self, first: u32, ranks: u32) -> Result<(), LogError> {
-        let names: Vec<RankName> = (first..first + ranks).map(|rank| RankName { job: None, rank }).collect();
-        if self.ranks.iter().map(|output| output.name).eq(names.iter().copied()) {
+        let names = (0..ranks).map(|local| (RankName { job: None, rank: first + local }, local));
+        let names: Vec<(RankName, u32)> = names.collect();
+        if self.ranks.iter().map(|output| output.name).eq(names.iter().map(|(name, _)| *name)) {
             return Ok(());
         }
-        if let Some(folder) = self.options.log_dir.as_deref() {
-            self.logs = Some(Logs::create(folder, &names, self.options.stall_timeout())?);
-        }
-        self.width = names.iter().map(|name| name.short().len()).max().unwrap_or(0);
-        self.ranks = names.into_iter().map(|name| RankOutput { name, ..RankOutput::default() }).collect();
+        (self.logs, self.width, self.ranks) = prepare(names, &self.options)?;
         Ok(())
     }
 
@@ -155,14 +153,14 @@ impl Output {
 
     /// False while a rank's stream should not be read, because the reader or the disk is slower than the rank.
     pub fn has_room(&self, rank: u32, stream: Stream) -> bool {
-        let shown = !self.is_selected(rank) || !self.sink(stream).is_behind();
-        shown && self.logs.as_ref().is_none_or(|logs| logs.has_room() || !logs.is_open(rank))
+        let shown = !self.is_selected(rank, stream) || !self.sink(stream).is_behind();
+        shown && self.logs.as_ref().is_none_or(|logs| logs.has_room() || !logs.is_open(rank, stream))
     }
 
     /// False once the reader of a rank's stream has exited and the stream is not logged.
     pub fn is_wanted(&self, rank: u32, stream: Stream) -> bool {
-        let seen = !self.is_selected(rank) || self.sink(stream).failure() != Some(Errno::EPIPE);
-        seen || self.logs.as_ref().is_some_and(|logs| logs.is_open(rank))
+        let seen = !self.is_selected(rank, stream) || self.sink(stream).failure() != Some(Errno::EPIPE);
+        seen || self.logs.as_ref().is_some_and(|logs| logs.is_open(rank, stream))
     }
 
     /// The streams with pending output, to be polled for writing.
@@ -245,8 +243,8 @@ impl Output {
                 false => Vec::new(),
             },
             stamp: self.stamp(),
-            shown: self.shows(rank).then(Vec::new),
-            logged: self.logs.as_ref().filter(|logs| logs.is_open(rank)).map(|_| Vec::new()),
+            shown: self.shows(rank, stream).then(Vec::new),
+            logged: self.logs.as_ref().filter(|logs| logs.is_open(rank, stream)).map(|_| Vec::new()),
             last: std::mem::take(&mut self.ranks[rank as usize].last),
             lines: 0,
         }
@@ -258,20 +256,21 @@ impl Output {
         self.pass_on(rank, stream, &shown, &logged, formatter.lines);
     }
 
-    fn is_selected(&self, rank: u32) -> bool {
-        self.options.shows(self.ranks[rank as usize].name.rank)
+    fn is_selected(&self, rank: u32, stream: Stream) -> bool {
+        let RankOutput { name, local_rank, .. } = &self.ranks[rank as usize];
+        self.options.shows(name.rank, *local_rank, stream)
     }
 
-    fn shows(&self, rank: u32) -> bool {
-        self.is_selected(rank) && !self.muted
+    fn shows(&self, rank: u32, stream: Stream) -> bool {
+        self.is_selected(rank, stream) && !self.muted
     }
 
     /// Writes a rank's `shown` bytes to its stream and its `logged` bytes to its log.
     fn pass_on(&mut self, rank: u32, stream: Stream, shown: &[u8], logged: &[u8], lines: u64) {
         if let Some(logs) = &mut self.logs {
-            logs.push(rank, logged, lines);
+            logs.push(rank, stream, logged, lines);
         }
-        if self.shows(rank) && !shown.is_empty() {
+        if self.shows(rank, stream) && !shown.is_empty() {
             if !self.sink_mut(stream).push(shown) {
                 self.destinations[stream as usize].missed += lines;
             }
@@ -354,6 +353,19 @@ impl Output {
         }
     }
 
+    /// Shows the error that has ended a rank, unless output is raw. Its lines contain no control characters but tabs.
+    pub(crate) fn show_error(&mut self, rank: u32, lines: &[String]) {
+        if self.options.raw {
+            return;
+        }
+        let name = self.ranks[rank as usize].name;
+        self.say(&format!("the error of {name}:"));
+        let end = self.destinations[Stream::Stderr as usize].measure().line_end();
+        for line in lines {
+            self.sink_mut(Stream::Stderr).push_important(&[b"    ", line.as_bytes(), end].concat());
+        }
+    }
+
     /// Repeats the last lines of a rank on standard error, unless output is raw.
     pub fn repeat_last_lines(&mut self, rank: u32) {
         if self.options.raw {
@@ -390,6 +402,20 @@ impl Output {
             self.say(&notice);
         }
     }
+}
+
+/// The logs, the width of the names and the state of ranks with these names and numbers on this host.
+fn prepare(
+    names: Vec<(RankName, u32)>,
+    options: &OutputOptions,
+) -> Result<(Option<Logs>, usize, Vec<RankOutput>), LogError> {
+    let streams = options.streams.as_ref();
+    let create = |folder| Logs::create(folder, &names, streams, options.stall_timeout());
+    let folder = options.log_dir.as_deref().filter(|_| streams.is_none_or(StreamChoice::logs_any));
+    let logs = folder.map(create).transpose()?;
+    let width = names.iter().map(|(name, _)| name.short().len()).max().unwrap_or(0);
+    let rank = |(name, local_rank)| RankOutput { name, local_rank, ..RankOutput::default() };
+    Ok((logs, width, names.into_iter().map(rank).collect()))
 }
 
 #[cfg(test)]

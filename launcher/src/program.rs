@@ -29,6 +29,22 @@ pub enum ProgramError {
     /// The file is not executable.
     #[error("{path} is not executable; try: chmod +x {path}", path = .0.display())]
     NotExecutable(PathBuf),
+    /// There is no Python script of that name.
+    #[error("no script `{name}`: looked in the current folder and {}", looked.join(", "))]
+    NoScript {
+        /// The name.
+        name: String,
+        /// The other searched places.
+        looked: Vec<String>,
+    },
+    /// There is no Python for a script or a module.
+    #[error(
+        "{script} is run by python3, and there is none in PATH: activate its environment, or set PYTHON_EXEC to the interpreter"
+    )]
+    NoPython {
+        /// The script or the module.
+        script: String,
+    },
 }
 
 /// Same text as [`Display`](fmt::Display): `main` prints the error that it returns by its `Debug` text.

@@ -10,6 +10,7 @@ use mgpu_control::inject::Injection;
 use super::duration::parse_duration;
 use super::node_args::NodeArgs;
 use super::rank_count::RanksPerNode;
+use super::torchrun::{ScriptArgs, Tee, TorchrunArgs};
 use crate::launch::MAX_DURATION;
 use crate::output::Color;
 use crate::placement::Bind;
@@ -80,8 +81,8 @@ pub(super) struct RankArgs {
 
     /// The same under torchrun's name: a number, MIN:MAX, auto, gpu or cpu.
     ///
-    /// `gpu` is one for each GPU, and an error without GPUs; `cpu` is one for each core. Also set by the variable
-    /// PET_NPROC_PER_NODE.
+    /// `auto` is one for each GPU, or without GPUs one for each core. `gpu` is one for each GPU, and an error without
+    /// GPUs; `cpu` is one for each core. Also set by the variable PET_NPROC_PER_NODE.
     #[arg(long, alias = "nproc_per_node", value_name = "N", allow_negative_numbers = true)]
     pub(super) nproc_per_node: Option<RanksPerNode>,
 
@@ -124,10 +125,10 @@ pub(super) struct RankArgs {
     #[arg(long)]
     pub(super) share_gpus: bool,
 
-    /// Bind ranks to cores: auto, none, core or numa.
+    /// Bind ranks to cores: auto, none, core, cache, numa or socket.
     ///
-    /// `core` gives each rank a share of the cores, `numa` all cores of one NUMA node. Ranks with a GPU are placed on
-    /// its node. `auto` binds to NUMA nodes if there are several and the GPUs or the ranks match them; otherwise it
+    /// `core` gives each rank a share of the cores, `cache` all cores that share a last-level cache, `numa` all cores of
+    /// one NUMA node, `socket` all cores of its socket. Ranks with a GPU are placed on its node. `auto` binds to NUMA nodes if there are several and the GPUs or the ranks match them; otherwise it
     /// does not bind, since the kernel schedules better within a node. Several jobs are bound to different cores, except
     /// with `none`. More ranks than cores are never bound. Only the cores in mgpurun's own affinity mask are used.
     #[arg(long, value_enum, value_name = "TO", default_value_t = Bind::Auto, hide_possible_values = true)]
@@ -141,6 +142,9 @@ pub(super) struct RankArgs {
     /// restart. A fault that has not happened by the end of the run is reported.
     #[arg(long, value_name = "FAULT")]
     pub(super) inject: Vec<Injection>,
+
+    #[command(flatten)]
+    pub(super) script: ScriptArgs,
 }
 
 /// What stands behind a `:`, another job.
@@ -179,8 +183,8 @@ pub(super) struct LaunchArgs {
     /// that fails before its first step would fail again. Programs that never join, such as PyTorch scripts, are
     /// restarted in any case. The ranks get MGPU_RESTART_COUNT; train_mnist resumes from its last checkpoint. There is
     /// a pause of 0.5 to 30 s before each restart.
-    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
-    pub(super) max_restarts: u32,
+    #[arg(long, alias = "max_restarts", value_name = "N")]
+    pub(super) max_restarts: Option<u32>,
 
     /// Restart even if the ranks have joined and completed no step.
     #[arg(long, requires = "max_restarts")]
@@ -234,15 +238,24 @@ pub(super) struct LaunchArgs {
     /// A log holds both streams in the order in which they arrive, without prefix. DIR is created if it is missing;
     /// logs of an earlier run are overwritten. The last lines of a failed rank are still shown. With several jobs the
     /// logs of job J are in DIR/job-J.
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, alias = "log_dir", value_name = "DIR")]
     pub(super) log_dir: Option<PathBuf>,
 
-    /// Show the output that is logged, too.
+    /// Show the output that is logged, too; with STREAMS, log and show these streams.
     ///
     /// A rank whose output is logged continues after the reader of mgpurun's own output exits, as `head` does. Without
-    /// a log it finds its output closed.
-    #[arg(long, requires = "log_dir")]
-    pub(super) tee: bool,
+    /// a log it finds its output closed. STREAMS are as for --redirects, and the next word if it has that form: `--tee 3`,
+    /// `-t 0:1`. `--tee -- 3` starts a program called 3.
+    #[arg(
+        short,
+        long,
+        value_name = "STREAMS",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = Tee::SWITCH,
+        requires_if(Tee::SWITCH, "log_dir")
+    )]
+    pub(super) tee: Option<Tee>,
 
     /// Show only these ranks' output: 0 or 1- or 0,2-3.
     ///
@@ -305,7 +318,8 @@ pub(super) struct LaunchArgs {
 pub(super) struct CommandLine {
     /// The program and its arguments.
     ///
-    /// A name with a slash is a path. Any other name is looked up in PATH, then in the folder of mgpurun itself.
+    /// A name with a slash is a path. Any other name is looked up in PATH, then in the folder of mgpurun itself. A Python
+    /// script (NAME.py) is looked up in the current folder first, and run by python3 if it is not executable.
     /// Everything after the program is passed to it.
     /// A `:` before another program, or before its options, begins another job; `\:` is passed on as `:`. After `--`
     /// every word is passed on as it is.
@@ -320,6 +334,9 @@ pub(super) struct CommandLine {
 
     #[command(flatten)]
     pub(super) nodes: NodeArgs,
+
+    #[command(flatten)]
+    pub(super) torchrun: TorchrunArgs,
 }
 
 fn parse_ranks(text: &str) -> Result<Ranks, String> {

@@ -8,7 +8,7 @@ use std::ffi::{OsStr, OsString};
 
 use clap::error::ErrorKind;
 use clap::parser::ValueSource;
-use clap::{CommandFactory, Parser};
+use clap::{CommandFactory, FromArgMatches, Parser};
 
 use super::args::{CommandLine, JobArgs, RankArgs};
 
@@ -37,7 +37,7 @@ enum Colon {
 }
 
 /// Splits `command`, the words of the command line `words` from the first program on. `is_program` tells whether there
-/// is a program of a name.
+/// is a program of a name for ranks with these options.
 ///
 /// # Errors
 /// If there is no program before the first `:`, or an option of the whole launch is behind one.
@@ -45,7 +45,7 @@ pub(super) fn split(
     first: RankArgs,
     command: Vec<OsString>,
     words: &[OsString],
-    is_program: impl Fn(&OsStr) -> bool,
+    is_program: impl Fn(&RankArgs, &OsStr) -> bool,
 ) -> Result<Jobs, clap::Error> {
     if command.first().is_some_and(|program| program == ":") {
         let text = "there is no program before the first `:`";
@@ -98,7 +98,10 @@ fn follows_dashes(words: &[OsString], command: &[OsString]) -> bool {
 }
 
 /// Decides what a `:` before these words is.
-fn interpret(words: &[OsString], is_program: &impl Fn(&OsStr) -> bool) -> Result<Colon, clap::Error> {
+fn interpret(
+    words: &[OsString],
+    is_program: &impl Fn(&RankArgs, &OsStr) -> bool,
+) -> Result<Colon, clap::Error> {
     let line = || [OsString::from("mgpurun")].into_iter().chain(words.iter().cloned());
     let has_options = words.first().is_some_and(|word| word.as_encoded_bytes().starts_with(b"-"));
     let doubt = |why: &str| {
@@ -112,7 +115,7 @@ fn interpret(words: &[OsString], is_program: &impl Fn(&OsStr) -> bool) -> Result
     match JobArgs::try_parse_from(line()) {
         Ok(JobArgs { ranks, command }) => {
             let name = command.first().map(OsString::as_os_str).unwrap_or_default();
-            if is_program(name) {
+            if is_program(&ranks, name) {
                 let literal = follows_dashes(words, &command);
                 return Ok(Colon::Separator(Job { ranks, command }, literal));
             }
@@ -139,11 +142,11 @@ fn interpret(words: &[OsString], is_program: &impl Fn(&OsStr) -> bool) -> Result
 /// The first option of a launch, if these words are options and a program that exists.
 fn launch_option(
     words: impl Iterator<Item = OsString>,
-    is_program: &impl Fn(&OsStr) -> bool,
+    is_program: &impl Fn(&RankArgs, &OsStr) -> bool,
 ) -> Option<String> {
     let matches = CommandLine::command().try_get_matches_from(words).ok()?;
-    let program = matches.get_many::<OsString>("command")?.next()?;
-    if !is_program(program) {
+    let line = CommandLine::from_arg_matches(&matches).ok()?;
+    if !is_program(&line.ranks, line.command.first()?) {
         return None;
     }
     let of_ranks = JobArgs::command();
@@ -170,7 +173,7 @@ mod tests {
     fn jobs(line: &[&str]) -> Result<(Vec<Words>, Vec<String>), clap::Error> {
         let words: Vec<OsString> = [&["mgpurun"], line].concat().into_iter().map(OsString::from).collect();
         let CommandLine { ranks, command, .. } = CommandLine::try_parse_from(words.clone())?;
-        let is_program = |name: &OsStr| ["a", "b", "c"].iter().any(|program| name == *program);
+        let is_program = |_: &RankArgs, name: &OsStr| ["a", "b", "c"].iter().any(|program| name == *program);
         let Jobs { jobs, notices } = split(ranks, command, &words, is_program)?;
         let text = |words: Vec<OsString>| words.into_iter().map(|word| word.into_string().unwrap()).collect();
         Ok((

@@ -8,7 +8,9 @@ use crate::plan::Ranks;
 /// What `--nproc-per-node` takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum RanksPerNode {
-    /// One for each GPU; one without GPUs.
+    /// One for each GPU; one without GPUs: what `-n auto` means.
+    GpuOrOne,
+    /// One for each GPU; without GPUs one for each core.
     Auto,
     /// One for each GPU.
     Gpu,
@@ -42,7 +44,7 @@ impl FromStr for RanksPerNode {
 impl fmt::Display for RanksPerNode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            RanksPerNode::Auto => f.write_str("auto"),
+            RanksPerNode::Auto | RanksPerNode::GpuOrOne => f.write_str("auto"),
             RanksPerNode::Gpu => f.write_str("gpu"),
             RanksPerNode::Cpu => f.write_str("cpu"),
             RanksPerNode::Count { ranks, min: None } => write!(f, "{ranks}"),
@@ -61,7 +63,7 @@ pub(super) fn requested(
     variable: Option<(&str, String)>,
 ) -> Result<RanksPerNode, String> {
     let by_short = ranks.map(|ranks| match ranks {
-        Ranks::Auto => RanksPerNode::Auto,
+        Ranks::Auto => RanksPerNode::GpuOrOne,
         Ranks::Count(ranks) => RanksPerNode::Count { ranks, min: None },
     });
     match (by_short, per_node, variable) {
@@ -72,7 +74,7 @@ pub(super) fn requested(
         (None, None, Some((name, text))) => {
             text.trim().parse().map_err(|why| format!("the variable {name} is `{text}`: {why}"))
         }
-        (None, None, None) => Ok(RanksPerNode::Auto),
+        (None, None, None) => Ok(RanksPerNode::GpuOrOne),
     }
 }
 
@@ -87,7 +89,9 @@ mod tests {
         assert_eq!(requested(Some(Ranks::Count(2)), None, variable("4")), Ok(count(2)));
         assert_eq!(requested(None, Some(RanksPerNode::Gpu), variable("4")), Ok(RanksPerNode::Gpu));
         assert_eq!(requested(None, None, variable(" 4 ")), Ok(count(4)));
-        assert_eq!(requested(None, None, None), Ok(RanksPerNode::Auto));
+        assert_eq!(requested(None, None, None), Ok(RanksPerNode::GpuOrOne));
+        assert_eq!(requested(Some(Ranks::Auto), None, variable("4")), Ok(RanksPerNode::GpuOrOne));
+        assert_eq!(requested(None, None, variable("auto")), Ok(RanksPerNode::Auto));
         assert_eq!(requested(Some(Ranks::Count(2)), Some(count(2)), None), Ok(count(2)));
         let error =
             requested(Some(Ranks::Count(2)), Some(RanksPerNode::Count { ranks: 4, min: Some(2) }), None);

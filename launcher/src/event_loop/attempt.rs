@@ -18,6 +18,7 @@ use nix::unistd::Pid;
 use super::Shared;
 use super::leftovers::Leftovers;
 use super::wait::JobSource;
+use crate::error_file;
 use crate::events;
 use crate::faults;
 use crate::group::wait_for_end;
@@ -137,6 +138,8 @@ pub(super) struct AttemptEnd {
     pub(super) reached: Reached,
     /// Injected faults that have not happened, one line each.
     pub(super) missed_faults: Vec<String>,
+    /// What the culprit has written about its error, if it is a rank of this host.
+    pub(super) error: Option<Vec<String>>,
 }
 
 impl<'a> Attempt<'a> {
@@ -295,7 +298,14 @@ impl<'a> Attempt<'a> {
             wait_for_end(self.ranks.iter().map(|rank| rank.pid));
         }
         let missed_faults = faults::missed(self.injections, self.local_ranks(), self.server.page());
-        AttemptEnd { outcome, reached: self.reached(), missed_faults }
+        let error = outcome.culprit.and_then(|rank| self.error_of(rank));
+        AttemptEnd { outcome, reached: self.reached(), missed_faults, error }
+    }
+
+    /// What a rank of this host has written about the error that has ended it.
+    pub(super) fn error_of(&self, rank: u32) -> Option<Vec<String>> {
+        let number = rank.checked_sub(self.first).filter(|_| self.local_ranks().contains(&rank))?;
+        error_file::read(&self.server.error_file(number)?)
     }
 
     /// Kills the processes that have left the groups of the ranks: all children of this process. While other jobs run,

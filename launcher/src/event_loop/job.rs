@@ -184,7 +184,7 @@ impl<'a> Job<'a> {
 
     /// Handles the end of an attempt: pauses before a restart, if the policy and `may_restart` allow one.
     pub(super) fn finish(&mut self, end: AttemptEnd, may_restart: bool, shared: &mut Shared<'_>) {
-        let AttemptEnd { outcome, reached, missed_faults } = end;
+        let AttemptEnd { outcome, reached, missed_faults, error } = end;
         let id = self.plan.id;
         if shared.output.is_muted() {
             // The reader has exited, so the run ends quietly and without a restart, as `cat` would.
@@ -195,7 +195,10 @@ impl<'a> Job<'a> {
         let of_missing = faults::of_missing_ranks(&self.plan.plan.injections, self.restarts, ranks);
         missed_faults.iter().chain(&of_missing).for_each(|fault| id.say(shared, fault));
         if let Some(culprit) = outcome.culprit {
-            shared.output.repeat_last_lines(id.first_rank + culprit);
+            match error {
+                Some(lines) => shared.output.show_error(id.first_rank + culprit, &lines),
+                None => shared.output.repeat_last_lines(id.first_rank + culprit),
+            }
         }
         let most = self.plan.supervision.restart.max_restarts;
         self.state = match self.decide(&outcome, reached) {
@@ -274,6 +277,7 @@ impl<'a> JobPlan<'a> {
             restart_count: restarts,
             max_restarts: self.supervision.restart.max_restarts,
             launch_ranks: self.launch_ranks,
+            error_files: (0..ranks).filter_map(|rank| server.error_file(rank)).collect(),
             place: None,
         };
         // All or none: if one rank cannot be started, dropping the others kills them.

@@ -1,4 +1,4 @@
-//! The ranks' logs: a file for each, written by a thread.
+//! The ranks' logs: a file for each rank, or for each stream of a rank, written by a thread.
 //!
 //! A slow disk slows the ranks down. A disk that hangs causes dropped lines after the stall timeout, and a full disk
 //! ends the log. Both are reported, and the log itself says where lines are missing.
@@ -10,18 +10,32 @@ use std::time::{Duration, Instant};
 use super::LogError;
 use super::name::RankName;
 use super::stall::StallDetector;
+use super::streams::StreamChoice;
+use super::{STREAMS, Stream};
 use crate::writer::{LONG_QUEUE, Start, Writer, open};
 
 /// The name of the writing thread.
 const THREAD: &str = "mgpurun-log";
 
-/// One rank's log.
+/// A log of a rank.
 #[derive(Debug, Clone, Copy, Default)]
 struct Log {
     name: RankName,
+    /// The stream that it has; `None`: both.
+    stream: Option<Stream>,
     ended: bool,
     /// Dropped lines that were not reported yet.
     lost: u64,
+}
+
+impl Log {
+    /// "the log of rank 3" or "the log of rank 3's standard error".
+    fn describe(&self) -> String {
+        match self.stream {
+            None => format!("the log of {}", self.name),
+            Some(stream) => format!("the log of {}, {}", self.name, stream.name()),
+        }
+    }
 }
 
 /// All logs of a run.
@@ -30,32 +44,54 @@ pub(super) struct Logs {
     stall: StallDetector,
     /// Last value of [`Writer::taken`].
     taken: u64,
+    /// In the order of the writer's files.
     logs: Vec<Log>,
+    /// For each rank the log of each stream, if the stream is logged.
+    of_rank: Vec<[Option<usize>; 2]>,
     /// No more lines come; the queue should be emptied.
     closing: bool,
 }
 
 impl Logs {
-    /// Creates empty files in `folder`, which is created if it is missing.
-    pub(super) fn create(folder: &Path, names: &[RankName], timeout: Duration) -> Result<Self, LogError> {
+    /// Creates empty files in `folder`, which is created if it is missing: for each rank one file, or with `streams` one
+    /// for each stream that is chosen. `names` has each rank's name and its number on this host.
+    pub(super) fn create(
+        folder: &Path,
+        names: &[(RankName, u32)],
+        streams: Option<&StreamChoice>,
+        timeout: Duration,
+    ) -> Result<Self, LogError> {
+        let (mut logs, mut of_rank) = (Vec::new(), Vec::new());
+        for (name, local_rank) in names {
+            let mut add = |stream| {
+                logs.push(Log { name: *name, stream, ..Log::default() });
+                Some(logs.len() - 1)
+            };
+            of_rank.push(match streams {
+                None => [add(None); 2],
+                Some(choice) => STREAMS.map(|stream| match choice.logs(*local_rank, stream) {
+                    true => add(Some(stream)),
+                    false => None,
+                }),
+            });
+        }
         let failed = |path: &Path| {
             let path = path.to_owned();
             |error| LogError { path, error }
         };
-        let create = |name: &RankName| {
-            let path = folder.join(name.log_file());
+        let create = |log: &Log| {
+            let path = folder.join(log.name.log_file(log.stream));
             let parent = path.parent().unwrap_or(folder);
             std::fs::create_dir_all(parent).and_then(|()| open(&path, Start::Empty)).map_err(failed(&path))
         };
-        let files = names.iter().map(create).collect::<Result<_, _>>()?;
+        let files = logs.iter().map(create).collect::<Result<_, _>>()?;
         let writer = Writer::start(THREAD, files).map_err(failed(folder))?;
-        let logs = names.iter().map(|name| Log { name: *name, ..Log::default() }).collect();
-        Ok(Logs { writer, stall: StallDetector::new(timeout), taken: 0, logs, closing: false })
+        Ok(Logs { writer, stall: StallDetector::new(timeout), taken: 0, logs, of_rank, closing: false })
     }
 
-    /// False once writing a rank's log has failed.
-    pub(super) fn is_open(&self, rank: u32) -> bool {
-        !self.logs[rank as usize].ended
+    /// False if a rank's stream is not logged, or once writing its log has failed.
+    pub(super) fn is_open(&self, rank: u32, stream: Stream) -> bool {
+        self.of_rank[rank as usize][stream as usize].is_some_and(|log| !self.logs[log].ended)
     }
 
     /// False while ranks should wait.
@@ -63,16 +99,17 @@ impl Logs {
         !self.stall.is_waiting()
     }
 
-    /// Queues complete lines of a rank, or counts them as lost.
-    pub(super) fn push(&mut self, rank: u32, bytes: &[u8], lines: u64) {
-        let log = &mut self.logs[rank as usize];
+    /// Queues complete lines of a rank's stream, if it is logged, or counts them as lost.
+    pub(super) fn push(&mut self, rank: u32, stream: Stream, bytes: &[u8], lines: u64) {
+        let Some(file) = self.of_rank[rank as usize][stream as usize] else { return };
+        let log = &mut self.logs[file];
         if log.ended {
             return;
         }
         if self.stall.is_stalled() {
             log.lost += lines;
         } else {
-            self.writer.push(rank as usize, bytes, lines);
+            self.writer.push(file, bytes, lines);
             self.observe_writer(Instant::now());
         }
     }
@@ -91,11 +128,10 @@ impl Logs {
     pub(super) fn tick(&mut self, now: Instant) -> Vec<String> {
         self.writer.silence();
         let mut notices = Vec::new();
-        for (rank, error) in self.writer.failures() {
-            let log = &mut self.logs[rank];
+        for (file, error) in self.writer.failures() {
+            let log = &mut self.logs[file];
             log.ended = true;
-            let name = log.name;
-            notices.push(format!("the log of {name} ends here: {error}; the run continues"));
+            notices.push(format!("{} ends here: {error}; the run continues", log.describe()));
         }
         self.observe_writer(now);
         self.stall.expire(now);
@@ -136,14 +172,12 @@ impl Logs {
     fn report_losses(&mut self) -> Vec<String> {
         let seconds = self.stall.limit().as_secs_f64();
         let mut notices = Vec::new();
-        for (rank, log) in self.logs.iter_mut().enumerate() {
+        for (file, log) in self.logs.iter_mut().enumerate() {
             let lost = std::mem::take(&mut log.lost);
             if lost > 0 && !log.ended {
-                self.writer.push(rank, format!("mgpurun: {lost} lines are missing here\n").as_bytes(), 0);
-                let name = log.name;
-                notices.push(format!(
-                    "the log of {name} lost {lost} lines: its disk accepted nothing for {seconds} s"
-                ));
+                self.writer.push(file, format!("mgpurun: {lost} lines are missing here\n").as_bytes(), 0);
+                let name = log.describe();
+                notices.push(format!("{name} lost {lost} lines: its disk accepted nothing for {seconds} s"));
             }
         }
         notices
@@ -167,7 +201,8 @@ mod tests {
         let writer = Writer::start(THREAD, vec![file.try_clone().unwrap(), file]).unwrap();
         let stall = StallDetector::new(Duration::from_secs(30));
         let logs = RankName::of(&[2]).into_iter().map(|name| Log { name, ..Log::default() }).collect();
-        (reader, Logs { writer, stall, taken: 0, logs, closing: false })
+        let of_rank = vec![[Some(0); 2], [Some(1); 2]];
+        (reader, Logs { writer, stall, taken: 0, logs, of_rank, closing: false })
     }
 
     const LINE: [u8; 1000] = [b'\n'; 1000];
@@ -177,7 +212,7 @@ mod tests {
         let (mut reader, mut logs) = hanging();
         let mut pushed = 0;
         while logs.has_room() {
-            logs.push(0, &LINE, 1);
+            logs.push(0, Stream::Stdout, &LINE, 1);
             pushed += 1;
         }
         // The writer may still fill the pipe; then there is no more progress.
@@ -187,9 +222,9 @@ mod tests {
             assert_eq!(logs.tick(now), [] as [String; 0]);
         }
         assert!(logs.has_room() && logs.next_deadline().is_none());
-        logs.push(0, &LINE, 1);
-        logs.push(1, &LINE, 2);
-        logs.push(0, &LINE, 1);
+        logs.push(0, Stream::Stdout, &LINE, 1);
+        logs.push(1, Stream::Stdout, &LINE, 2);
+        logs.push(0, Stream::Stdout, &LINE, 1);
         assert_eq!(logs.tick(now), [] as [String; 0]);
 
         // The disk works again: everything queued is written, and the gap is marked.
@@ -209,7 +244,7 @@ mod tests {
             format!("the log of rank {rank} lost {lost} lines: its disk accepted nothing for 30 s")
         };
         assert_eq!(notices, [told(0, 2), told(1, 2)]);
-        logs.push(1, b"after\n", 1);
+        logs.push(1, Stream::Stdout, b"after\n", 1);
         logs.close();
         while logs.is_pending() {
             poll(&mut [PollFd::new(logs.fd(), PollFlags::POLLIN)], PollTimeout::NONE).unwrap();
@@ -225,7 +260,7 @@ mod tests {
     fn lines_not_written_at_the_end_are_reported() {
         let (_reader, mut logs) = hanging();
         while logs.has_room() {
-            logs.push(1, &LINE, 1);
+            logs.push(1, Stream::Stdout, &LINE, 1);
         }
         logs.close();
         let mut now = Instant::now();

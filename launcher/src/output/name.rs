@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use super::Stream;
+
 /// A rank and, if the launch has several jobs, its job.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct RankName {
@@ -29,9 +31,14 @@ impl RankName {
         }
     }
 
-    /// The log in the folder of all logs: `rank-3.log` or `job-1/rank-3.log`.
-    pub(super) fn log_file(self) -> String {
-        let file = format!("rank-{}.log", self.rank);
+    /// The log in the folder of all logs: `rank-3.log` or `job-1/rank-3.log`; `rank-3.stdout.log` if it has one stream.
+    pub(super) fn log_file(self, stream: Option<Stream>) -> String {
+        let stream = match stream {
+            None => "",
+            Some(Stream::Stdout) => ".stdout",
+            Some(Stream::Stderr) => ".stderr",
+        };
+        let file = format!("rank-{}{stream}.log", self.rank);
         self.job.map_or(file.clone(), |job| format!("job-{job}/{file}"))
     }
 }

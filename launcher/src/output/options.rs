@@ -5,6 +5,8 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use super::Stream;
+use super::streams::StreamChoice;
 use crate::ranks::RankSet;
 
 /// When to colour the prefixes.
@@ -35,8 +37,13 @@ pub struct OutputOptions {
     pub log_dir: Option<PathBuf>,
     /// Show the output that is logged, too.
     pub tee: bool,
+    /// Log and show each stream as chosen here, instead of all of them alike. Logged streams have a file each, in
+    /// `log_dir`.
+    pub streams: Option<StreamChoice>,
     /// The ranks whose output is shown; `None`: all.
     pub filter: Option<RankSet>,
+    /// The local ranks whose output is shown; `None`: all.
+    pub local_filter: Option<RankSet>,
     /// Append the [`Event`](crate::events::Event)s of the run to this file.
     pub events: Option<PathBuf>,
     /// How long ranks wait for a terminal, a pipe or a disk that accepts nothing at all; then lines are dropped.
@@ -52,7 +59,9 @@ impl Default for OutputOptions {
             color: Color::Auto,
             log_dir: None,
             tee: false,
+            streams: None,
             filter: None,
+            local_filter: None,
             events: None,
             stall_timeout: Duration::from_secs(30),
         }
@@ -65,10 +74,14 @@ impl OutputOptions {
         if self.raw { Duration::MAX } else { self.stall_timeout }
     }
 
-    /// True if a rank's output goes to standard output and error.
-    pub(super) fn shows(&self, rank: u32) -> bool {
-        let terminal = self.log_dir.is_none() || self.tee;
-        terminal && self.filter.as_ref().is_none_or(|ranks| ranks.contains(rank))
+    /// True if a rank's stream goes to standard output or error.
+    pub(super) fn shows(&self, rank: u32, local_rank: u32, stream: Stream) -> bool {
+        let is_in = |ranks: &Option<RankSet>, rank| ranks.as_ref().is_none_or(|ranks| ranks.contains(rank));
+        let terminal = match &self.streams {
+            Some(streams) => streams.shows(local_rank, stream),
+            None => self.log_dir.is_none() || self.tee,
+        };
+        terminal && is_in(&self.filter, rank) && is_in(&self.local_filter, local_rank)
     }
 }
 

@@ -66,6 +66,39 @@ fn logs_replace_the_terminal() {
 }
 
 #[test]
+fn chosen_streams_are_logged_in_files_of_their_own() {
+    let folder = tempfile::tempdir().unwrap();
+    let streams = StreamChoice { redirects: "0:3,1:2".parse().unwrap(), tee: "0:2,2:1".parse().unwrap() };
+    let options = OutputOptions {
+        log_dir: Some(folder.path().to_owned()),
+        streams: Some(streams),
+        local_filter: Some("0-2".parse().unwrap()),
+        prefix: false,
+        ..OutputOptions::default()
+    };
+    let (mut output, readers) = output(4, options);
+    for rank in 0..4 {
+        output.push(rank, Stream::Stdout, format!("out {rank}\n").as_bytes());
+        output.push(rank, Stream::Stderr, format!("err {rank}\n").as_bytes());
+    }
+    let [stdout, stderr] = read(output, readers);
+    assert_eq!([&*stdout, &*stderr], ["out 1\nout 2\n", "err 0\nerr 2\n"]);
+    let mut logs: Vec<(String, String)> = fs::read_dir(folder.path())
+        .unwrap()
+        .map(|entry| entry.unwrap())
+        .map(|entry| (entry.file_name().into_string().unwrap(), fs::read_to_string(entry.path()).unwrap()))
+        .collect();
+    logs.sort();
+    let expected = [
+        ("rank-0.stderr.log", "err 0\n"),
+        ("rank-0.stdout.log", "out 0\n"),
+        ("rank-1.stderr.log", "err 1\n"),
+        ("rank-2.stdout.log", "out 2\n"),
+    ];
+    assert_eq!(logs, expected.map(|(name, text)| (name.to_owned(), text.to_owned())));
+}
+
+#[test]
 fn lines_dropped_for_a_stalled_reader_are_reported() {
     let (mut output, [mut stdout, stderr]) = output(2, OutputOptions::default());
     let mut pushed = 0;

@@ -8,6 +8,8 @@
 //! |---|---|
 //! | `none` | all cores |
 //! | `numa` | every core of one NUMA node: the node of its GPU, else nodes in turn, filled in proportion to their cores |
+//! | `socket` | as `numa`, and every core of the other nodes of its socket |
+//! | `cache` | the cores of one last-level cache of that node; ranks of a node get its caches in turn |
 //! | `core` | a share of the cores that no other rank has |
 //! | `auto` | `numa` if ranks have GPUs whose node is known, or fill several nodes of the same size evenly; `core` if each rank's share is several whole nodes; else `none` |
 //!
@@ -59,6 +61,10 @@ pub enum Bind {
     Core,
     /// To a whole NUMA node each.
     Numa,
+    /// To a whole socket each.
+    Socket,
+    /// To the cores of a last-level cache each.
+    Cache,
 }
 
 /// The cores and the number of threads of a rank.
@@ -99,6 +105,11 @@ pub fn place(topology: &Topology, bind: Bind, gpus: &[Option<u32>]) -> Vec<Place
         Bind::Numa => {
             homes(topology, &near).into_iter().map(|home| Some(topology.nodes[home].all())).collect()
         }
+        Bind::Socket => {
+            let socket = |home: usize| socket_of(topology, &topology.nodes[home].all());
+            homes(topology, &near).into_iter().map(|home| Some(socket(home))).collect()
+        }
+        Bind::Cache => caches_of_homes(topology, &homes(topology, &near)),
     };
     // Without a quota only the cores limit the number of threads.
     let quota = if topology.usable < available { topology.usable / ranks.max(1) } else { usize::MAX };
@@ -150,7 +161,12 @@ fn within_group(topology: &Topology, bind: Bind, shares: &[Placement], share: &P
     };
     let joined: Vec<&Placement> = match bind {
         Bind::None => return Placement { cores: None, ..share.clone() },
-        Bind::Core => return share.clone(),
+        // A share is smaller than a cache, or made of whole ones.
+        Bind::Core | Bind::Cache => return share.clone(),
+        Bind::Socket => {
+            let socket = |place: &Placement| place.cores.as_ref().map(|cores| socket_of(topology, cores));
+            shares.iter().filter(|other| socket(other) == socket(share)).collect()
+        }
         Bind::Numa => shares.iter().filter(|other| node(other) == node(share)).collect(),
         Bind::Auto => shares.iter().collect(),
     };
@@ -195,6 +211,31 @@ fn homes(topology: &Topology, near: &[Option<usize>]) -> Vec<usize> {
     near.iter().map(|home| home.or_else(|| rest.pop()).unwrap_or(0)).collect()
 }
 
+/// The cores of the sockets that `cores` are on.
+fn socket_of(topology: &Topology, cores: &CoreSet) -> CoreSet {
+    let sockets = topology.sockets.iter().filter(|socket| !socket.intersection(cores).is_empty());
+    sockets.chain([cores]).collect()
+}
+
+/// The ranks of each node get its last-level caches in turn, those with the most cores first.
+fn caches_of_homes(topology: &Topology, homes: &[usize]) -> Vec<Option<CoreSet>> {
+    let of_node = |node: &Node| {
+        let all = node.all();
+        let parts = topology.caches.iter().map(|cache| cache.intersection(&all));
+        let mut caches: Vec<CoreSet> = parts.filter(|part| !part.is_empty()).collect();
+        caches.sort_by_key(|cache| Reverse(cache.len()));
+        if caches.is_empty() { vec![all] } else { caches }
+    };
+    let caches: Vec<Vec<CoreSet>> = topology.nodes.iter().map(of_node).collect();
+    let mut ranks_on = vec![0; caches.len()];
+    let next = |home: &usize| {
+        let number = ranks_on[*home];
+        ranks_on[*home] += 1;
+        Some(caches[*home][number % caches[*home].len()].clone())
+    };
+    homes.iter().map(next).collect()
+}
+
 /// The ranks of each node divide its cores. If there are more ranks than cores, each of them gets all cores of the node.
 fn shares_of_homes(topology: &Topology, homes: &[usize]) -> Vec<Option<CoreSet>> {
     let mut sets = vec![None; homes.len()];
@@ -228,7 +269,7 @@ fn divide(nodes: &[&Node], ranks: usize) -> Vec<CoreSet> {
 
 /// The reason if the requested binding was not possible.
 pub(crate) fn unmet(topology: &Topology, bind: Bind, places: &[Placement]) -> Option<String> {
-    let wanted = matches!(bind, Bind::Core | Bind::Numa);
+    let wanted = !matches!(bind, Bind::Auto | Bind::None);
     let (ranks, cores) = (places.len(), topology.all().len());
     (wanted && places.iter().any(|place| place.cores.is_none()))
         .then(|| format!("ranks are not bound: {ranks} ranks are more than the {cores} available cores"))

@@ -14,7 +14,7 @@ fn machine(nodes: &[usize], threads: usize) -> Topology {
         Node { number: number as u32, cores: range.map(core).collect() }
     };
     let nodes: Vec<Node> = nodes.iter().enumerate().map(node).collect();
-    Topology { nodes, usable: all * threads }
+    Topology { nodes, usable: all * threads, ..Topology::default() }
 }
 
 fn sets(topology: &Topology, bind: Bind, gpus: &[Option<u32>]) -> String {
@@ -24,13 +24,38 @@ fn sets(topology: &Topology, bind: Bind, gpus: &[Option<u32>]) -> String {
     shown.join(" ")
 }
 
+#[test]
+fn ranks_are_bound_to_sockets_and_caches() {
+    let parts = |sizes: &[usize]| -> Vec<CoreSet> {
+        let mut first = 0;
+        let part = |size: &usize| {
+            first += size;
+            (first - size..first).collect()
+        };
+        sizes.iter().map(part).collect()
+    };
+    let two_nodes_a_socket =
+        Topology { sockets: parts(&[8, 8]), caches: parts(&[1, 3, 4, 4, 4]), ..machine(&[4, 4, 4, 4], 1) };
+    assert_eq!(sets(&two_nodes_a_socket, Bind::Socket, &[None; 4]), "0-7 0-7 8-15 8-15");
+    assert_eq!(sets(&two_nodes_a_socket, Bind::Socket, &[Some(3), Some(0)]), "8-15 0-7");
+    // The larger cache of node 0 comes first; the third rank of a node shares the first one's.
+    assert_eq!(
+        sets(&two_nodes_a_socket, Bind::Cache, &[Some(0), Some(0), Some(1), Some(0)]),
+        "1-3 0 4-7 1-3"
+    );
+    // A machine that tells nothing about sockets and caches.
+    assert_eq!(sets(&machine(&[2, 2], 1), Bind::Socket, &[None; 2]), "0-1 2-3");
+    assert_eq!(sets(&machine(&[2, 2], 1), Bind::Cache, &[None; 2]), "0-1 2-3");
+}
+
 fn machines() -> impl Strategy<Value = Topology> {
     (proptest::collection::vec(1usize..9, 1..5), 1usize..4)
         .prop_map(|(nodes, threads)| machine(&nodes, threads))
 }
 
 fn binds() -> impl Strategy<Value = Bind> {
-    prop_oneof![Just(Bind::Auto), Just(Bind::None), Just(Bind::Core), Just(Bind::Numa)]
+    let binds = [Bind::Auto, Bind::None, Bind::Core, Bind::Numa, Bind::Socket, Bind::Cache];
+    proptest::sample::select(binds.to_vec())
 }
 
 proptest! {

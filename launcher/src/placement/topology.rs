@@ -19,6 +19,10 @@ pub struct Topology {
     pub nodes: Vec<Node>,
     /// Number of cores that the process may keep busy at a time: fewer than all if a control group has a quota.
     pub usable: usize,
+    /// The cores of each socket.
+    pub sockets: Vec<CoreSet>,
+    /// The cores that share a last-level cache, for each of these caches.
+    pub caches: Vec<CoreSet>,
 }
 
 /// A NUMA node.
@@ -68,18 +72,11 @@ impl Topology {
         }
         let siblings =
             |core: usize| list(&system.join(format!("cpu/cpu{core}/topology/thread_siblings_list")));
-        let node = |(number, mut left): (u32, CoreSet)| {
-            let mut cores = Vec::new();
-            while let Some(core) = left.first() {
-                let alone = CoreSet::from_iter([core]);
-                let family = siblings(core).unwrap_or_default().intersection(&left);
-                let family = [&family, &alone].into_iter().collect();
-                left = left.without(&family);
-                cores.push(family);
-            }
-            Node { number, cores }
-        };
-        Topology { nodes: nodes.into_iter().map(node).collect(), usable }
+        let node = |(number, cores): (u32, CoreSet)| Node { number, cores: groups(&cores, siblings) };
+        let sockets =
+            groups(allowed, |core| list(&system.join(format!("cpu/cpu{core}/topology/core_siblings_list"))));
+        let caches = groups(allowed, |core| last_level_cache(&system.join(format!("cpu/cpu{core}/cache"))));
+        Topology { nodes: nodes.into_iter().map(node).collect(), usable, sockets, caches }
     }
 
     /// All cores.
@@ -98,6 +95,30 @@ impl Topology {
         let numbers: CoreSet = touched.map(|node| node.number as usize).collect();
         format!("NUMA node{} {numbers}", if numbers.len() == 1 { "" } else { "s" })
     }
+}
+
+/// The cores, divided into groups. `group_of` has the group of a core, if the machine tells; otherwise the core is alone.
+fn groups(cores: &CoreSet, group_of: impl Fn(usize) -> Option<CoreSet>) -> Vec<CoreSet> {
+    let (mut left, mut groups) = (cores.clone(), Vec::new());
+    while let Some(core) = left.first() {
+        let alone = CoreSet::from_iter([core]);
+        let group = group_of(core).unwrap_or_default().intersection(&left);
+        let group = [&group, &alone].into_iter().collect();
+        left = left.without(&group);
+        groups.push(group);
+    }
+    groups
+}
+
+/// The cores that share the last-level cache of a core, whose caches are in `folder`.
+fn last_level_cache(folder: &Path) -> Option<CoreSet> {
+    let caches = fs::read_dir(folder).ok()?.flatten().filter_map(|entry| {
+        let read = |name: &str| fs::read_to_string(entry.path().join(name)).ok();
+        let level: u32 = read("level")?.trim().parse().ok()?;
+        (read("type")?.trim() != "Instruction").then_some(())?;
+        Some((level, CoreSet::parse(&read("shared_cpu_list")?)?))
+    });
+    caches.max_by_key(|(level, _)| *level).map(|(_, cores)| cores)
 }
 
 /// `node0`, `node1`, … in ascending order.
@@ -123,6 +144,27 @@ mod tests {
             fs::write(path, text).unwrap();
         }
         root
+    }
+
+    #[test]
+    fn sockets_and_caches_are_read() {
+        let mut files = vec![
+            ("cpu/cpu0/topology/core_siblings_list".to_owned(), "0-3\n"),
+            ("cpu/cpu4/topology/core_siblings_list".to_owned(), "4-5\n"),
+        ];
+        // The instruction cache has the highest level here, which no machine has.
+        let caches =
+            [("1", "Data", "0"), ("4", "Instruction", "0-5"), ("3", "Unified", "0-1"), ("x", "Unified", "0")];
+        for (index, (level, kind, shared)) in caches.into_iter().enumerate() {
+            for (name, text) in [("level", level), ("type", kind), ("shared_cpu_list", shared)] {
+                files.push((format!("cpu/cpu0/cache/index{index}/{name}"), text));
+            }
+        }
+        let files: Vec<(&str, &str)> = files.iter().map(|(path, text)| (&**path, *text)).collect();
+        let topology = Topology::read(tree(&files).path(), &(0..5).collect(), 5);
+        let shown = |groups: &[CoreSet]| groups.iter().map(CoreSet::to_string).collect::<Vec<_>>();
+        assert_eq!(shown(&topology.sockets), ["0-3", "4"]);
+        assert_eq!(shown(&topology.caches), ["0-1", "2", "3", "4"]);
     }
 
     fn shown(topology: &Topology) -> String {
@@ -189,6 +231,10 @@ mod tests {
             let cores = topology.nodes.iter().flat_map(|node| &node.cores);
             prop_assert!(cores.clone().all(|core| !core.is_empty()));
             prop_assert_eq!(cores.map(CoreSet::len).sum::<usize>(), mask.len());
+            for groups in [&topology.sockets, &topology.caches] {
+                prop_assert_eq!(groups.iter().map(CoreSet::len).sum::<usize>(), mask.len());
+                prop_assert_eq!(groups.iter().collect::<CoreSet>(), mask.clone());
+            }
         }
     }
 }

@@ -31,6 +31,17 @@ pub(crate) const NCCL_IS_BUILT: bool = cfg!(feature = "cuda");
 /// Python buffers output to a pipe, and loses it in a crash, unless this variable has a value.
 pub(crate) const PYTHONUNBUFFERED: &str = "PYTHONUNBUFFERED";
 
+/// PyTorch ends a process whose NCCL communicator has failed if this variable is 1, as under torchrun.
+pub(crate) const ERROR_HANDLING: &str = "TORCH_NCCL_ASYNC_ERROR_HANDLING";
+
+/// A rank's role, and its place among the ranks of that role, under torchrun.
+const ROLE_NAME: &str = "ROLE_NAME";
+const ROLE_RANK: &str = "ROLE_RANK";
+const ROLE_WORLD_SIZE: &str = "ROLE_WORLD_SIZE";
+
+/// Where PyTorch's `@record` writes the error that ends a rank.
+const ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";
+
 /// The requested number of ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ranks {
@@ -74,6 +85,10 @@ pub struct Request {
     pub injections: Vec<Injection>,
     /// Which cores each rank may use.
     pub bind: Bind,
+    /// The ranks' role, as for torchrun; `None`: the default one.
+    pub role: Option<String>,
+    /// Make only its own GPU visible to each rank, and 0 the `LOCAL_RANK` of all.
+    pub virtual_local_rank: bool,
 }
 
 impl Request {
@@ -90,6 +105,8 @@ impl Request {
             share_gpus: false,
             injections: Vec::new(),
             bind: Bind::Auto,
+            role: None,
+            virtual_local_rank: false,
         }
     }
 }
@@ -107,6 +124,8 @@ pub struct Machine {
     pub nccl_variables: Vec<&'static str>,
     /// The user has set `PYTHONUNBUFFERED`, possibly to an empty value; it is kept.
     pub python_unbuffered_is_set: bool,
+    /// The user has set `TORCH_NCCL_ASYNC_ERROR_HANDLING`; it is kept.
+    pub error_handling_is_set: bool,
     /// The version of NCCL, if it matters and was found.
     pub nccl: Option<nccl_sys::Version>,
 }
@@ -173,6 +192,8 @@ pub struct RunContext {
     pub progress: bool,
     /// Number of ranks of all jobs of the launch.
     pub launch_ranks: u32,
+    /// For each rank of this host the file for the error that ends it; none if there is no place for them.
+    pub error_files: Vec<PathBuf>,
     /// Where the ranks of this host are among those of all hosts; `None` if there is only one.
     pub place: Option<NodePlace>,
 }
@@ -209,6 +230,7 @@ impl RunContext {
             max_restarts: 0,
             progress: false,
             launch_ranks: 0,
+            error_files: Vec::new(),
             place: None,
         }
     }
@@ -266,8 +288,8 @@ impl RankPlan {
     ///
     /// They include those that torchrun sets; the ranks of a host form a group, and all have the same role. Scripts
     /// read them, and so does PyTorch: `torch.distributed.is_torchelastic_launched()` checks for the run's identifier.
-    /// `TORCHELASTIC_USE_AGENT_STORE` is not set: it would make the ranks expect a store in the launcher, as torchrun
-    /// has. Without it rank 0 creates the store, at `MASTER_PORT`.
+    /// `TORCHELASTIC_USE_AGENT_STORE` is `False`: otherwise the ranks would expect a store in the launcher, as torchrun
+    /// has. So rank 0 creates the store, at `MASTER_PORT`.
     pub fn full_environment(&self, context: &RunContext) -> Vec<(&'static str, String)> {
         let mut environment = self.environment.clone();
         if let Some(place) = &context.place {
@@ -286,13 +308,19 @@ impl RankPlan {
             (MASTER_PORT, context.master_port.clone()),
             ("GROUP_RANK", node.to_string()),
             ("GROUP_WORLD_SIZE", nodes.to_string()),
-            ("ROLE_RANK", rank),
-            ("ROLE_WORLD_SIZE", world_size),
-            ("ROLE_NAME", "default".into()),
             ("TORCHELASTIC_RESTART_COUNT", context.restart_count.to_string()),
             ("TORCHELASTIC_MAX_RESTARTS", context.max_restarts.to_string()),
             ("TORCHELASTIC_RUN_ID", context.run_id.clone()),
+            ("TORCHELASTIC_USE_AGENT_STORE", "False".into()),
         ]);
+        let roles = [(ROLE_RANK, rank), (ROLE_WORLD_SIZE, world_size), (ROLE_NAME, "default".into())];
+        for (name, value) in roles {
+            if environment.iter().all(|(key, _)| *key != name) {
+                environment.push((name, value));
+            }
+        }
+        let error_file = context.error_files.get(self.rank as usize).and_then(|path| path.to_str());
+        environment.extend(error_file.map(|path| (ERROR_FILE, path.to_owned())));
         if context.progress {
             environment.push((MGPU_PROGRESS, "1".into()));
         }

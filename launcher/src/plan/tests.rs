@@ -21,7 +21,8 @@ fn two_nodes() -> Machine {
         number,
         cores: cores.iter().map(|core| CoreSet::from_iter([*core])).collect(),
     };
-    let topology = Topology { nodes: vec![node(0, [0, 1]), node(1, [2, 3])], usable: 4 };
+    let topology =
+        Topology { nodes: vec![node(0, [0, 1]), node(1, [2, 3])], usable: 4, ..Default::default() };
     let gpu = |index: u32| Gpu {
         name: index.to_string(),
         bus: Some(format!("0000:0{index}:00.0")),
@@ -71,8 +72,13 @@ proptest! {
 #[test]
 fn the_variables_of_torchrun_are_set() {
     let plan = plan(&request(Ranks::Count(3)), &machine(0)).unwrap();
-    let context =
-        RunContext { restart_count: 1, max_restarts: 4, run_id: "run".into(), ..RunContext::placeholder() };
+    let context = RunContext {
+        restart_count: 1,
+        max_restarts: 4,
+        run_id: "run".into(),
+        error_files: (0..3).map(|rank| format!("/private/error-{rank}.json").into()).collect(),
+        ..RunContext::placeholder()
+    };
     let environment = plan.ranks[2].full_environment(&context);
     for (name, value) in [
         (RANK, "2"),
@@ -85,6 +91,9 @@ fn the_variables_of_torchrun_are_set() {
         ("TORCHELASTIC_RESTART_COUNT", "1"),
         ("TORCHELASTIC_MAX_RESTARTS", "4"),
         ("TORCHELASTIC_RUN_ID", "run"),
+        ("TORCHELASTIC_USE_AGENT_STORE", "False"),
+        ("TORCHELASTIC_ERROR_FILE", "/private/error-2.json"),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     ] {
         let found: Vec<&str> =
             environment.iter().filter(|(key, _)| *key == name).map(|(_, value)| value.as_str()).collect();
@@ -93,7 +102,38 @@ fn the_variables_of_torchrun_are_set() {
     let mut names: Vec<&str> = environment.iter().map(|(name, _)| *name).collect();
     names.sort_unstable();
     assert!(names.windows(2).all(|pair| pair[0] != pair[1]), "{names:?}");
-    assert!(!names.contains(&"TORCHELASTIC_USE_AGENT_STORE"));
+}
+
+#[test]
+fn ranks_of_a_role_are_counted_in_it() {
+    let part =
+        |role: Option<&str>, ranks| Request { role: role.map(str::to_owned), ..request(Ranks::Count(ranks)) };
+    let roles = |requests: &[Request]| -> Vec<String> {
+        let plan = plan_jobs(requests, true, &machine(0)).unwrap().remove(0);
+        let role = |rank: &RankPlan| {
+            let environment = rank.full_environment(&RunContext::placeholder());
+            let value = |name: &str| environment.iter().find(|(key, _)| *key == name).unwrap().1.clone();
+            [value("ROLE_NAME"), value("ROLE_RANK"), value("ROLE_WORLD_SIZE")].join(" ")
+        };
+        plan.ranks.iter().map(role).collect()
+    };
+    assert_eq!(roles(&[part(Some("a"), 2)]), ["a 0 2", "a 1 2"]);
+    assert_eq!(
+        roles(&[part(Some("a"), 1), part(None, 1), part(Some("a"), 2)]),
+        ["a 0 3", "default 0 1", "a 1 3", "a 2 3"]
+    );
+}
+
+#[test]
+fn a_virtual_local_rank_is_0_and_its_gpu_the_only_one() {
+    let request = Request { virtual_local_rank: true, ..request(Ranks::Count(2)) };
+    let seen = |gpus| -> Vec<[String; 4]> {
+        let plan = plan(&request, &machine(gpus)).unwrap();
+        let names = [RANK, LOCAL_RANK, "CUDA_VISIBLE_DEVICES", MGPU_DEVICE];
+        plan.ranks.iter().map(|rank| names.map(|name| rank.value(name))).collect()
+    };
+    assert_eq!(seen(2), [["0", "0", "GPU-0", "0"], ["1", "0", "GPU-1", "0"]]);
+    assert_eq!(seen(0), [["0", "0", "", ""], ["1", "0", "", ""]]);
 }
 
 /// On one host NCCL needs no network. On several, no setting may lead to this host only, and no two ranks may have one host
@@ -263,7 +303,7 @@ proptest! {
             number,
             cores: cores.map(|core| CoreSet::from_iter([core])).collect(),
         };
-        let topology = Topology { nodes: vec![node(0, 0..cores), node(1, cores..2 * cores)], usable: 2 * cores };
+        let topology = Topology { nodes: vec![node(0, 0..cores), node(1, cores..2 * cores)], usable: 2 * cores, ..Default::default() };
         let machine = Machine { topology, ..gpus_of(20) };
         let plans = plan_jobs(&jobs, false, &machine).unwrap();
         prop_assert_eq!(plans.len(), jobs.len());

@@ -8,8 +8,8 @@ use mgpu_control::protocol::{
 
 use super::gpus::Share;
 use super::{
-    BackendChoice, GpuChoice, LaunchPlan, Machine, NCCL_IS_BUILT, PYTHONUNBUFFERED, PlanError,
-    ProgramCommand, RankPlan, Request, choose_backend,
+    BackendChoice, ERROR_HANDLING, GpuChoice, LaunchPlan, Machine, NCCL_IS_BUILT, PYTHONUNBUFFERED,
+    PlanError, ProgramCommand, ROLE_NAME, ROLE_RANK, ROLE_WORLD_SIZE, RankPlan, Request, choose_backend,
 };
 use crate::nccl;
 use crate::placement::{self, Gpu, Placement};
@@ -96,7 +96,7 @@ pub(super) fn plan_world(parts: &[Part<'_>], machine: &Machine) -> Result<Launch
     let faults = injections.iter().map(|injection| format!("a fault will be injected: {injection}"));
     let notices = notice.into_iter().chain(idle).chain(unmet).chain(used).chain(faults).collect();
 
-    let world = World { ranks, backend, visible, shares_gpus, injections: &injections, machine };
+    let world = World { parts, ranks, backend, visible, shares_gpus, injections: &injections, machine };
     let all = parts
         .iter()
         .enumerate()
@@ -124,6 +124,7 @@ pub(super) fn plan_world(parts: &[Part<'_>], machine: &Machine) -> Result<Launch
 
 /// What all ranks of a world have in common.
 struct World<'a> {
+    parts: &'a [Part<'a>],
     ranks: u32,
     backend: &'static str,
     /// The GPUs of all ranks.
@@ -137,10 +138,11 @@ impl World<'_> {
     /// The plan of a rank, the `index`-th one of `part`.
     fn plan_rank(&self, rank: u32, command: usize, part: &Part<'_>, index: u32) -> RankPlan {
         let (place, gpu) = (&part.places[index as usize], part.gpu(index));
+        let local_rank = if part.request.virtual_local_rank { 0 } else { rank };
         let mut environment = vec![
             (RANK, rank.to_string()),
             (WORLD_SIZE, self.ranks.to_string()),
-            (LOCAL_RANK, rank.to_string()),
+            (LOCAL_RANK, local_rank.to_string()),
             (LOCAL_WORLD_SIZE, self.ranks.to_string()),
             (MGPU_BACKEND, self.backend.to_string()),
         ];
@@ -165,9 +167,31 @@ impl World<'_> {
         if !self.machine.python_unbuffered_is_set {
             environment.push((PYTHONUNBUFFERED, "1".into()));
         }
+        if !self.machine.error_handling_is_set {
+            environment.push((ERROR_HANDLING, "1".into()));
+        }
+        environment.extend(self.role(command, index));
         let location = placement::describe(&self.machine.topology, rank, place, gpu);
         let Placement { cores, threads } = place.clone();
         RankPlan { rank, command, environment, cores, threads, location, gpu: gpu.cloned() }
+    }
+
+    /// The role of the `index`-th rank of a part, and its place among the ranks of the same role, as far as they are not
+    /// those of all ranks.
+    fn role(&self, part: usize, index: u32) -> Vec<(&'static str, String)> {
+        let role = |part: &Part<'_>| part.request.role.clone();
+        let own = role(&self.parts[part]);
+        let with_it = |parts: &[Part<'_>]| -> u32 {
+            parts.iter().filter(|part| role(part) == own).map(|part| part.share.ranks).sum()
+        };
+        let all = with_it(self.parts);
+        let mut variables = Vec::new();
+        if all < self.ranks {
+            let number = with_it(&self.parts[..part]) + index;
+            variables.extend([(ROLE_RANK, number.to_string()), (ROLE_WORLD_SIZE, all.to_string())]);
+        }
+        variables.extend(own.map(|name| (ROLE_NAME, name)));
+        variables
     }
 
     /// The variables that tell a rank which GPUs it sees; none if it sees all.
@@ -176,6 +200,7 @@ impl World<'_> {
         // CUDA lets a process use only the first MIG instance in its list, so each rank gets a list of one. A rank that
         // would not find its GPU by its number in the list of the world's GPUs gets a list of one, too.
         let isolates = part.request.isolate_gpus
+            || part.request.virtual_local_rank
             || gpus.iter().any(|gpu| gpu.name.starts_with("MIG-"))
             || *is_narrowed && gpu.is_some() && self.visible.get(rank as usize).copied() != gpu;
         if isolates && let Some(gpu) = gpu.or_else(|| gpus.get(index as usize)) {

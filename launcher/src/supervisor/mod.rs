@@ -478,8 +478,8 @@ impl Supervisor {
 
     fn signalled(&mut self, signal: Signal, now: Instant) -> Vec<Action> {
         match signal {
-            Signal::SIGUSR1 | Signal::SIGUSR2 => return self.to_all(signal),
             Signal::SIGQUIT => return vec![Action::Report],
+            signal if !ends_the_run(signal) => return self.to_all(signal),
             _ => {}
         }
         if let Stage::Stopping(_) = self.stage {

@@ -103,7 +103,7 @@ impl Sweep {
         if let Some(path) = &args.svg {
             plot::check(path).map_err(|error| format!("cannot write --svg {}: {error}", path.display()))?;
         }
-        let signals: SigSet = handled_signals().iter().filter(|signal| ends_the_run(*signal)).collect();
+        let signals: SigSet = handled_signals(&[]).iter().filter(|signal| ends_the_run(*signal)).collect();
         signals.thread_block()?;
         let signals = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
         let opened = args.out.as_ref().map(|path| ResultsFile::open(path, &plan.conditions, args.resume));

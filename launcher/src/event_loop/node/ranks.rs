@@ -10,6 +10,7 @@ use super::super::attempt::{Attempt, AttemptEnd, JobId, Judge, Started};
 use super::super::wait::JobSource;
 use super::{Node, failure};
 use crate::error::LaunchError;
+use crate::error_file;
 use crate::events;
 use crate::exit_code;
 use crate::interrupt::ends_the_run;
@@ -80,6 +81,7 @@ impl<'a> Node<'a> {
             restart_count: order.restarts,
             max_restarts: order.max_restarts,
             launch_ranks: ranks,
+            error_files: (0..ranks).filter_map(|number| server.error_file(number)).collect(),
             place: Some(NodePlace {
                 node: layout.node(),
                 nodes: layout.nodes(),
@@ -166,9 +168,10 @@ impl<'a> Node<'a> {
             Event::Incompatible { rank, exit_code, why } => FromAgent::Incompatible { rank, exit_code, why },
             Event::Silent { rank, idle, doing } => FromAgent::Silent { rank, idle, doing },
             Event::Exited { rank, exit, blame } => {
-                let last_lines = match exit {
-                    Exit::Code(0) => Vec::new(),
-                    _ => {
+                let last_lines = match (exit, attempt.error_of(rank)) {
+                    (Exit::Code(0), _) => Vec::new(),
+                    (_, Some(error)) => error_file::last_lines(&error, MAX_LAST_LINES, MAX_LAST_LINE),
+                    (_, None) => {
                         let number = rank - attempt.first;
                         self.shared.output.last_lines(number, MAX_LAST_LINES, MAX_LAST_LINE)
                     }
@@ -215,7 +218,7 @@ impl<'a> Node<'a> {
 
     /// Handles the end of an attempt: no process of the ranks is left.
     fn finish(&mut self, end: AttemptEnd, now: Instant) {
-        let AttemptEnd { outcome, missed_faults, .. } = end;
+        let AttemptEnd { outcome, missed_faults, error, .. } = end;
         self.report(now);
         self.report_progress(now);
         let Some(attempt) = self.attempt.take() else { return };
@@ -224,7 +227,10 @@ impl<'a> Node<'a> {
         if !reader_is_gone {
             missed_faults.iter().for_each(|fault| output.say(fault));
             if let Some(culprit) = outcome.culprit.filter(|rank| attempt.local_ranks().contains(rank)) {
-                output.repeat_last_lines(culprit - attempt.first);
+                match error {
+                    Some(lines) => output.show_error(culprit - attempt.first, &lines),
+                    None => output.repeat_last_lines(culprit - attempt.first),
+                }
             }
         }
         self.network.report(FromAgent::Gone { reader_is_gone }, now);

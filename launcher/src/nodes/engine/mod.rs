@@ -127,7 +127,7 @@ type Reading = Result<Option<Told>, SettingsError>;
 
 impl Surroundings<'_> {
     /// The value of a variable, if it is set and not empty.
-    pub(super) fn text(&self, name: &str) -> Option<String> {
+    pub(crate) fn text(&self, name: &str) -> Option<String> {
         (self.variable)(name).filter(|text| !text.trim().is_empty())
     }
 

@@ -39,7 +39,7 @@ struct Agent<'a> {
 pub(super) fn run(commands: &[AgentCommand], secret: &str, ending: Ending, raw: bool) -> Result<u8, String> {
     let failed = |what: &str, error: io::Error| format!("{what}: {error}");
     reset_sigchld().map_err(|error| failed("cannot wait for processes", error))?;
-    let handled = handled_signals();
+    let handled = handled_signals(&[]);
     handled.thread_block().map_err(|error| failed("cannot block signals", error.into()))?;
     let signals = SignalFd::with_flags(&handled, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
         .map_err(|error| failed("cannot wait for signals", error.into()))?;

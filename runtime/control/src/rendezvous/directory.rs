@@ -15,11 +15,13 @@
 //! The remover also checks that the name refers to the folder that it has locked before it removes anything. No process
 //! ever waits for a lock. If the file system does not support locks, no process gets one, and abandoned folders stay.
 //!
+//! A rank may write a file there, `error-N.json`, that says why it failed.
+//!
 //! These folders lie in places where users keep their own files, some of which may have similar names. So a folder is
 //! removed only if nothing but a launcher can have created it: its name is the prefix and 16 hexadecimal digits, it is
-//! private to this user, and it is empty or holds the socket alone. Only the socket is unlinked, and then the empty
-//! folder is removed. No removal is recursive, so a file that another process adds at the last moment is kept, with the
-//! folder.
+//! private to this user, and it holds nothing but the socket and regular files with the names of ranks' error files. Only
+//! these are unlinked, and then the empty folder is removed. No removal is recursive, so a file that another process adds
+//! at the last moment is kept, with the folder.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
@@ -45,7 +47,10 @@ const MAX_SOCKET_PATH: usize = 108;
 /// Names to try if other processes lock or remove the folder before this one locks it.
 const ATTEMPTS: u32 = 8;
 
-/// A folder of mode 0700, removed with its socket on drop.
+/// What the name of an error file has before and after the number of its rank on this host.
+const ERROR_FILE: (&str, &str) = ("error-", ".json");
+
+/// A folder of mode 0700, removed with its socket and error files on drop.
 #[derive(Debug)]
 pub(super) struct PrivateDirectory {
     path: PathBuf,
@@ -95,6 +100,12 @@ impl PrivateDirectory {
     pub(super) fn socket(&self) -> PathBuf {
         self.path.join(SOCKET)
     }
+
+    /// Path of the error file of the `number`-th rank of this host, which does not exist yet.
+    pub(super) fn error_file(&self, number: u32) -> PathBuf {
+        let (before, after) = ERROR_FILE;
+        self.path.join(format!("{before}{number}{after}"))
+    }
 }
 
 impl Drop for PrivateDirectory {
@@ -141,20 +152,26 @@ fn is_private(folder: &File) -> bool {
     folder.metadata().is_ok_and(|metadata| metadata.mode() & 0o077 == 0)
 }
 
-/// True if the folder is empty or holds the socket alone.
+/// True if the folder holds nothing but the socket and error files, if anything.
 fn holds_nothing_else(path: &Path) -> bool {
     let Ok(mut entries) = fs::read_dir(path) else { return false };
-    let is_socket = |entry: &fs::DirEntry| {
-        entry.file_name() == SOCKET && entry.file_type().is_ok_and(|kind| kind.is_socket())
-    };
-    entries.all(|entry| entry.is_ok_and(|entry| is_socket(&entry)))
+    entries.all(|entry| entry.is_ok_and(|entry| is_ours(&entry)))
 }
 
-/// Removes the socket of a folder, and then the folder, if nothing else is in it.
+/// True for the socket and for error files.
+fn is_ours(entry: &fs::DirEntry) -> bool {
+    let (name, (before, after)) = (entry.file_name(), ERROR_FILE);
+    let number =
+        name.to_str().and_then(|name| name.strip_prefix(before)).and_then(|name| name.strip_suffix(after));
+    let is_error_file = number.is_some_and(|number| number.parse::<u32>().is_ok());
+    // The type is that of the entry itself, not of what a link refers to.
+    entry.file_type().is_ok_and(|kind| name == SOCKET && kind.is_socket() || is_error_file && kind.is_file())
+}
+
+/// Removes the socket and the error files of a folder, and then the folder, if nothing else is in it.
 fn remove(path: &Path) -> io::Result<()> {
-    let socket = path.join(SOCKET);
-    if fs::symlink_metadata(&socket).is_ok_and(|metadata| metadata.file_type().is_socket()) {
-        fs::remove_file(&socket)?;
+    for entry in fs::read_dir(path)?.flatten().filter(is_ours) {
+        fs::remove_file(entry.path())?;
     }
     fs::remove_dir(path)
 }
@@ -275,6 +292,24 @@ mod tests {
         assert_ne!(holder.take().unwrap().0, other.path);
     }
 
+    #[test]
+    fn error_files_are_removed_with_the_folder_and_other_files_are_kept() {
+        let base = tempfile::tempdir().unwrap();
+        let directory = PrivateDirectory::create_in(base.path(), lock).unwrap();
+        put_socket(&directory.socket());
+        for number in [0, 12] {
+            fs::write(directory.error_file(number), "{}").unwrap();
+        }
+        drop(directory);
+        assert_eq!(count(base.path()), 0);
+        let directory = PrivateDirectory::create_in(base.path(), lock).unwrap();
+        let (folder, other) = (directory.path.clone(), directory.path.join("error-0.json.tmp"));
+        fs::write(&other, "kept").unwrap();
+        symlink(&other, directory.error_file(0)).unwrap();
+        drop(directory);
+        assert!(other.exists() && folder.join("error-0.json").exists());
+    }
+
     /// Launchers start and clean up concurrently: none loses a folder in use.
     #[test]
     fn concurrent_cleanup_never_removes_a_folder_in_use() {
@@ -326,7 +361,12 @@ mod tests {
         /// True for a folder that a killed launcher may have left.
         fn is_abandoned(&self, name: &str) -> bool {
             let Kept::Folder(0o700, entries) = self else { return false };
-            let left = entries.iter().all(|(name, entry)| name == SOCKET && matches!(entry, Kept::Socket));
+            let is_error_file = |name: &str| ["error-0.json", "error-17.json"].contains(&name);
+            let left = entries.iter().all(|(name, entry)| match entry {
+                Kept::Socket => name == SOCKET,
+                Kept::File => is_error_file(name),
+                Kept::Link | Kept::Folder(..) => false,
+            });
             let is_digit = |c: char| "0123456789abcdef".contains(c);
             let digits = name.strip_prefix("mgpurun-socket-").unwrap_or_default();
             digits.len() == 16 && digits.chars().all(is_digit) && left
@@ -334,7 +374,13 @@ mod tests {
     }
 
     fn any_kept() -> impl Strategy<Value = Kept> {
-        let name = prop_oneof![3 => Just(SOCKET.to_owned()), 1 => "[a-z.]{3,8}"];
+        let error_file =
+            prop::sample::select(vec!["error-0.json", "error-17.json", "error-.json", "error-x.json"]);
+        let name = prop_oneof![
+            3 => Just(SOCKET.to_owned()),
+            2 => error_file.prop_map(str::to_owned),
+            1 => "[a-z.]{3,8}",
+        ];
         let leaf = prop_oneof![2 => Just(Kept::Socket), 1 => Just(Kept::File), 1 => Just(Kept::Link)];
         leaf.prop_recursive(2, 8, 3, move |kept| {
             let mode = prop_oneof![4 => Just(0o700), 1 => Just(0o755)];

@@ -13,6 +13,7 @@ use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -29,7 +30,7 @@ const PAUSE: Duration = Duration::from_secs(1);
 pub(super) struct Listener {
     listener: UnixListener,
     address: String,
-    _directory: Option<PrivateDirectory>,
+    directory: Option<PrivateDirectory>,
     /// An open file, closed to free a descriptor.
     reserve: Option<File>,
     /// Not polled before this time.
@@ -68,19 +69,17 @@ impl Listener {
     fn new(listener: UnixListener, address: String, directory: Option<PrivateDirectory>) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         let reserve = File::open("/dev/null").ok();
-        Ok(Listener {
-            listener,
-            address,
-            _directory: directory,
-            reserve,
-            paused_until: None,
-            is_reported: false,
-        })
+        Ok(Listener { listener, address, directory, reserve, paused_until: None, is_reported: false })
     }
 
     /// The value of `MGPU_RENDEZVOUS`.
     pub(super) fn address(&self) -> &str {
         &self.address
+    }
+
+    /// Where the `number`-th rank of this host may write why it failed, if there is a folder.
+    pub(super) fn error_file(&self, number: u32) -> Option<PathBuf> {
+        self.directory.as_ref().map(|directory| directory.error_file(number))
     }
 
     /// The descriptor to poll, unless the listener is paused.

@@ -13,6 +13,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -230,6 +231,12 @@ impl Server {
     /// The value of `MGPU_RENDEZVOUS`.
     pub fn address(&self) -> &str {
         &self.address
+    }
+
+    /// Where the `number`-th rank of this host may write why it failed. The file is removed with the server. `None` if the
+    /// rendezvous has no folder.
+    pub fn error_file(&self, number: u32) -> Option<PathBuf> {
+        self.listener.as_ref()?.error_file(number)
     }
 
     /// Allows ranks to run different programs: `programs` has a number for each rank of the world, and only ranks with the same number
