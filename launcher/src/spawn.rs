@@ -1,18 +1,20 @@
-//! Starts a rank: a process that cannot outlive the launcher, in its own process group, so that its children are
+//! Starts ranks: processes that cannot outlive the launcher, each in its own process group, so that their children are
 //! killed, too.
 //!
 //! Dropping a [`Process`] that has not been reaped kills it. So no path through the launcher, such as an early return
 //! or a panic, leaves a process running.
 
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::process::CommandExt;
-use std::process::{Command, Stdio};
+use std::path::{Path, PathBuf};
 
-use mgpu_control::process::GroupKillGuard;
+use mgpu_control::process::{GroupKillGuard, pidfd_open};
 use mgpu_control::protocol::{MGPU_INJECT, MGPU_PROGRESS};
+use mgpu_control::spawn_batch::{Invocation, SpawnBatch, SpawnFailure, Spawned};
 use nix::errno::Errno;
-use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::sys::wait::waitpid;
@@ -21,7 +23,8 @@ use nix::unistd::Pid;
 use crate::error::LaunchError;
 use crate::nodes::variables_to_remove;
 use crate::placement::CoreSet;
-use crate::plan::{ProgramCommand, RankPlan, RunContext};
+use crate::plan::{LaunchPlan, ProgramCommand, RankPlan, RunContext};
+use crate::program::find;
 
 /// The strongest signal that the launcher has sent to a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -58,7 +61,7 @@ pub(crate) struct Process {
     /// A message for the user about its start.
     pub(crate) notice: Option<String>,
     /// Kills its group if this process is killed.
-    _kill_guard: Option<GroupKillGuard>,
+    kill_guard: Option<GroupKillGuard>,
 }
 
 /// Descriptors that the launcher needs besides those for its ranks.
@@ -66,100 +69,100 @@ const OWN_DESCRIPTORS: u64 = 32;
 /// Descriptors for each rank, with those of its [`GroupKillGuard`].
 const DESCRIPTORS_OF_A_RANK: u64 = 6;
 
-/// Starts a rank in its own process group, with `/dev/null` as standard input. The kernel kills it when the calling
-/// thread ends.
+/// Starts the ranks of a plan on this node, each in its own process group, with `/dev/null` as standard input. Returns when
+/// all of them have executed their program. The kernel kills them when the calling thread ends.
 ///
-/// The rank is bound to its cores. If the kernel refuses that (the cores may have been removed since the plan was made,
-/// or a sandbox forbids the call), it starts unbound, with a notice: a slower run is better than none.
-pub(crate) fn spawn(
-    command: &ProgramCommand,
-    rank: &RankPlan,
-    context: &RunContext,
-) -> Result<Process, LaunchError> {
-    let Some(cores) = &rank.cores else { return start(command, rank, context, None) };
-    start(command, rank, context, Some(cores)).or_else(|refusal| {
-        // If it does not start unbound either, the binding was not the reason.
-        let mut process = start(command, rank, context, None)?;
-        if let LaunchError::Spawn { error, .. } = refusal {
-            process.notice = Some(format!("rank {} is not bound to cores {cores}: {error}", rank.rank));
+/// A rank is bound to its cores. If the kernel refuses that (the cores may have been removed since the plan was made, or
+/// a sandbox forbids the call), it runs unbound, with a notice: a slower run is better than none.
+///
+/// # Errors
+/// If a rank cannot be started; none is left then.
+pub(crate) fn spawn(plan: &LaunchPlan, context: &RunContext) -> Result<Vec<Process>, LaunchError> {
+    let ranks = || plan.ranks.iter().map(|rank| (rank, plan.command_of(rank)));
+    let Some(first) = ranks().next() else { return Ok(Vec::new()) };
+    let mut batch = SpawnBatch::new().map_err(|error| failure(first, error))?;
+    // Dropped before the batch: it waits for children that have not executed their program, and those are killed then.
+    let mut processes = Vec::with_capacity(plan.ranks.len());
+    for (rank, command) in ranks() {
+        let started = start(&mut batch, command, rank, context);
+        processes.push(started.map_err(|error| failure((rank, command), error))?);
+    }
+    // After the starts, because every child begins with a copy of this process's descriptors.
+    for process in &mut processes {
+        process.kill_guard = guard_group(context.launch_ranks, process.pid);
+    }
+    let failures = batch.finish().map_err(|error| failure(first, error))?;
+    for (index, reported) in failures {
+        let (Some(process), Some(rank)) = (processes.get_mut(index), ranks().nth(index)) else { continue };
+        match reported {
+            SpawnFailure::NotStarted(error) => return Err(failure(rank, error)),
+            SpawnFailure::Unbound(error) => {
+                let (rank, _) = rank;
+                let cores = rank.cores.iter().map(|cores| format!(" to cores {cores}")).collect::<String>();
+                process.notice = Some(format!("rank {} is not bound{cores}: {error}", rank.rank));
+            }
         }
-        Ok(process)
-    })
+    }
+    Ok(processes)
+}
+
+fn failure((rank, command): (&RankPlan, &ProgramCommand), error: io::Error) -> LaunchError {
+    LaunchError::Spawn { rank: rank.rank, program: command.program.clone(), hint: hint(&error), error }
 }
 
 fn start(
-    program: &ProgramCommand,
+    batch: &mut SpawnBatch,
+    command: &ProgramCommand,
     rank: &RankPlan,
     context: &RunContext,
-    cores: Option<&CoreSet>,
-) -> Result<Process, LaunchError> {
-    let failed = |error: io::Error| LaunchError::Spawn {
-        rank: rank.rank,
-        program: program.program.clone(),
-        hint: hint(&error),
-        error,
-    };
-    let mut command = Command::new(&program.program);
-    command
-        .args(&program.arguments)
-        // If this launcher is a rank of another launcher: its own output settings apply to its ranks, and the other
-        // launcher's faults do not.
-        .env_remove(MGPU_PROGRESS)
-        .env_remove(MGPU_INJECT)
-        .envs(rank.full_environment(context))
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .process_group(0);
-    mgpu_control::process::kill_with_parent(&mut command);
-    if context.place.is_some() {
-        remove_agent_variables(&mut command, rank, context);
-    }
-    if let Some(cores) = cores {
-        mgpu_control::process::bind_to_cores(&mut command, cores.to_cpu_set());
-    }
-    let mut child = command.spawn().map_err(failed)?;
-    let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
-    let (Some(stdout), Some(stderr)) = (stdout, stderr) else { unreachable!("both are piped") };
-    let pipes = [OwnedFd::from(stdout), OwnedFd::from(stderr)];
-    let pid = Pid::from_raw(child.id() as i32);
-    let open = || {
-        for pipe in &pipes {
-            fcntl(pipe, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
-        }
-        mgpu_control::process::pidfd_open(child.id())
-    };
-    match open() {
-        Ok(pidfd) => Ok(Process {
-            pid,
-            pidfd,
-            pipes: pipes.map(Some),
-            group: Vec::new(),
-            sent: Sent::Nothing,
-            step: 0,
-            reaped: false,
-            ended: None,
-            peak_memory: None,
-            notice: None,
-            _kill_guard: guard_group(context.launch_ranks, pid),
-        }),
-        Err(error) => {
-            end(pid);
-            Err(failed(error))
-        }
-    }
+) -> io::Result<Process> {
+    let Spawned { pid, pipes } = batch.start(&Invocation {
+        program: &path_of(&command.program)?,
+        arguments: &command.arguments,
+        environment: &environment(rank, context),
+        cores: rank.cores.as_ref().map(CoreSet::to_cpu_set),
+    })?;
+    let pidfd = pidfd_open(pid.as_raw() as u32).inspect_err(|_| end(pid))?;
+    Ok(Process {
+        pid,
+        pidfd,
+        pipes: pipes.map(Some),
+        group: Vec::new(),
+        sent: Sent::Nothing,
+        step: 0,
+        reaped: false,
+        ended: None,
+        peak_memory: None,
+        notice: None,
+        kill_guard: None,
+    })
 }
 
-/// Takes variables from a rank's environment that an engine has set for this agent.
-fn remove_agent_variables(command: &mut Command, rank: &RankPlan, context: &RunContext) {
-    let own: Vec<&str> = rank.full_environment(context).into_iter().map(|(name, _)| name).collect();
-    let inherited: Vec<String> =
-        std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()).collect();
-    for name in variables_to_remove(inherited.iter().map(String::as_str)) {
-        if !own.contains(&name.as_str()) {
-            command.env_remove(name);
-        }
+/// The path of a program, which users of the library may name without one.
+fn path_of(program: &Path) -> io::Result<Cow<'_, Path>> {
+    if program.as_os_str().as_encoded_bytes().contains(&b'/') {
+        return Ok(Cow::Borrowed(program));
     }
+    let search = std::env::var_os("PATH").unwrap_or_default();
+    let search: Vec<PathBuf> = std::env::split_paths(&search).collect();
+    let found = find(program.as_os_str(), &search, None);
+    found.map(Cow::Owned).map_err(|error| io::Error::new(io::ErrorKind::NotFound, error))
+}
+
+/// What differs between the environments of a rank and of this process.
+fn environment(rank: &RankPlan, context: &RunContext) -> BTreeMap<OsString, Option<OsString>> {
+    // If this launcher is a rank of another launcher: its own output settings apply to its ranks, and the other
+    // launcher's faults do not.
+    let mut removed = vec![MGPU_PROGRESS.to_owned(), MGPU_INJECT.to_owned()];
+    if context.place.is_some() {
+        // Set by an engine for this agent.
+        let inherited: Vec<String> =
+            std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()).collect();
+        removed.extend(variables_to_remove(inherited.iter().map(String::as_str)));
+    }
+    let removed = removed.into_iter().map(|name| (name.into(), None));
+    let own = rank.full_environment(context).into_iter();
+    removed.chain(own.map(|(name, value)| (name.into(), Some(value.into())))).collect()
 }
 
 /// Makes the kernel kill a rank's group when this process ends. This matters only if guardian and launcher are killed at

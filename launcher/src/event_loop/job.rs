@@ -17,7 +17,7 @@ use crate::launch::Supervision;
 use crate::plan::{LaunchPlan, RankPlan, Request, RunContext, replan};
 use crate::port::ReservedPort;
 use crate::restart::{Decision, Reached};
-use crate::spawn::{Process, spawn};
+use crate::spawn::spawn;
 use crate::supervisor::{Outcome, Supervisor};
 use crate::{exit_code, faults};
 
@@ -280,9 +280,7 @@ impl<'a> JobPlan<'a> {
             error_files: (0..ranks).filter_map(|rank| server.error_file(rank)).collect(),
             place: None,
         };
-        // All or none: if one rank cannot be started, dropping the others kills them.
-        let start = |rank| spawn(plan.command_of(rank), rank, &context);
-        let processes: Vec<Process> = plan.ranks.iter().map(start).collect::<Result<_, _>>()?;
+        let processes = spawn(plan, &context)?;
         for (process, rank) in processes.iter().zip(0..) {
             server.rank_started(rank, process.pid.as_raw() as u32);
             process.notice.iter().for_each(|notice| self.id.say(shared, notice));

@@ -9,6 +9,7 @@
 //! | [`nodes`] | how do the hosts of one job connect, authenticate each other, and share a rendezvous? |
 //! | [`progress`] | what is every rank doing, and which rank does it blame for its failure? |
 //! | [`process`] | how are child processes started, monitored and killed with their parent? |
+//! | [`spawn_batch`] | how do many processes start without waiting for each other? |
 //! | [`digest`] | do two processes or hosts run the same program? |
 //! | [`control_group`] | which cgroup limits apply to this process? |
 //! | [`shm`] | how do processes share memory that the kernel always cleans up? |
@@ -29,6 +30,7 @@ pub mod progress;
 pub mod protocol;
 pub mod rendezvous;
 pub mod shm;
+pub mod spawn_batch;
 pub mod stop_signals;
 
 pub use error::{Error, Result};

@@ -177,32 +177,41 @@ pub fn reserve(
     offset: usize,
     len: usize,
 ) -> Result<()> {
-    if len == 0 {
+    if populate(name, memory, offset, len)? {
         return Ok(());
     }
+    loop {
+        match fallocate(fd, FallocateFlags::empty(), offset as libc::off_t, len as libc::off_t) {
+            Err(Errno::EINTR) => {}
+            done => return done.map_err(|errno| shortage(name, len, errno)),
+        }
+    }
+}
+
+/// As [`reserve`], without the descriptor. `false`, and nothing is reserved: this kernel cannot do it (Linux older than
+/// 5.14).
+pub fn populate(name: &str, memory: &SharedMemory, offset: usize, len: usize) -> Result<bool> {
     assert!(offset + len <= memory.len, "a reservation past the end of shared memory");
+    if len == 0 {
+        return Ok(true);
+    }
     let page = page_size();
     let pages = offset / page * page..(offset + len).next_multiple_of(page).min(memory.len);
-    let failure =
-        |errno: Errno| Error::system(format!("reserve {len} bytes of shared memory for {name}"), errno);
     loop {
         // SAFETY: the range lies within the mapping; populating it does not change its contents.
         let done =
             unsafe { libc::madvise(memory.at(pages.start).cast(), pages.len(), libc::MADV_POPULATE_WRITE) };
         match Errno::result(done) {
-            Ok(_) => return Ok(()),
+            Ok(_) => return Ok(true),
             Err(Errno::EINTR | Errno::EAGAIN) => {}
-            // Linux older than 5.14 does not support this advice.
-            Err(Errno::EINVAL) => break,
-            Err(errno) => return Err(failure(errno)),
+            Err(Errno::EINVAL) => return Ok(false),
+            Err(errno) => return Err(shortage(name, len, errno)),
         }
     }
-    loop {
-        match fallocate(fd, FallocateFlags::empty(), offset as libc::off_t, len as libc::off_t) {
-            Err(Errno::EINTR) => {}
-            done => return done.map_err(failure),
-        }
-    }
+}
+
+fn shortage(name: &str, len: usize, errno: Errno) -> Error {
+    Error::system(format!("reserve {len} bytes of shared memory for {name}"), errno)
 }
 
 #[cfg(test)]

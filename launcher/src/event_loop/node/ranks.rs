@@ -17,7 +17,7 @@ use crate::interrupt::ends_the_run;
 use crate::launch::Supervision;
 use crate::nodes::{FromAgent, HEARTBEAT, MAX_LAST_LINE, MAX_LAST_LINES, MAX_RELAYED, NodeLoss, StartOrder};
 use crate::plan::{NodePlace, RunContext};
-use crate::spawn::{Process, spawn};
+use crate::spawn::spawn;
 use crate::supervisor::{Action, Event, Exit, Outcome, StopCause, Supervisor};
 
 /// A job on several nodes is the only one of its launch.
@@ -97,8 +97,7 @@ impl<'a> Node<'a> {
             let locations = (first..).zip(&plan.ranks).map(|(rank, plan)| plan.location_as(rank));
             locations.for_each(|line| JOB.say(&mut self.shared, &line));
         }
-        let start = |rank| spawn(plan.command_of(rank), rank, &context);
-        let processes: Vec<Process> = plan.ranks.iter().map(start).collect::<Result<_, _>>()?;
+        let processes = spawn(plan, &context)?;
         for (process, rank) in processes.iter().zip(first..) {
             server.rank_started(rank, process.pid.as_raw() as u32);
             process.notice.iter().for_each(|notice| JOB.say(&mut self.shared, notice));

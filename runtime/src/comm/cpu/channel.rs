@@ -45,6 +45,9 @@ impl CpuTransport {
         // Two chunks may be in flight: this one replaces chunk `count - 2`.
         let released = &self.region.released(from, index).count;
         self.wait(released, count.wrapping_sub(1), call, || (vec![to], vec![self.end_of_wait_chain(to)]))?;
+        if count == 0 {
+            self.region.reserve_channel(from, index)?;
+        }
         fill(self.region.chunk(from, index, count));
         let sent = self.region.sent(from, index);
         for (slot, word) in sent.calls[(count % 2) as usize].iter().zip(call.encode()) {

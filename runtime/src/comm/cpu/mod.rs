@@ -146,7 +146,7 @@ pub(crate) fn connect(
 fn share_region(membership: &Membership, members: &Members, key: &str, timeout: Duration) -> Result<Region> {
     let (rank, size, store) = (members.rank(), members.size(), membership.store());
     let entry = format!("{key}/region");
-    let (region, fd) = if rank == 0 {
+    let (mut region, fd) = if rank == 0 {
         let created = Region::create(key, size);
         match &created {
             Ok((_, fd)) => store.set(&entry, b"", &[fd.as_fd()], size - 1)?,
@@ -165,7 +165,7 @@ fn share_region(membership: &Membership, members: &Members, key: &str, timeout: 
         let fd = one_descriptor(fds)?;
         (Region::open(key, fd.as_fd(), size)?, fd)
     };
-    region.reserve(key, fd.as_fd(), rank)?;
+    region.reserve(fd.as_fd(), rank)?;
     region.cores(rank).publish();
     Ok(region)
 }

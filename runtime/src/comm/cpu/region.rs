@@ -9,7 +9,11 @@
 //! ```
 //!
 //! Slots and staging areas alternate between operations; `lines` explains why two are enough.
+//!
+//! A rank writes its staging areas and channels itself, and allocates their memory when it first does: the channels of all
+//! pairs would take gigabytes with hundreds of ranks, most of which exchange messages with few others.
 
+use std::cell::Cell;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::AtomicU64;
 
@@ -18,7 +22,7 @@ use super::lines::RankLines;
 use super::wait::Flag;
 use crate::Result;
 use crate::comm::signature::SIGNATURE_WORDS;
-use crate::shm::{Shared, SharedMemory, reserve};
+use crate::shm::{Shared, SharedMemory, populate, reserve};
 
 /// Size of an eager slot in bytes.
 pub(super) const EAGER_BYTES: usize = 16 << 10;
@@ -80,8 +84,13 @@ impl Offsets {
 /// The mapped region.
 #[derive(Debug)]
 pub(super) struct Region {
+    name: String,
     memory: SharedMemory,
     offsets: Offsets,
+    /// The memory of this rank's channels is allocated.
+    has_channels: bool,
+    /// The memory of this rank's staging areas is allocated.
+    has_stages: Cell<bool>,
 }
 
 impl Region {
@@ -89,17 +98,45 @@ impl Region {
         let offsets = Offsets::new(ranks as usize);
         let (memory, fd) = SharedMemory::create(name, offsets.total)?;
         reserve(name, &memory, fd.as_fd(), 0, offsets.data)?;
-        Ok((Region { memory, offsets }, fd))
+        Ok((Region::new(name, memory, offsets), fd))
     }
 
     pub(super) fn open(name: &str, fd: BorrowedFd<'_>, ranks: u32) -> Result<Self> {
         let offsets = Offsets::new(ranks as usize);
-        Ok(Region { memory: SharedMemory::open(name, fd, offsets.total)?, offsets })
+        Ok(Region::new(name, SharedMemory::open(name, fd, offsets.total)?, offsets))
     }
 
-    /// Reserves the memory of `rank`'s own part.
-    pub(super) fn reserve(&self, name: &str, fd: BorrowedFd<'_>, rank: u32) -> Result<()> {
-        Ok(reserve(name, &self.memory, fd, self.data(rank, 0), self.offsets.data_stride)?)
+    fn new(name: &str, memory: SharedMemory, offsets: Offsets) -> Self {
+        Region { name: name.to_owned(), memory, offsets, has_channels: false, has_stages: Cell::new(false) }
+    }
+
+    /// Reserves the memory of `rank`'s own slots. If later reservations are not possible without the descriptor, reserves
+    /// its staging areas and channels, too.
+    pub(super) fn reserve(&mut self, fd: BorrowedFd<'_>, rank: u32) -> Result<()> {
+        let own = self.data(rank, 0);
+        if !populate(&self.name, &self.memory, own, 2 * EAGER_BYTES)? {
+            reserve(&self.name, &self.memory, fd, own, self.offsets.data_stride)?;
+            self.has_channels = true;
+            self.has_stages.set(true);
+        }
+        Ok(())
+    }
+
+    /// Reserves the memory of the staging areas of `rank`, which is this one, before their first use.
+    pub(super) fn reserve_stages(&self, rank: u32) -> Result<()> {
+        if !self.has_stages.get() {
+            populate(&self.name, &self.memory, self.data(rank, 2 * EAGER_BYTES), 2 * STAGE_BYTES)?;
+            self.has_stages.set(true);
+        }
+        Ok(())
+    }
+
+    /// Reserves the memory of the channel from this rank, `from`, before its first use.
+    pub(super) fn reserve_channel(&self, from: u32, to: u32) -> Result<()> {
+        if !self.has_channels {
+            populate(&self.name, &self.memory, self.chunk_offset(from, to, 0), 2 * self.offsets.chunk)?;
+        }
+        Ok(())
     }
 
     pub(super) fn lines(&self, rank: u32) -> &RankLines {
@@ -160,9 +197,12 @@ impl Region {
 
     /// Chunk number `count` of the channel.
     pub(super) fn chunk(&self, from: u32, to: u32, count: u32) -> *mut u8 {
+        self.memory.at(self.chunk_offset(from, to, count))
+    }
+
+    fn chunk_offset(&self, from: u32, to: u32, count: u32) -> usize {
         let index = to as usize * 2 + (count % 2) as usize;
-        let offset = 2 * EAGER_BYTES + 2 * STAGE_BYTES + index * self.offsets.chunk;
-        self.memory.at(self.data(from, offset))
+        self.data(from, 2 * EAGER_BYTES + 2 * STAGE_BYTES + index * self.offsets.chunk)
     }
 }
 

@@ -55,8 +55,9 @@ impl ReduceChunk {
 
 impl CpuTransport {
     /// The staging area to fill before the next arrival.
-    fn own_stage(&self) -> *mut u8 {
-        self.region.stage(self.rank, self.next_sequence())
+    fn own_stage(&self) -> Result<*mut u8> {
+        self.region.reserve_stages(self.rank)?;
+        Ok(self.region.stage(self.rank, self.next_sequence()))
     }
 
     /// The staging areas of all ranks, after the arrival.
@@ -81,7 +82,7 @@ impl CpuTransport {
             })
             .peekable();
         if let Some(first) = chunks.peek() {
-            self.fill_stage(first);
+            self.fill_stage(first)?;
         }
         while let Some(chunk) = chunks.next() {
             self.enter(call)?;
@@ -90,7 +91,7 @@ impl CpuTransport {
             let begin = self.queued[self.rank as usize];
             own.process((own, self.rank), begin, 1, |_| self.reduce_part(&chunk, &stages, op, call));
             if let Some(next) = chunks.peek() {
-                self.fill_stage(next);
+                self.fill_stage(next)?;
             }
             self.await_parts(call)?;
             self.fetch_results(&chunk, &stages);
@@ -99,14 +100,15 @@ impl CpuTransport {
     }
 
     /// Copies the parts of a chunk that peers will reduce into the staging area of the next operation.
-    fn fill_stage(&self, chunk: &ReduceChunk) {
-        let stage = self.own_stage();
+    fn fill_stage(&self, chunk: &ReduceChunk) -> Result<()> {
+        let stage = self.own_stage()?;
         for peer in self.peers() {
             let (at, bytes) = chunk.part(peer);
             // SAFETY: the chunk is within our buffer and fits into a staging area; nobody else accesses that area
             // before our arrival at the next operation, because all have left the operation before this one.
             unsafe { copy(chunk.address.wrapping_add(at), stage.wrapping_add(at), bytes) };
         }
+        Ok(())
     }
 
     /// Reduces this rank's part of a chunk: its own elements directly from its buffer, those of its peers from their
@@ -167,7 +169,7 @@ impl CpuTransport {
         for chunk in chunks(call.len, STAGE_BYTES / element) {
             let own = buffer.address().wrapping_add(chunk.start * element);
             // SAFETY: as in `staged_all_reduce`.
-            unsafe { copy(own, self.own_stage(), chunk.len() * element) };
+            unsafe { copy(own, self.own_stage()?, chunk.len() * element) };
             self.enter(call)?;
             if self.rank == root {
                 let sources: Sources = self.stages().into_iter().map(<*mut u8>::cast_const).collect();
@@ -191,7 +193,7 @@ impl CpuTransport {
         // A staging area holds one piece for every rank, each beginning at a cache line.
         let piece = (STAGE_BYTES / ranks) & !63;
         for chunk in chunks(self.shard(0, call).1, piece / element) {
-            let stage = self.own_stage();
+            let stage = self.own_stage()?;
             for rank in 0..self.size {
                 let (at, len) = self.shard_chunk(buffer, rank, &chunk, call);
                 // SAFETY: as in `staged_all_reduce`; piece `rank` of the stage is within it.
@@ -226,7 +228,7 @@ impl CpuTransport {
             };
             let (at, bytes) = part(self.rank);
             // SAFETY: as in `staged_all_reduce`.
-            unsafe { copy(at, self.own_stage(), bytes) };
+            unsafe { copy(at, self.own_stage()?, bytes) };
             self.enter(call)?;
             if root.is_some_and(|root| root != self.rank) {
                 continue;
@@ -256,7 +258,7 @@ impl CpuTransport {
         let element = call.dtype.size();
         let piece = (STAGE_BYTES / self.size as usize) & !63;
         for chunk in chunks(exchange.longest, piece / element) {
-            let stage = self.own_stage();
+            let stage = self.own_stage()?;
             for (message, rank) in exchange.send.iter().zip(0..) {
                 let part = within(message, &chunk);
                 let source = from.address().wrapping_add(part.start * element);
@@ -300,7 +302,7 @@ impl CpuTransport {
             let own = buffer.address().wrapping_add(chunk.start * element);
             if self.rank == root {
                 // SAFETY: as in `staged_all_reduce`.
-                unsafe { copy(own, self.own_stage(), bytes) };
+                unsafe { copy(own, self.own_stage()?, bytes) };
             }
             self.enter(call)?;
             if self.rank != root {
