@@ -1,9 +1,10 @@
-//! How ranks agree on a collective: every rank tells all others its call, and compares theirs with its own.
+//! How ranks agree on a collective: every rank gets the calls of all others, and compares them with its own.
 
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::HostsTransport;
+use super::arrivals::{Arrival, Arrivals};
 use super::frame::{FrameKind, Header};
 use super::messages::Incoming;
 use super::wait::{Aborted, Awaited};
@@ -16,7 +17,7 @@ use crate::{Error, Result};
 #[derive(Default)]
 pub(super) struct Peer {
     /// Its calls and contributions at the current collective and, if it is ahead, the next one.
-    pub(super) arrivals: VecDeque<Arrival>,
+    pub(super) arrivals: Arrivals,
     /// Its messages that were not received.
     pub(super) incoming: VecDeque<Incoming>,
     /// Number of its messages that were received.
@@ -33,54 +34,55 @@ pub(super) struct Peer {
     pub(super) aborted: Option<Aborted>,
     /// Identifies its buffer of the current collective to the ranks of its host; 0 for private memory.
     pub(super) location: u64,
-    /// Number of barriers of its host that it has come to.
-    pub(super) barriers: u32,
-}
-
-/// A peer's part in a collective.
-pub(super) struct Arrival {
-    sequence: u32,
-    call: [u64; SIGNATURE_WORDS],
-    location: u64,
-    /// Its contribution, if that is small.
-    pub(super) payload: Vec<u8>,
 }
 
 impl HostsTransport {
-    /// Arrives at the next collective and waits until all ranks have arrived with the same call. `payload` is what is
-    /// for each rank. Returns what the others have for this rank; nothing at its own place.
-    pub(super) fn enter<'a>(
-        &mut self,
-        call: &Signature,
-        payload: impl Fn(u32) -> &'a [u8],
-    ) -> Result<Vec<Vec<u8>>> {
-        self.enter_with(call, 0, payload)
+    /// Arrives at the next collective and waits until all ranks have arrived with the same call. `payload` is what this
+    /// rank has for all others, of at most [`small_bytes`](Self::small_bytes) bytes. Returns what the others have for this
+    /// rank; nothing at its own place.
+    pub(super) fn enter(&mut self, call: &Signature, payload: &[u8]) -> Result<Vec<Vec<u8>>> {
+        self.enter_at(call, 0, payload)
     }
 
     /// The same, and tells them where this rank's buffer is (see [`location`](Self::location)).
-    pub(super) fn enter_with<'a>(
+    pub(super) fn enter_at(
         &mut self,
         call: &Signature,
         location: u64,
+        payload: &[u8],
+    ) -> Result<Vec<Vec<u8>>> {
+        self.sequence = self.sequence.wrapping_add(1);
+        self.arrive(call, location, payload);
+        self.meet(call)
+    }
+
+    /// The same with `payload` for each rank, of at most [`SMALL_BYTES`](super::frame::SMALL_BYTES).
+    pub(super) fn enter_for_each<'a>(
+        &mut self,
+        call: &Signature,
         payload: impl Fn(u32) -> &'a [u8],
     ) -> Result<Vec<Vec<u8>>> {
         self.sequence = self.sequence.wrapping_add(1);
-        let header = Header::new(FrameKind::Arrival, self.sequence, call.encode()).with_argument(location);
-        for peer in self.others() {
-            self.wire.sender().queue(peer, header, payload(peer));
-        }
+        self.arrive_directly(call.encode(), 0, payload);
+        self.meet(call)
+    }
+
+    /// Waits for all ranks at the collective at which this one has arrived.
+    fn meet(&mut self, call: &Signature) -> Result<Vec<Vec<u8>>> {
         let mut nothing = self.empty_transfer();
         self.wait(Awaited::Arrivals, call, &mut nothing)?;
         if let Some(arrival) = &self.arrival {
             // If an operation has several rounds, the first one counts.
             let _ = arrival.compare_exchange(0, now(), Relaxed, Relaxed);
         }
-        let arrived = |peer: &mut Peer| {
-            let Some(arrival) = peer.arrivals.pop_front() else { return Vec::new() };
-            peer.location = arrival.location;
-            arrival.payload
+        let (rank, sequence) = (self.members.rank(), self.sequence);
+        let arrived = |(peer, state): (u32, &mut Peer)| {
+            let arrival = state.arrivals.take(sequence).filter(|_| peer != rank);
+            let Some(arrival) = arrival else { return Vec::new() };
+            state.location = arrival.location;
+            arrival.payload.unwrap_or_default()
         };
-        let payloads: Vec<Vec<u8>> = self.peers.iter_mut().map(arrived).collect();
+        let payloads: Vec<Vec<u8>> = (0..).zip(&mut self.peers).map(arrived).collect();
         self.received_bytes += payloads.iter().map(Vec::len).sum::<usize>() as u64;
         Ok(payloads)
     }
@@ -91,7 +93,10 @@ impl HostsTransport {
     /// If it is invalid.
     pub(super) fn handle(&mut self, Frame { from, header, payload }: Frame) -> Result<(), String> {
         match header.kind {
-            FrameKind::Arrival => self.receive_arrival(from, &header, payload),
+            FrameKind::Arrival => self.receive_arrival(from, &header, Some(payload)),
+            FrameKind::Announcement => self.receive_arrival(from, &header, None),
+            FrameKind::Bundle => self.receive_bundle(&header, &payload),
+            FrameKind::Doorbell => self.receive_doorbell(from),
             FrameKind::Message | FrameKind::Offer => self.receive_incoming(from, &header, payload),
             FrameKind::Accept => self.receive_accept(from, header.sequence),
             FrameKind::Probe => self.receive_probe(from, &header, &payload),
@@ -100,23 +105,28 @@ impl HostsTransport {
                 self.note_abort(from, &header, &payload);
                 Ok(())
             }
-            FrameKind::HouseBarrier => self.receive_house_barrier(from, header.sequence),
             FrameKind::Data => Err("a piece of no transfer".into()),
         }
     }
 
-    fn receive_arrival(&mut self, from: u32, header: &Header, payload: Vec<u8>) -> Result<(), String> {
-        let arrivals = &mut self.peers[from as usize].arrivals;
-        // A peer leaves a collective only when this rank has arrived there.
+    fn receive_arrival(
+        &mut self,
+        from: u32,
+        header: &Header,
+        payload: Option<Vec<u8>>,
+    ) -> Result<(), String> {
+        let Header { sequence, call, argument: location, .. } = *header;
+        self.note_arrival(from, Arrival { sequence, call, location, payload })
+    }
+
+    /// Notes the arrival of a rank.
+    ///
+    /// # Errors
+    /// If it cannot be.
+    pub(super) fn note_arrival(&mut self, rank: u32, arrival: Arrival) -> Result<(), String> {
         let waiting = self.waiting.is_some_and(|wait| wait.awaited == Awaited::Arrivals);
         let first = if waiting { self.sequence } else { self.sequence.wrapping_add(1) };
-        let expected = first.wrapping_add(arrivals.len() as u32);
-        if header.sequence != expected || arrivals.len() > 1 {
-            return Err(format!("collective {} where collective {expected} is expected", header.sequence));
-        }
-        let (sequence, call, location) = (header.sequence, header.call, header.argument);
-        arrivals.push_back(Arrival { sequence, call, location, payload });
-        Ok(())
+        self.peers[rank as usize].arrivals.note(arrival, first)
     }
 
     /// The error of a peer whose call differs from `call`, if that is known: from its arrival, from a cycle of waits, or
@@ -125,10 +135,9 @@ impl HostsTransport {
         self.check_cycle(call)?;
         let Some(wait) = self.waiting else { return Ok(()) };
         let words = call.encode();
-        let at_current = |arrival: &&Arrival| arrival.sequence == self.sequence;
         for peer in self.others() {
             let Peer { arrivals, aborted, .. } = &self.peers[peer as usize];
-            let arrival = arrivals.front().filter(at_current);
+            let arrival = arrivals.at(self.sequence);
             if let Some(arrival) = arrival.filter(|arrival| call.is_collective() && arrival.call != words) {
                 return Err(self.mismatch_error(peer, self.sequence, call, arrival.call));
             }
@@ -175,11 +184,9 @@ impl HostsTransport {
     /// Whether some other call was made by more ranks than `ours`, among the ranks that have arrived at the current
     /// collective.
     fn is_in_minority(&self, ours: &Signature) -> bool {
-        let arrivals = self.peers.iter().filter_map(|peer| peer.arrivals.front());
-        let calls: Vec<_> = arrivals
-            .filter(|arrival| arrival.sequence == self.sequence && ours.is_collective())
-            .map(|arrival| arrival.call)
-            .collect();
+        let arrival = |peer: u32| self.peers[peer as usize].arrivals.at(self.sequence);
+        let arrivals = self.others().filter(|_| ours.is_collective()).filter_map(arrival);
+        let calls: Vec<_> = arrivals.map(|arrival| arrival.call).collect();
         let count = |call: &[u64; SIGNATURE_WORDS]| calls.iter().filter(|other| *other == call).count();
         let ours = ours.encode();
         calls.iter().filter(|call| **call != ours).map(count).max() > Some(1 + count(&ours))

@@ -288,7 +288,7 @@ impl HostsTransport {
         call: &Signature,
     ) -> Result<()> {
         let location = self.location(buffer);
-        self.enter_with(call, location, |_| &[])?;
+        self.enter_at(call, location, &[])?;
         let chunks = Lister::new(&self.runs).whole(buffer.len(), buffer.dtype().size(), None);
         let mut chain = self.chain(buffer, op, call);
         match self.buffers_of_run(buffer) {
@@ -309,7 +309,7 @@ impl HostsTransport {
         call: &Signature,
     ) -> Result<bool> {
         let location = self.location(buffer);
-        self.enter_with(call, location, |_| &[])?;
+        self.enter_at(call, location, &[])?;
         let are_in_place = (0..self.runs.count()).all(|run| self.is_in_place(run, location));
         let Some(buffers) = self.buffers_of_run(buffer).filter(|_| are_in_place) else { return Ok(false) };
         let (len, element, lister) = (buffer.len(), buffer.dtype().size(), Lister::new(&self.runs));

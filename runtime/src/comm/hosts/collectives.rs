@@ -14,24 +14,43 @@ use crate::comm::exchange::Exchange;
 use crate::comm::segments::update_blocks;
 use crate::comm::signature::Signature;
 
+/// Whether parts are sent with the arrival.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Small {
+    /// All ranks need the same ones.
+    ForAll,
+    /// Each rank needs others.
+    ForEach,
+    /// They are too large.
+    No,
+}
+
 impl HostsTransport {
     /// Executes a call in which every part of the result is a part of one rank's buffer.
     pub(super) fn move_parts(&mut self, call: &mut Call<'_>, buffer: &mut Buffer) -> Result<()> {
         let signature = Signature::of(call, buffer).without_location();
         let (rank, ranks) = (self.members.rank(), self.members.size());
         let moves = Moves::of(call, (rank, ranks), buffer.len()).expect("neither a reduction nor a message");
-        let is_large = moves.longest * buffer.dtype().size() > SMALL_BYTES;
         let same_for_all = matches!(
             call,
-            Call::AllGather | Call::AllGatherV { .. } | Call::UpdateAllGather(_) | Call::Broadcast { .. }
+            Call::AllGather
+                | Call::AllGatherV { .. }
+                | Call::UpdateAllGather(_)
+                | Call::Broadcast { .. }
+                | Call::Barrier
         );
-        let relayed = is_large && same_for_all && !self.runs.are_single();
+        let small = match (moves.longest * buffer.dtype().size(), same_for_all) {
+            (bytes, true) if bytes <= self.small_bytes() => Small::ForAll,
+            (bytes, false) if bytes <= SMALL_BYTES => Small::ForEach,
+            _ => Small::No,
+        };
+        let relayed = small == Small::No && same_for_all && !self.runs.are_single();
         match call {
             Call::UpdateAllGather(SegmentUpdate { segments, block, update }) => {
                 *buffer = update_blocks(buffer.take(), segments, (ranks, rank), *block, *update, |_, _| ());
                 match relayed {
                     true => self.relay(&signature, moves, buffer),
-                    false => self.execute(&signature, &moves, None, buffer),
+                    false => self.execute(&signature, &moves, None, small, buffer),
                 }
             }
             _ if relayed => self.relay(&signature, moves, buffer),
@@ -39,14 +58,14 @@ impl HostsTransport {
                 let exchange = Exchange::of(call, rank, ranks, buffer.len());
                 let (own, at) = exchange.expect("a call that consists of messages").own;
                 buffer.copy_from(at, from, own);
-                self.execute(&signature, &moves, Some(from.as_bytes()), buffer)
+                self.execute(&signature, &moves, Some(from.as_bytes()), small, buffer)
             }
             // Every part is sent and replaced.
             Call::AllToAll => {
                 let sent = buffer.as_bytes().to_vec();
-                self.execute(&signature, &moves, Some(&sent), buffer)
+                self.execute(&signature, &moves, Some(&sent), small, buffer)
             }
-            _ => self.execute(&signature, &moves, None, buffer),
+            _ => self.execute(&signature, &moves, None, small, buffer),
         }
     }
 
@@ -56,6 +75,7 @@ impl HostsTransport {
         call: &Signature,
         moves: &Moves,
         source: Option<&[u8]>,
+        small: Small,
         buffer: &mut Buffer,
     ) -> Result<()> {
         let element = buffer.dtype().size();
@@ -71,8 +91,8 @@ impl HostsTransport {
             })
             .collect();
         let targets = moves.receive.iter().map(|(from, _)| *from).zip(std::mem::take(&mut carved.written));
-        if moves.longest * element <= SMALL_BYTES {
-            let payloads = self.enter_with_parts(call, &sources)?;
+        if small != Small::No {
+            let payloads = self.enter_with_parts(call, small, &sources)?;
             let mut rest: Vec<&[u8]> = payloads.iter().map(Vec::as_slice).collect();
             for (from, target) in targets {
                 let payload = &mut rest[from as usize];
@@ -81,7 +101,7 @@ impl HostsTransport {
             }
             return Ok(());
         }
-        self.enter(call, |_| &[])?;
+        self.enter(call, &[])?;
         let mut transfer = self.transfer(call);
         sources.into_iter().for_each(|(to, part)| transfer.send(to, part));
         targets.for_each(|(from, part)| transfer.receive(from, part));
@@ -92,7 +112,7 @@ impl HostsTransport {
     /// they share memory.
     fn relay(&mut self, call: &Signature, moves: Moves, buffer: &Buffer) -> Result<()> {
         let location = self.location(buffer);
-        self.enter_with(call, location, |_| &[])?;
+        self.enter_at(call, location, &[])?;
         let in_place: Vec<bool> = (0..self.runs.count()).map(|run| self.is_in_place(run, location)).collect();
         let buffers = self.buffers_of_run(buffer).unwrap_or_default();
         let Relayed { moves, copies } = moves.relayed(&self.runs, &in_place);
@@ -126,13 +146,22 @@ impl HostsTransport {
     }
 
     /// Arrives with all parts for each rank.
-    fn enter_with_parts(&mut self, call: &Signature, parts: &[(u32, &[u8])]) -> Result<Vec<Vec<u8>>> {
+    fn enter_with_parts(
+        &mut self,
+        call: &Signature,
+        small: Small,
+        parts: &[(u32, &[u8])],
+    ) -> Result<Vec<Vec<u8>>> {
         let of = |rank: u32| parts.iter().filter(move |(to, _)| *to == rank).map(|(_, part)| *part);
+        if small == Small::ForAll {
+            let joined: Vec<&[u8]> = self.others().next().into_iter().flat_map(of).collect();
+            return self.enter(call, &joined.concat());
+        }
         // Most calls have one part for each rank, which needs no copy.
         let joined: Vec<Vec<u8>> = (0..self.members.size())
             .map(|rank| if of(rank).count() > 1 { of(rank).collect::<Vec<_>>().concat() } else { Vec::new() })
             .collect();
-        self.enter(call, |rank| {
+        self.enter_for_each(call, |rank| {
             let joined = &joined[rank as usize];
             if joined.is_empty() { of(rank).find(|part| !part.is_empty()).unwrap_or(&[]) } else { joined }
         })

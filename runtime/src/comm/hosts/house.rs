@@ -1,4 +1,4 @@
-//! What ranks of one host share: memory that all of them map, and a barrier among them.
+//! What ranks of one host share: memory that all of them map, a board, and a barrier among them.
 //!
 //! A *house* is a run of at least two ranks (see [`runs`](super::runs)). Its ranks read and write each other's buffers
 //! directly between two barriers, so that a payload leaves and enters a host once, however many ranks are there. Buffers
@@ -13,7 +13,8 @@ use std::time::Duration;
 use smallvec::SmallVec;
 
 use super::HostsTransport;
-use super::frame::{FrameKind, Header, SMALL_BYTES};
+use super::board::{Board, LINE as BOARD_LINE, Layout, Watch};
+use super::gathering::Watched;
 use super::wait::Awaited;
 use crate::comm::buffer::Arena;
 use crate::comm::cpu::{one_descriptor, place_parts};
@@ -34,10 +35,11 @@ pub(super) type Addresses = SmallVec<[*mut u8; 16]>;
 #[derive(Debug)]
 pub(super) struct House {
     /// Ranks in the communicator.
-    ranks: Range<u32>,
-    stage: SharedMemory,
+    pub(super) ranks: Range<u32>,
+    pub(super) memory: SharedMemory,
     /// Where the stage of each rank begins.
     stages: Vec<usize>,
+    pub(super) board: Board,
 }
 
 impl House {
@@ -50,18 +52,36 @@ impl House {
         timeout: Duration,
     ) -> Result<Self> {
         let name = format!("{key}/house-{}", members.world_rank(ranks.start));
-        let (stages, total) = place_parts(ranks.len(), STAGE_BYTES);
+        // A part has a rank's stage, and its part of the board; the sheets follow.
+        let layout = Layout::new(members.size());
+        let part = STAGE_BYTES + BOARD_LINE + layout.bytes_of_rank();
+        let (stages, sheets) = place_parts(ranks.len(), part);
+        let total = sheets + layout.bytes_of_sheets();
         let shared = share(membership, (members, &ranks), &name, total, timeout)?;
-        let (stage, fd) =
+        let (memory, fd) =
             shared.map_err(|problem| Error::system(format!("share memory for {key}"), problem))?;
-        let own = stages[(members.rank() - ranks.start) as usize];
-        reserve(&name, &stage, fd.as_fd(), own, STAGE_BYTES)?;
-        Ok(House { ranks, stage, stages })
+        let own = (members.rank() - ranks.start) as usize;
+        reserve(&name, &memory, fd.as_fd(), stages[own], part)?;
+        if own == 0 {
+            reserve(&name, &memory, fd.as_fd(), sheets, layout.bytes_of_sheets())?;
+        }
+        let slots = stages.iter().map(|stage| (stage + STAGE_BYTES).next_multiple_of(BOARD_LINE)).collect();
+        let board = Board::new(layout, slots, sheets, own);
+        Ok(House { ranks, memory, stages, board })
     }
 
     /// The stages of all ranks.
     pub(super) fn stages(&self) -> Addresses {
-        self.stages.iter().map(|at| self.stage.at(*at)).collect()
+        self.stages.iter().map(|at| self.memory.at(*at)).collect()
+    }
+
+    pub(super) fn watch(&self, watched: Watched) -> Watch<'_> {
+        match watched {
+            Watched::Nothing => Watch::default(),
+            Watched::Barrier(barrier) => self.board.watch_barrier(&self.memory, barrier),
+            Watched::Arrivals(sequence) => self.board.watch_arrivals(&self.memory, sequence),
+            Watched::Sheet(sequence) => self.board.watch_sheet(&self.memory, sequence),
+        }
     }
 }
 
@@ -136,7 +156,7 @@ impl HostsTransport {
     /// Waits for all ranks. An error on all of them if one has a problem.
     fn agree_on(&mut self, call: &Signature, problem: Option<String>) -> Result<()> {
         let own = problem.unwrap_or_default();
-        let problems = self.enter(call, |_| own.as_bytes().get(..SMALL_BYTES).unwrap_or(own.as_bytes()))?;
+        let problems = self.enter(call, &own.as_bytes()[..own.len().min(self.small_bytes())])?;
         let theirs = problems.iter().find(|problem| !problem.is_empty());
         let theirs = theirs.map(|problem| String::from_utf8_lossy(problem).into_owned());
         match Some(own).filter(|own| !own.is_empty()).or(theirs) {
@@ -181,32 +201,17 @@ impl HostsTransport {
     /// Waits until all ranks of the house have come here.
     pub(super) fn house_barrier(&mut self, call: &Signature) -> Result<()> {
         let Some(house) = &self.house else { return Ok(()) };
-        let ranks = house.ranks.clone();
         self.barriers = self.barriers.wrapping_add(1);
-        let header = Header::new(FrameKind::HouseBarrier, self.barriers, call.encode());
-        for rank in ranks.filter(|rank| *rank != self.members.rank()) {
-            self.wire.sender().queue(rank, header, &[]);
+        if house.board.come_to_barrier(&house.memory, self.barriers) {
+            self.ring_all();
         }
         self.wait(Awaited::House, call, &mut self.empty_transfer())
     }
 
     /// Whether `peer` is not of the house, or has come to its last barrier.
     pub(super) fn has_come_home(&self, peer: u32) -> bool {
-        let is_of_house = self.house.as_ref().is_some_and(|house| house.ranks.contains(&peer));
-        !is_of_house || self.peers[peer as usize].barriers.wrapping_sub(self.barriers) as i32 >= 0
-    }
-
-    /// Handles that `from` has come to a barrier of the house.
-    ///
-    /// # Errors
-    /// If it is not the next one.
-    pub(super) fn receive_house_barrier(&mut self, from: u32, number: u32) -> Result<(), String> {
-        let peer = &mut self.peers[from as usize];
-        let expected = peer.barriers.wrapping_add(1);
-        if number != expected || number.wrapping_sub(self.barriers) as i32 > 1 {
-            return Err(format!("barrier {number} of its host where barrier {expected} is expected"));
-        }
-        peer.barriers = number;
-        Ok(())
+        let Some(House { ranks, memory, board, .. }) = &self.house else { return true };
+        let position = peer.wrapping_sub(ranks.start) as usize;
+        !ranks.contains(&peer) || board.has_come_to_barrier(memory, position, self.barriers)
     }
 }

@@ -1,8 +1,9 @@
 //! Collectives of ranks on several hosts, over TCP or UCX.
 //!
 //! Each pair of ranks of a communicator has a connection. Every collective begins with an arrival ([`agree`]): a rank
-//! sends its call to all others, waits for theirs and compares. Small payloads are sent with the arrival; the pieces of
-//! large ones follow when the receiver has arrived, directly to where they belong.
+//! tells its call to all others, waits for theirs and compares. Ranks of one host tell each other in shared memory, and one
+//! of them tells those of other hosts ([`gathering`]). Small payloads are sent with the arrival; the pieces of large ones
+//! follow when the receiver has arrived, directly to where they belong.
 //!
 //! | file | question |
 //! |---|---|
@@ -10,21 +11,27 @@
 //! | [`frame`] | what do the bytes of a connection mean? |
 //! | [`transfer`], [`wire`] | how do posted sends and receives progress without blocking? |
 //! | [`wait`], [`deadlock`] | how does a wait end if a peer fails, or calls can never meet? |
+//! | [`gathering`], [`arrivals`], [`board`], [`bundle`], [`dissemination`] | how does a rank learn that others have arrived? |
 //! | [`agree`], [`collectives`], [`moves`], [`reductions`], [`direct`], [`messages`] | what does each operation exchange? |
 //! | [`runs`], [`house`], [`chain`] | how do ranks of one host share the work? |
 //!
-//! Ranks of one host use the same connections. Nothing but [`wire`] and [`connect`] knows of sockets and UCX: operations
+//! Nothing but [`wire`] and [`connect`] knows of sockets and UCX: operations
 //! post transfers and wait for them.
 
 mod acceptor;
 mod agree;
+mod arrivals;
+mod board;
+mod bundle;
 mod chain;
 mod collectives;
 mod connect;
 mod deadlock;
 mod direct;
+mod dissemination;
 mod family;
 mod frame;
+mod gathering;
 mod hello;
 mod house;
 mod messages;
@@ -47,6 +54,7 @@ use acceptor::Acceptor;
 use agree::Peer;
 use family::Family;
 use frame::Stamp;
+use gathering::Gathering;
 use house::House;
 use runs::Runs;
 use transfer::Transfer;
@@ -127,6 +135,7 @@ pub(crate) struct HostsTransport {
     sequence: u32,
     /// By rank.
     peers: Vec<Peer>,
+    gathering: Gathering,
     /// Number of waits so far, and the one in progress.
     waits: u32,
     waiting: Option<Wait>,
@@ -224,6 +233,7 @@ impl HostsTransport {
             timeout,
             sequence: 0,
             peers: (0..members.size()).map(|_| Peer::default()).collect(),
+            gathering: Gathering::default(),
             members,
             waits: 0,
             waiting: None,

@@ -2,7 +2,7 @@
 //!
 //! | payload | way |
 //! |---|---|
-//! | small | with the arrival, from every rank to every rank that needs it: one message time |
+//! | small | with the arrival, to every rank that needs it: one message time |
 //! | large, several ranks on some host | along a [`chain`](super::chain) of the hosts |
 //! | large, one rank on each host | [directly](super::direct) to the rank that combines a part |
 //!
@@ -20,6 +20,10 @@ use super::frame::SMALL_BYTES;
 use crate::Result;
 use crate::comm::signature::Signature;
 use crate::comm::{Buffer, DType, ReduceOp, shard};
+
+/// Up to this size, ranks that send bundles put whole payloads into them, although others need a part or nothing: fewer
+/// messages cost less.
+const WHOLE_BYTES: usize = 1 << 10;
 
 /// Replaces `own`, the contribution of `rank`, by the reduction of it and those of the other ranks, which are given in
 /// rank order.
@@ -43,13 +47,13 @@ impl HostsTransport {
     }
 
     pub(super) fn all_reduce(&mut self, buffer: &mut Buffer, op: ReduceOp, call: &Signature) -> Result<()> {
-        if buffer.bytes() <= SMALL_BYTES {
-            return self.small_reduction(buffer, op, call, |_| true, |_, len| 0..len);
+        if buffer.bytes() <= self.small_bytes() {
+            return self.small_reduction(buffer, op, Goal::All, call);
         }
         if !self.runs.are_single() {
             return self.chain_all_reduce(buffer, op, call);
         }
-        self.enter(call, |_| &[])?;
+        self.enter(call, &[])?;
         self.direct_reduction(buffer, op, Goal::All, call)
     }
 
@@ -60,12 +64,11 @@ impl HostsTransport {
         call: &Signature,
     ) -> Result<()> {
         let ranks = self.members.size();
-        let range = |rank: u32, len: usize| shard(len, ranks, rank);
         if shard(buffer.len(), ranks, 0).len() * buffer.dtype().size() <= SMALL_BYTES {
-            return self.small_reduction(buffer, op, call, |_| true, range);
+            return self.small_reduction(buffer, op, Goal::Shards, call);
         }
         if self.runs.are_single() {
-            self.enter(call, |_| &[])?;
+            self.enter(call, &[])?;
         } else if self.chain_reduce(buffer, op, None, call)? {
             return Ok(());
         }
@@ -80,52 +83,62 @@ impl HostsTransport {
         call: &Signature,
     ) -> Result<()> {
         if buffer.bytes() <= SMALL_BYTES {
-            return self.small_reduction(buffer, op, call, |rank| rank == root, |_, len| 0..len);
+            return self.small_reduction(buffer, op, Goal::One(root), call);
         }
         if self.runs.are_single() {
-            self.enter(call, |_| &[])?;
+            self.enter(call, &[])?;
         } else if self.chain_reduce(buffer, op, Some(root), call)? {
             return Ok(());
         }
         self.direct_reduction(buffer, op, Goal::One(root), call)
     }
 
-    /// Each rank that `needs` a result gets the reduction of its part of all ranks' buffers, from parts that arrive
-    /// with the calls.
+    /// Each rank that needs a result gets the reduction of its part of all ranks' buffers, from parts that arrive with the
+    /// calls.
     fn small_reduction(
         &mut self,
         buffer: &mut Buffer,
         op: ReduceOp,
+        goal: Goal,
         call: &Signature,
-        needs: impl Fn(u32) -> bool,
-        part: impl Fn(u32, usize) -> Range<usize>,
     ) -> Result<()> {
-        let (rank, dtype, len) = (self.members.rank(), buffer.dtype(), buffer.len());
+        let (rank, ranks, dtype, len) =
+            (self.members.rank(), self.members.size(), buffer.dtype(), buffer.len());
         let element = dtype.size();
         let part = |rank: u32| {
-            let part = part(rank, len);
-            part.start * element..part.end * element
+            let Range { start, end } = match goal {
+                Goal::All => 0..len,
+                Goal::Shards => shard(len, ranks, rank),
+                Goal::One(root) => 0..if rank == root { len } else { 0 },
+            };
+            start * element..end * element
         };
         let bytes = buffer.as_bytes();
-        let payloads = self.enter(call, |peer| if needs(peer) { &bytes[part(peer)] } else { &[] })?;
-        if !needs(rank) {
+        let is_whole =
+            goal == Goal::All || self.bundles() && bytes.len() <= WHOLE_BYTES.min(self.small_bytes());
+        let payloads = match is_whole {
+            true => self.enter(call, bytes)?,
+            false => self.enter_for_each(call, |peer| &bytes[part(peer)])?,
+        };
+        let own = part(rank);
+        if own.is_empty() {
             return Ok(());
         }
-        let own = part(rank).len();
+        let (wanted, length) = if is_whole { (own.clone(), bytes.len()) } else { (0..own.len(), own.len()) };
         // Payloads are not aligned.
-        let stride = own.next_multiple_of(64).max(64);
-        let mut memory = self.take_memory((self.members.size() as usize - 1) * stride);
-        let peers = (0..self.members.size()).filter(|peer| *peer != rank);
+        let stride = own.len().next_multiple_of(64);
+        let mut memory = self.take_memory((ranks as usize - 1) * stride);
+        let peers = (0..ranks).filter(|peer| *peer != rank);
         for (peer, slot) in peers.zip(memory.as_bytes_mut().chunks_exact_mut(stride)) {
             let payload = payloads[peer as usize].as_slice();
-            if payload.len() != own {
+            if payload.len() != length {
                 return Err(self.short_payload(peer));
             }
-            slot[..own].copy_from_slice(payload);
+            slot[..own.len()].copy_from_slice(&payload[wanted.clone()]);
         }
-        let target = &mut buffer.as_bytes_mut()[part(rank)];
-        let slots = memory.as_bytes().chunks_exact(stride).take(self.members.size() as usize - 1);
-        let contributions: SmallVec<[&[u8]; 16]> = slots.map(|slot| &slot[..own]).collect();
+        let target = &mut buffer.as_bytes_mut()[own.clone()];
+        let slots = memory.as_bytes().chunks_exact(stride).take(ranks as usize - 1);
+        let contributions: SmallVec<[&[u8]; 16]> = slots.map(|slot| &slot[..own.len()]).collect();
         reduce_part(dtype, op, rank, target, &contributions);
         drop(contributions);
         self.staging = Some(memory);

@@ -8,6 +8,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::{Duration, Instant};
 
 use super::HostsTransport;
+use super::agree::Peer;
 use super::frame::{FrameKind, Header};
 use super::transfer::Transfer;
 use super::wire::BadFrame;
@@ -51,6 +52,7 @@ pub(super) struct Wait {
 /// What a peer has said before it stopped using the communicator.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Aborted {
+    at: Instant,
     /// The call with which it differs from another rank, if that was its error.
     pub(super) differing_call: Option<[u64; SIGNATURE_WORDS]>,
 }
@@ -101,12 +103,22 @@ impl HostsTransport {
     /// Handles what has arrived, without waiting.
     pub(super) fn read_arrived(&mut self, call: &Signature) -> Result<()> {
         let mut nothing = self.empty_transfer();
-        self.poll(&mut nothing, Duration::ZERO, call)
+        self.poll(&mut nothing, Duration::ZERO, Awaited::Transfer, call)
     }
 
     /// Waits for at most `patience` until anything moves, and handles what has arrived.
-    fn poll(&mut self, transfer: &mut Transfer<'_>, patience: Duration, call: &Signature) -> Result<()> {
-        self.wire.poll(transfer, patience).map_err(|bad| self.bad_frame(bad, call))?;
+    fn poll(
+        &mut self,
+        transfer: &mut Transfer<'_>,
+        patience: Duration,
+        awaited: Awaited,
+        call: &Signature,
+    ) -> Result<()> {
+        let watched = self.watched(awaited);
+        let watch = self.house.as_ref().map(|house| house.watch(watched)).unwrap_or_default();
+        let polled = self.wire.poll(transfer, patience, &watch);
+        drop(watch);
+        polled.map_err(|bad| self.bad_frame(bad, call))?;
         self.handle_received(call)
     }
 
@@ -118,24 +130,37 @@ impl HostsTransport {
         loop {
             self.wire.advance(transfer).map_err(|bad| self.bad_frame(bad, call))?;
             self.handle_received(call)?;
+            self.gather(awaited, call)?;
             if self.is_over(awaited, transfer) {
                 return Ok(());
             }
-            self.poll(transfer, SLICE, call)?;
+            self.poll(transfer, SLICE, awaited, call)?;
             let now = Instant::now();
             if now.duration_since(checked) < SLICE || self.is_over(awaited, transfer) {
                 continue;
             }
             checked = now;
+            if awaited == Awaited::Arrivals {
+                self.read_neighbours(call)?;
+            }
             let absent = self.absent(awaited, transfer);
+            let needed = self.sources(awaited).unwrap_or_else(|| absent.clone());
             let waited = patience.waited(now, (transfer.left(), absent.len()));
             if waited.is_zero() && transfer.left() > 0 {
                 self.membership.page().touch(self.membership.rank());
             }
-            if let Err(error) = self.check_peers(&absent, call, waited) {
+            if let Err(error) = self.check_peers((&absent, &needed), call, waited) {
                 // Prefer the mismatch: a peer with another call may have ended because of it.
-                self.poll(transfer, Duration::ZERO, call)?;
-                return Err(error);
+                self.poll(transfer, Duration::ZERO, awaited, call)?;
+                self.gather(awaited, call)?;
+                if self.is_over(awaited, transfer) {
+                    return Ok(());
+                }
+                // A rank may leave after it has given what was needed of it.
+                let has_given = self.sources(awaited).is_some_and(|sources| sources != needed);
+                if !has_given || matches!(error, Error::Timeout { .. }) {
+                    return Err(error);
+                }
             }
         }
     }
@@ -146,7 +171,11 @@ impl HostsTransport {
             Awaited::Accept { by } => self.peers[by as usize].is_accepted(),
             Awaited::Room { of } => self.wire.sender().is_flushed(of),
             Awaited::Change { after } => transfer.completed() != after,
-            Awaited::Arrivals | Awaited::Transfer | Awaited::House => {
+            Awaited::Arrivals => self.others().all(|peer| {
+                let Peer { arrivals, .. } = &self.peers[peer as usize];
+                arrivals.is_complete(self.sequence) && self.wire.sender().is_flushed(peer)
+            }),
+            Awaited::Transfer | Awaited::House => {
                 self.others().all(|peer| !self.is_absent(peer, awaited, transfer))
             }
         }
@@ -155,7 +184,7 @@ impl HostsTransport {
     fn is_absent(&self, peer: u32, awaited: Awaited, transfer: &Transfer<'_>) -> bool {
         let is_done = || transfer.is_done_with(peer) && self.wire.sender().is_flushed(peer);
         match awaited {
-            Awaited::Arrivals => self.peers[peer as usize].arrivals.is_empty() || !is_done(),
+            Awaited::Arrivals => self.peers[peer as usize].arrivals.at(self.sequence).is_none() || !is_done(),
             Awaited::Transfer | Awaited::Change { .. } => !is_done(),
             Awaited::House => !self.has_come_home(peer) || !is_done(),
             Awaited::Message { from: needed } | Awaited::Accept { by: needed } => peer == needed,
@@ -165,7 +194,13 @@ impl HostsTransport {
 
     /// The peers without which the wait cannot end.
     pub(super) fn absent(&self, awaited: Awaited, transfer: &Transfer<'_>) -> Vec<u32> {
-        self.others().filter(|peer| self.is_absent(*peer, awaited, transfer)).collect()
+        let absent: Vec<u32> =
+            self.others().filter(|peer| self.is_absent(*peer, awaited, transfer)).collect();
+        match absent.is_empty() {
+            // All have arrived, and some have not passed on what they know of others.
+            true => self.sources(awaited).unwrap_or_default(),
+            false => absent,
+        }
     }
 
     /// Handles all small frames that have arrived.
@@ -181,7 +216,7 @@ impl HostsTransport {
 
     /// The error of a peer that sends something invalid.
     #[cold]
-    fn bad_frame(&self, BadFrame { from, problem }: BadFrame, call: &Signature) -> Error {
+    pub(super) fn bad_frame(&self, BadFrame { from, problem }: BadFrame, call: &Signature) -> Error {
         Error::PeerLost {
             rank: self.membership.rank(),
             peer: self.members.world_rank(from),
@@ -201,7 +236,12 @@ impl HostsTransport {
 
     /// Notes whom this rank waits for, checks whether the wait for `absent` can still succeed, and times out.
     #[cold]
-    fn check_peers(&mut self, absent: &[u32], call: &Signature, waited: Duration) -> Result<()> {
+    fn check_peers(
+        &mut self,
+        (absent, needed): (&[u32], &[u32]),
+        call: &Signature,
+        waited: Duration,
+    ) -> Result<()> {
         let rank = self.membership.rank();
         let mut waited_for: Vec<u32> =
             self.blocking(absent).iter().map(|peer| self.members.world_rank(*peer)).collect();
@@ -209,12 +249,14 @@ impl HostsTransport {
             self.has_noted_wait = true;
             self.membership.page().wait(rank, *peer);
         }
-        self.search_deadlock(absent);
-        let needed: Vec<u32> = absent.iter().map(|peer| self.members.world_rank(*peer)).collect();
-        if let Some(error) = self.membership.lost_peer(&needed, || self.operation(call)) {
+        if !self.announce(call) {
+            self.search_deadlock(absent);
+        }
+        let world_ranks: Vec<u32> = needed.iter().map(|peer| self.members.world_rank(*peer)).collect();
+        if let Some(error) = self.membership.lost_peer(&world_ranks, || self.operation(call)) {
             return Err(error);
         }
-        self.check_connections(absent, call)?;
+        self.check_connections(needed, call)?;
         if waited < self.timeout {
             return Ok(());
         }
@@ -235,14 +277,20 @@ impl HostsTransport {
         Err(Error::Timeout { rank, waited_for, operation: self.operation(call), after: waited })
     }
 
-    /// Checks that the connections to `absent` are usable.
-    fn check_connections(&self, absent: &[u32], call: &Signature) -> Result<()> {
-        let has_aborted = |peer: &&u32| self.peers[**peer as usize].aborted.is_some();
-        if let Some(peer) = absent.iter().find(has_aborted) {
+    /// Checks that the connections to `needed` are usable.
+    fn check_connections(&self, needed: &[u32], call: &Signature) -> Result<()> {
+        let words = call.encode();
+        let has_aborted = |peer: &&u32| {
+            // Some other rank differs from a peer with this rank's call: it says so itself, just now.
+            let agrees =
+                |aborted: Aborted| aborted.differing_call == Some(words) && aborted.at.elapsed() < GRACE;
+            self.peers[**peer as usize].aborted.is_some_and(|aborted| !agrees(aborted))
+        };
+        if let Some(peer) = needed.iter().find(has_aborted) {
             let peer = self.members.world_rank(*peer);
             return Err(self.membership.lost_error(peer, self.operation(call)));
         }
-        for peer in absent {
+        for peer in needed {
             let Some(ended) = self.wire.ended(*peer).filter(|ended| ended.at.elapsed() >= GRACE) else {
                 continue;
             };
@@ -283,7 +331,7 @@ impl HostsTransport {
             self.membership.page().blame(self.members.world_rank(from), &blame);
         }
         let differing_call = (header.argument != 0).then_some(header.call);
-        self.peers[from as usize].aborted = Some(Aborted { differing_call });
+        self.peers[from as usize].aborted = Some(Aborted { at: Instant::now(), differing_call });
     }
 }
 

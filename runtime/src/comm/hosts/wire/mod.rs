@@ -17,6 +17,7 @@ pub(super) mod ucx;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+pub(super) use super::board::Watch;
 use super::frame::Header;
 use super::transfer::Transfer;
 
@@ -59,12 +60,17 @@ pub(super) trait Wire: Send {
     /// If a peer has sent something invalid.
     fn advance(&mut self, transfer: &mut Transfer<'_>) -> Result<(), BadFrame>;
 
-    /// Waits for at most `patience` until something can be sent or has arrived, and takes all that has arrived. It may
-    /// return earlier.
+    /// Waits for at most `patience` until something can be sent or has arrived, or `watch` is over, and takes all that has
+    /// arrived. It may return earlier.
     ///
     /// # Errors
     /// If a peer has sent something invalid.
-    fn poll(&mut self, transfer: &mut Transfer<'_>, patience: Duration) -> Result<(), BadFrame>;
+    fn poll(
+        &mut self,
+        transfer: &mut Transfer<'_>,
+        patience: Duration,
+        watch: &Watch<'_>,
+    ) -> Result<(), BadFrame>;
 
     /// The next small frame, in the order of their arrival.
     fn next_frame(&mut self) -> Option<Frame>;

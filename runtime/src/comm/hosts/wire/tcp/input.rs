@@ -10,7 +10,7 @@ use crate::comm::hosts::frame::{FrameKind, HEADER_BYTES, Header, SMALL_BYTES, St
 use crate::comm::hosts::transfer::Transfer;
 use crate::comm::hosts::wire::{Ended, Frame};
 
-/// Size of the memory for bytes that have no other place: at least a small frame.
+/// Size of the memory for bytes that have no other place. It grows when a longer frame arrives.
 const INPUT_BYTES: usize = 2 * SMALL_BYTES;
 
 /// See the [module](self).
@@ -175,7 +175,12 @@ impl Input {
         if place.stream > 0 {
             return Err(format!("a frame of kind {:?} on stream {}", header.kind, place.stream));
         }
-        let Some(payload) = behind.get(..length) else { return Ok(false) };
+        let Some(payload) = behind.get(..length) else {
+            if self.buffer.len() < HEADER_BYTES + length {
+                self.buffer.resize(HEADER_BYTES + length, 0);
+            }
+            return Ok(false);
+        };
         header.check_payload(payload)?;
         received.extend([Frame { from: place.peer, header, payload: payload.to_vec() }]);
         self.begin += HEADER_BYTES + length;

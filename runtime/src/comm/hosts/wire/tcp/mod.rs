@@ -27,7 +27,7 @@ use sender::TcpSender;
 pub(in super::super) use sender::configure;
 
 use super::spin::Spinner;
-use super::{BadFrame, Ended, Frame, Sender, Wire};
+use super::{BadFrame, Ended, Frame, Sender, Watch, Wire};
 use crate::comm::hosts::frame::{PIECE_BYTES, Stamp};
 use crate::comm::hosts::transfer::Transfer;
 
@@ -227,12 +227,17 @@ impl Wire for TcpWire {
         Ok(())
     }
 
-    fn poll(&mut self, transfer: &mut Transfer<'_>, patience: Duration) -> Result<(), BadFrame> {
+    fn poll(
+        &mut self,
+        transfer: &mut Transfer<'_>,
+        patience: Duration,
+        watch: &Watch<'_>,
+    ) -> Result<(), BadFrame> {
         // In large transfers attempts would find a little each time, which costs more than to be woken for more.
         let patience_to_spin = if transfer.left() <= PIECE_BYTES { patience } else { Duration::ZERO };
         let mut spin = self.spinner.begin(patience_to_spin);
         loop {
-            if self.try_all(transfer)? {
+            if watch.is_over() || self.try_all(transfer)? {
                 return Ok(());
             }
             if !self.spinner.again(&mut spin) {
@@ -249,7 +254,7 @@ impl Wire for TcpWire {
         }
         // Rounded up: a wait of less than a millisecond must not become a busy loop.
         let milliseconds = u16::try_from(patience.as_micros().div_ceil(1000)).unwrap_or(u16::MAX);
-        self.move_ready(transfer, milliseconds).map(drop)
+        watch.sleep(|| self.move_ready(transfer, milliseconds)).map_or(Ok(()), |moved| moved.map(drop))
     }
 
     fn next_frame(&mut self) -> Option<Frame> {

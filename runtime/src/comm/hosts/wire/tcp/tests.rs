@@ -40,7 +40,7 @@ fn drive<'a>(
     while !done(wire, transfer) {
         assert!(std::time::Instant::now() < deadline, "nothing happens");
         wire.advance(transfer)?;
-        wire.poll(transfer, Duration::from_millis(1))?;
+        wire.poll(transfer, Duration::from_millis(1), &Watch::default())?;
     }
     Ok(())
 }
@@ -154,7 +154,7 @@ fn single_bytes_become_a_piece_and_a_frame() {
     transfer.receive(1, &mut memory);
     for byte in frame {
         far[0].write_all(&[byte]).unwrap();
-        wire.poll(&mut transfer, Duration::ZERO).unwrap();
+        wire.poll(&mut transfer, Duration::ZERO, &Watch::default()).unwrap();
     }
     drive(&mut wire, &mut transfer, |wire, _| !wire.received.is_empty()).unwrap();
     assert_eq!(wire.next_frame().unwrap().payload, payload);

@@ -12,7 +12,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use ucx_sys::{EndpointId, Request, Tested, Worker};
 
 use super::tags;
-use crate::comm::hosts::frame::{HEADER_BYTES, Header, SMALL_BYTES, Stamp};
+use crate::comm::hosts::frame::{BUNDLE_BYTES, HEADER_BYTES, Header, Stamp};
 use crate::comm::hosts::wire::{Ended, Sender};
 
 /// How long an abort waits until its frames are sent.
@@ -22,7 +22,7 @@ const CLOSE_SLICE: Duration = Duration::from_millis(5);
 /// How often a worker progresses before what has arrived is used.
 const ROUNDS: usize = 16;
 /// The longest message on a control endpoint.
-const MOST_BYTES: usize = HEADER_BYTES + SMALL_BYTES;
+const MOST_BYTES: usize = HEADER_BYTES + BUNDLE_BYTES;
 /// Says that the sender has connected.
 const HELLO: &[u8] = &[1];
 /// Says that the sender sends nothing more.

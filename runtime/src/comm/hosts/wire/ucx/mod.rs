@@ -30,7 +30,7 @@ pub(in super::super) use connect::{connect, open};
 use links::{Links, UcxSender, lost};
 
 use super::spin::Spinner;
-use super::{BadFrame, Ended, Frame, Sender, Wire};
+use super::{BadFrame, Ended, Frame, Sender, Watch, Wire};
 use crate::comm::hosts::frame::{FrameKind, Header};
 use crate::comm::hosts::transfer::Transfer;
 
@@ -316,14 +316,19 @@ impl Wire for UcxWire {
         self.turn(transfer).map(drop)
     }
 
-    fn poll(&mut self, transfer: &mut Transfer<'_>, patience: Duration) -> Result<(), BadFrame> {
+    fn poll(
+        &mut self,
+        transfer: &mut Transfer<'_>,
+        patience: Duration,
+        watch: &Watch<'_>,
+    ) -> Result<(), BadFrame> {
         if patience.is_zero() {
             return self.turn(transfer).map(drop);
         }
         let mut spin = self.spinner.begin(patience);
-        while !self.turn(transfer)? {
+        while !watch.is_over() && !self.turn(transfer)? {
             if !self.spinner.again(&mut spin) {
-                self.links.sleep(patience);
+                watch.sleep(|| self.links.sleep(patience));
                 return self.turn(transfer).map(drop);
             }
         }
