@@ -32,6 +32,14 @@ pub(crate) fn report<E: Display>(program: &str, result: Result<(), E>) -> ExitCo
     }
 }
 
+/// As [`report`], for a program that may have stopped on request.
+pub(crate) fn report_code<E: Display>(program: &str, result: Result<ExitCode, E>) -> ExitCode {
+    match result {
+        Ok(code) => print::exit_code(code),
+        Err(error) => report(program, Err(error)),
+    }
+}
+
 /// The exit code of a program that has stopped on request, if all output was printed.
 pub(crate) fn stopped() -> ExitCode {
     print::exit_code(ExitCode::from(EXIT_STOPPED))

@@ -32,10 +32,10 @@ struct Args {
 
 /// The program.
 pub fn main() -> ExitCode {
-    crate::exit::report("own_optimizer", train(&parse_arguments()).map_err(|error| error.to_string()))
+    crate::exit::report_code("own_optimizer", train(&parse_arguments()).map_err(|error| error.to_string()))
 }
 
-fn train(args: &Args) -> Result<(), Box<dyn std::error::Error>> {
+fn train(args: &Args) -> Result<ExitCode, Box<dyn std::error::Error>> {
     let mut world = World::from_env()?;
     let (rank, ranks) = (world.rank(), world.size());
     let batch = (BATCH / ranks as usize).max(1);
@@ -52,6 +52,13 @@ fn train(args: &Args) -> Result<(), Box<dyn std::error::Error>> {
     let mut sampler = Sampler::new(SamplerConfig { samples: data.len(), batch, rank, ranks, seed: SEED })?;
     let (mut images, mut labels) = (vec![0.0; batch * net.image_len()], vec![0; batch]);
     for step in 0..args.steps {
+        // All ranks stop after the same step. A longer training would save its state here.
+        if world.stop_requested()? {
+            if rank == 0 {
+                outln!("stopped on request after step {step}");
+            }
+            return Ok(crate::exit::stopped());
+        }
         let (epoch, place) = (step / sampler.steps_per_epoch(), step % sampler.steps_per_epoch());
         data.gather(sampler.batch(epoch as u64, place), &mut images, &mut labels);
 
@@ -70,7 +77,7 @@ fn train(args: &Args) -> Result<(), Box<dyn std::error::Error>> {
     if rank == 0 {
         outln!("{ranks} ranks: weights {weights:016x} on all");
     }
-    Ok(())
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023): every parameter changes by the same

@@ -32,10 +32,10 @@ struct Args {
 
 /// The program.
 pub fn main() -> ExitCode {
-    crate::exit::report("train_mlp", train(&parse_arguments()).map_err(|error| error.to_string()))
+    crate::exit::report_code("train_mlp", train(&parse_arguments()).map_err(|error| error.to_string()))
 }
 
-fn train(args: &Args) -> Result<(), Box<dyn std::error::Error>> {
+fn train(args: &Args) -> Result<ExitCode, Box<dyn std::error::Error>> {
     let mut world = World::from_env()?;
     let (rank, ranks, threads) = (world.rank(), world.size(), world.thread_share());
     let batch = (BATCH / ranks as usize).max(1);
@@ -51,6 +51,13 @@ fn train(args: &Args) -> Result<(), Box<dyn std::error::Error>> {
     let mut sampler = Sampler::new(SamplerConfig { samples: data.len(), batch, rank, ranks, seed: SEED })?;
     let (mut images, mut labels) = (vec![0.0; batch * net.image_len()], vec![0; batch]);
     for step in 0..args.steps {
+        // All ranks stop after the same step. A longer training would save a checkpoint here, as `train_mnist` does.
+        if world.stop_requested()? {
+            if rank == 0 {
+                outln!("stopped on request after step {step}");
+            }
+            return Ok(crate::exit::stopped());
+        }
         let (epoch, place) = (step / sampler.steps_per_epoch(), step % sampler.steps_per_epoch());
         data.gather(sampler.batch(epoch as u64, place), &mut images, &mut labels);
         let report = model.step(|parameters, gradients| {
@@ -80,7 +87,7 @@ fn train(args: &Args) -> Result<(), Box<dyn std::error::Error>> {
             right[0]
         );
     }
-    Ok(())
+    Ok(ExitCode::SUCCESS)
 }
 
 fn generated(split: Split, count: usize) -> Dataset {

@@ -41,8 +41,9 @@
 //! ```
 //!
 //! # What it does not do to its host
-//! The runtime installs no signal handler, prints nothing and never ends the process: these belong to the program
-//! that embeds it. (The only exception is `mgpurun --inject`, which asks for faults.) It starts threads only for:
+//! The runtime prints nothing and never ends the process: these belong to the program that embeds it. (The only exception
+//! is `mgpurun --inject`, which asks for faults.) It handles no signal, unless the program asks whether it should stop
+//! ([`World::stop_requested`]). It starts threads only for:
 //! [`World::threads`] (one); rank 0 under another launcher than `mgpurun` (one); each NCCL communicator (one); a
 //! [`checkpoint::Writer`] while it writes (one); [`ReducerConfig::overlap`] (one); and the CPU kernels, as many as
 //! they are asked to use.

@@ -12,6 +12,7 @@ pub mod faults;
 pub mod hosts;
 pub mod mnist;
 pub mod models;
+pub mod page;
 pub mod process;
 pub mod threads;
 pub mod tracer;

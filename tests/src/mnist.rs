@@ -19,7 +19,15 @@ pub fn write_tiny(folder: &Path) {
 /// # Panics
 /// If they cannot be written.
 pub fn write(folder: &Path, train: u32) {
-    for (prefix, count) in [("train", train), ("t10k", 16)] {
+    write_sets(folder, train, 16);
+}
+
+/// As [`write_tiny`], with other numbers of training and test images.
+///
+/// # Panics
+/// If they cannot be written.
+pub fn write_sets(folder: &Path, train: u32, test: u32) {
+    for (prefix, count) in [("train", train), ("t10k", test)] {
         let mut images = [0x803u32, count, 28, 28].map(u32::to_be_bytes).concat();
         images.resize(16 + count as usize * 784, 7);
         fs::write(folder.join(format!("{prefix}-images-idx3-ubyte")), images).expect("a file of images");

@@ -637,4 +637,6 @@ impl Supervisor {
 }
 
 #[cfg(test)]
+mod stop_tests;
+#[cfg(test)]
 mod tests;

@@ -5,16 +5,16 @@ use super::*;
 const JOIN: Duration = Duration::from_secs(60);
 const GRACE: Duration = Duration::from_secs(5);
 
-fn supervisor(ranks: u32) -> (Supervisor, Instant) {
+pub(super) fn supervisor(ranks: u32) -> (Supervisor, Instant) {
     let now = Instant::now();
     (Supervisor::new(ranks, JOIN, GRACE, now), now)
 }
 
-fn exited(rank: u32, code: i32) -> Event {
+pub(super) fn exited(rank: u32, code: i32) -> Event {
     Event::Exited { rank, exit: Exit::Code(code), blame: None }
 }
 
-fn finish(actions: &[Action]) -> Option<&Outcome> {
+pub(super) fn finish(actions: &[Action]) -> Option<&Outcome> {
     actions.iter().find_map(|action| match action {
         Action::Finish(outcome) => Some(outcome),
         _ => None,
@@ -72,7 +72,7 @@ proptest! {
                             prop_assert_eq!(outcome.exit_code, first.unwrap_or(0));
                         }
                     }
-                    Action::Announce(..) | Action::Say(_) | Action::Report => {}
+                    Action::Announce(..) | Action::Say(_) | Action::Report | Action::AskToStop => {}
                 }
             }
             prop_assert!(before.is_none() || before == supervisor.outcome, "the first cause stays");

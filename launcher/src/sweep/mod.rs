@@ -103,7 +103,10 @@ impl Sweep {
         if let Some(path) = &args.svg {
             plot::check(path).map_err(|error| format!("cannot write --svg {}: {error}", path.display()))?;
         }
-        let signals: SigSet = handled_signals(&[]).iter().filter(|signal| ends_the_run(*signal)).collect();
+        let signals: SigSet = handled_signals(&[])
+            .iter()
+            .filter(|signal| ends_the_run(*signal) || *signal == Signal::SIGUSR1)
+            .collect();
         signals.thread_block()?;
         let signals = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
         let opened = args.out.as_ref().map(|path| ResultsFile::open(path, &plan.conditions, args.resume));
@@ -161,7 +164,10 @@ impl Sweep {
         self.report()?;
         if let Some(signal) = measured? {
             self.say_how_to_continue(runs.len());
-            return Ok(ExitCode::from(exit_code::signalled(signal as i32)));
+            return Ok(ExitCode::from(match signal {
+                Signal::SIGUSR1 => exit_code::STOPPED,
+                signal => exit_code::signalled(signal as i32),
+            }));
         }
         Ok(ExitCode::from(match self {
             Sweep { has_reader: false, .. } => exit_code::BROKEN_PIPE,

@@ -6,6 +6,7 @@ mod scale;
 
 use std::ops::Range;
 
+use mgpu_control::nodes::RelayMessage;
 use mgpu_control::progress::{Phase, ProgressEntry, RankState};
 use proptest::prelude::*;
 
@@ -38,6 +39,7 @@ impl Job {
             join_timeout: JOIN_TIMEOUT,
             node_timeout: NODE_TIMEOUT,
             grace: GRACE,
+            stop_grace: GRACE,
             restart: RestartPolicy { max_restarts, always: false },
             run_id: "run".into(),
             master_port: 29500,
@@ -409,8 +411,52 @@ fn processes_of_a_lost_host_have_time_to_end_before_a_restart() {
 }
 
 #[test]
+fn all_agents_are_asked_once_to_stop_where_the_furthest_is() {
+    let sigterm = FromAgent::Signalled { signal: Signal::SIGTERM as i32, can_stop: true };
+    let relayed = |sent: Vec<(MemberId, ToAgent)>| -> Vec<(MemberId, RelayMessage)> {
+        let messages = sent.into_iter().filter_map(|(id, message)| match message {
+            ToAgent::Relay { messages } => Some(messages.into_iter().map(move |message| (id, message))),
+            _ => None,
+        });
+        messages.flatten().collect()
+    };
+    for asks in [
+        sigterm.clone(),
+        FromAgent::StopAsked { signal: Some(Signal::SIGUSR1 as i32) },
+        FromAgent::StopAsked { signal: None },
+        FromAgent::Relay { messages: vec![RelayMessage::AskToStop] },
+    ] {
+        let mut job = Job::running(2, 2, 3);
+        job.say(1, asks);
+        let proposed = [(OWN, RelayMessage::ProposeStop), (1, RelayMessage::ProposeStop)];
+        assert_eq!(relayed(job.sent()), proposed);
+        // The batch system signals the other agent, too, and both have reached the end of --stop-after.
+        job.say(OWN, sigterm.clone());
+        job.say(OWN, FromAgent::StopAsked { signal: None });
+        assert_eq!(relayed(job.sent()), []);
+        job.say(1, FromAgent::Relay { messages: vec![RelayMessage::StopBound { check: 8 }] });
+        assert_eq!(relayed(job.sent()), []);
+        job.say(OWN, FromAgent::Relay { messages: vec![RelayMessage::StopBound { check: 5 }] });
+        let at = RelayMessage::StopAt { check: 8 };
+        assert_eq!(relayed(job.sent()), [(OWN, at.clone()), (1, at)]);
+        (2..4).for_each(|rank| job.exit(1, rank, 74));
+        (0..2).for_each(|rank| job.exit(OWN, rank, 74));
+        [1, OWN].map(|id| job.say(id, FromAgent::Gone { reader_is_gone: false }));
+        let (ids, outcome) = job.end();
+        assert_eq!((ids, outcome.exit_code, outcome.culprit), (vec![OWN, 1], 74, None));
+    }
+    // The second signal of an agent kills.
+    let mut job = Job::running(2, 2, 3);
+    [1, OWN].map(|id| job.say(id, sigterm.clone()));
+    assert!(job.signals().iter().all(|(_, _, signal)| *signal == Signal::SIGCONT));
+    job.say(OWN, sigterm);
+    let signals = job.signals();
+    assert_eq!(signals.iter().filter(|(_, _, signal)| *signal == Signal::SIGKILL).count(), 4, "{signals:?}");
+}
+
+#[test]
 fn interrupts_of_several_agents_are_one() {
-    let interrupt = FromAgent::Signalled { signal: Signal::SIGINT as i32 };
+    let interrupt = FromAgent::Signalled { signal: Signal::SIGINT as i32, can_stop: false };
     let mut job = Job::running(2, 2, 3);
     job.say(1, interrupt.clone());
     let signals = job.signals();
@@ -447,7 +493,7 @@ fn a_node_speaks_for_its_own_ranks() {
     }
     let silent = FromAgent::Silent { rank: 2, idle: Duration::ZERO, doing: String::new() };
     assert!(job.refusal(1, silent).contains("which node 0 does"));
-    assert_eq!(job.refusal(1, FromAgent::Signalled { signal: 99 }), "sent signal 99");
+    assert_eq!(job.refusal(1, FromAgent::Signalled { signal: 99, can_stop: true }), "sent signal 99");
     assert_eq!(job.refusal(1, FromAgent::Join(Box::new(card("b", None)))), "joined twice");
     job.coordinator.connected(5, None, job.now);
     assert_eq!(job.refusal(5, heartbeat()), "did not join first");

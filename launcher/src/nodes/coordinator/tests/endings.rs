@@ -14,6 +14,7 @@ fn running(max_restarts: u32) -> (Coordinator, Instant) {
         join_timeout: 60 * second,
         node_timeout: 30 * second,
         grace: second,
+        stop_grace: second,
         restart: RestartPolicy { max_restarts, always: true },
         run_id: "run".into(),
         master_port: 1,
@@ -57,7 +58,9 @@ fn a_signal_while_nodes_clean_up_prevents_a_restart() {
         }
         coordinator.handle(OWN, FromAgent::Gone { reader_is_gone: false }, now).unwrap();
         if interrupts {
-            coordinator.handle(B, FromAgent::Signalled { signal: Signal::SIGINT as i32 }, now).unwrap();
+            coordinator
+                .handle(B, FromAgent::Signalled { signal: Signal::SIGINT as i32, can_stop: false }, now)
+                .unwrap();
         }
         coordinator.handle(B, FromAgent::Gone { reader_is_gone: false }, now).unwrap();
         let end = ended(&mut coordinator);

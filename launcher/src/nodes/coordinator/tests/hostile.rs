@@ -19,6 +19,10 @@ fn relayed() -> impl Strategy<Value = RelayMessage> {
             RelayMessage::Arrived { barrier: "b".into(), ranks, arrived: vec![rank] }
         }),
         prop::collection::vec(0u32..6, 0..3).prop_map(|ranks| RelayMessage::Left { ranks }),
+        Just(RelayMessage::AskToStop),
+        Just(RelayMessage::ProposeStop),
+        any::<u64>().prop_map(|check| RelayMessage::StopBound { check }),
+        any::<u64>().prop_map(|check| RelayMessage::StopAt { check }),
         (0u32..6).prop_map(move |rank| RelayMessage::Ended { ends: vec![end(rank)] }),
     ]
 }
@@ -41,7 +45,10 @@ fn anything() -> impl Strategy<Value = FromAgent> {
             stopped: vec![stopped],
             has_heard: true,
         }),
-        any::<i32>().prop_map(|signal| FromAgent::Signalled { signal: signal % 70 }),
+        (any::<i32>(), any::<bool>())
+            .prop_map(|(signal, can_stop)| FromAgent::Signalled { signal: signal % 70, can_stop }),
+        prop::option::of(any::<i32>())
+            .prop_map(|signal| FromAgent::StopAsked { signal: signal.map(|signal| signal % 70) }),
         any::<bool>().prop_map(|reader_is_gone| FromAgent::Gone { reader_is_gone }),
         Just(FromAgent::Failed { why: "x".into() }),
     ]
@@ -78,7 +85,7 @@ proptest! {
         job.lose(1, &NodeLoss::Ended);
         job.end_node(2, 4..6);
         job.end_node(OWN, 0..2);
-        job.say(OWN, FromAgent::Signalled { signal: Signal::SIGTERM as i32 });
+        job.say(OWN, FromAgent::Signalled { signal: Signal::SIGTERM as i32, can_stop: false });
         let (ids, outcome) = job.end();
         prop_assert_eq!(ids, [OWN, 2]);
         prop_assert_ne!(outcome.exit_code, exit_code::SUCCESS);
