@@ -119,7 +119,11 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
         return if args.dry_run { remote.describe() } else { remote.run() };
     }
     let is_attached = nodes.attached;
+    let has_conf = nodes.rdzv_conf.is_some();
     let mut nodes = settings(&nodes, &surroundings, &mut notices)?;
+    if nodes.is_none() {
+        notices.extend(torchrun::conf_without_effect(has_conf, &surroundings));
+    }
     check_single_job(nodes.as_ref(), jobs.len(), args.one_world)?;
     let of_conf = nodes.as_ref().and_then(|nodes| nodes.join_timeout);
     let join_timeout = args.timeout.or(of_conf).unwrap_or(JOIN_TIMEOUT);

@@ -73,11 +73,14 @@ fn parse(bytes: &[u8]) -> Option<Vec<String>> {
     (!lines.is_empty()).then_some(lines)
 }
 
-/// The last `most` lines, indented like the last lines of a rank, each cut to `bytes` bytes.
+/// The last `most` lines, indented like the last lines of a rank, each cut to at most `bytes` bytes.
 pub(crate) fn last_lines(lines: &[String], most: usize, bytes: usize) -> Vec<String> {
     let indented = |line: &String| {
-        let line = format!("    {line}");
-        line[..line.floor_char_boundary(bytes)].to_owned()
+        let mut line = format!("    {line}");
+        while line.len() > bytes {
+            line.pop();
+        }
+        line
     };
     lines.iter().skip(lines.len().saturating_sub(most)).map(indented).collect()
 }

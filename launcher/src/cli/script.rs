@@ -68,7 +68,10 @@ impl Search<'_> {
                 };
                 match !always && can_run(script) {
                     // A name without a slash would be looked up in PATH.
-                    true => Ok((Path::new(".").join(script), arguments.to_vec())),
+                    true if !name.as_encoded_bytes().contains(&b'/') => {
+                        Ok((Path::new(".").join(script), arguments.to_vec()))
+                    }
+                    true => Ok((script.to_owned(), arguments.to_vec())),
                     false => python(&[name]),
                 }
             }

@@ -380,13 +380,19 @@ impl TorchrunArgs {
         ];
         let given = options.into_iter().filter(|(is_given, name)| *is_given || variables.has(name));
         let names: Vec<String> = given.map(|(is_given, name)| variables.source(is_given, name)).collect();
-        let have = match names.len() {
-            0 => return None,
-            1 => "has",
-            _ => "have",
-        };
-        Some(format!("{} {have} no effect here", names.join(" and ")))
+        match names.as_slice() {
+            [] => None,
+            [name] => Some(format!("{name} has no effect here")),
+            [names @ .., last] => Some(format!("{} and {last} have no effect here", names.join(", "))),
+        }
     }
+}
+
+/// A line about `--rdzv-conf`, if it is given to a job on one node.
+pub(super) fn conf_without_effect(is_given: bool, surroundings: &Surroundings<'_>) -> Option<String> {
+    let (variables, name) = (Variables::new(surroundings), "RDZV_CONF");
+    let is_found = is_given || variables.has(name);
+    is_found.then(|| format!("{} has no effect on one node", variables.source(is_given, name)))
 }
 
 /// What `--print-completion` does.

@@ -137,7 +137,7 @@ fn options_without_a_counterpart_are_refused_and_others_have_no_effect() {
     assert_eq!(notices("mgpurun --start-method fork x", &[]), ["--start-method has no effect here"]);
     assert_eq!(
         notices("mgpurun --rdzv-backend c10d --monitor_interval 5 x", &[("PET_START_METHOD", "spawn")]),
-        ["--monitor-interval and PET_START_METHOD and --rdzv-backend have no effect here"]
+        ["--monitor-interval, PET_START_METHOD and --rdzv-backend have no effect here"]
     );
 }
 
