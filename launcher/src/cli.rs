@@ -28,7 +28,7 @@ use crate::plan::{LaunchPlan, Machine, NodePlace, Ranks, Request, RunContext};
 use crate::program::ProgramError;
 use crate::restart::RestartPolicy;
 use crate::status::runs;
-use crate::{exit_code, program, stdout, sweep};
+use crate::{exit_code, program, stdout, sweep, top};
 pub(crate) use args::parse_seconds;
 use args::{CommandLine, RankArgs};
 use jobs::{Job, Jobs, split};
@@ -46,6 +46,7 @@ pub fn main() -> ExitCode {
         Some("doctor") => doctor::main(&arguments[1..]),
         Some("ps") => runs::main(&arguments[1..]),
         Some("sweep") => sweep::main(&arguments[1..]),
+        Some("top") => top::main(&arguments[1..]),
         _ => stdout::parse(arguments.iter().cloned())
             .and_then(|line| line.map_or_else(Ok, |line| run(line, &arguments))),
     };

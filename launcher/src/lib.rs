@@ -26,6 +26,7 @@
 //! | [`output`] | bytes → complete lines with their rank |
 //! | [`events`] | events of the run → JSON |
 //! | `writer` | a thread that writes files, so that the loop never blocks on a disk |
+//! | `top` | the command that shows the ranks live in the terminal |
 //! | `sweep` | the command that compares numbers of ranks and options: one launch for each |
 //! | `doctor` | the command that reports the machine's hardware and libraries |
 //! | `stdout` | mgpurun's own standard output |
@@ -67,6 +68,7 @@ mod status;
 mod stdout;
 pub mod supervisor;
 mod sweep;
+mod top;
 mod watch;
 mod writer;
 

@@ -33,6 +33,7 @@ mod options;
 mod prefix;
 mod sink;
 mod stall;
+mod tails;
 mod width;
 
 use destination::Destination;
@@ -43,6 +44,8 @@ pub(crate) use name::RankName;
 pub use options::{Color, LogError, OutputOptions};
 use prefix::prefix;
 use sink::Sink;
+pub(crate) use tails::TailReader;
+use tails::Tails;
 
 /// Which of a rank's two streams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,6 +85,8 @@ pub struct Output {
     same_target: bool,
     ranks: Vec<RankOutput>,
     logs: Option<Logs>,
+    /// The last lines for `mgpurun top`.
+    tails: Option<Tails>,
     width: usize,
     /// The loss of standard output was reported.
     reported_loss: bool,
@@ -108,6 +113,7 @@ impl Output {
         let create = |folder| Logs::create(folder, &names, options.stall_timeout());
         let logs = options.log_dir.as_deref().map(create).transpose()?;
         let width = names.iter().map(|name| name.short().len()).max().unwrap_or(0);
+        let tails = Tails::create(0, names.len() as u32);
         let ranks = names.into_iter().map(|name| RankOutput { name, ..RankOutput::default() }).collect();
         let same_target = destinations[0].sink.is_same_as(&destinations[1].sink);
         Ok(Output {
@@ -116,6 +122,7 @@ impl Output {
             same_target,
             ranks,
             logs,
+            tails,
             width,
             reported_loss: false,
             muted: false,
@@ -134,6 +141,9 @@ impl Output {
         }
         if let Some(folder) = self.options.log_dir.as_deref() {
             self.logs = Some(Logs::create(folder, &names, self.options.stall_timeout())?);
+        }
+        if let Some(tails) = &mut self.tails {
+            tails.set_ranks(first, ranks);
         }
         self.width = names.iter().map(|name| name.short().len()).max().unwrap_or(0);
         self.ranks = names.into_iter().map(|name| RankOutput { name, ..RankOutput::default() }).collect();
@@ -179,7 +189,8 @@ impl Output {
     /// When the next [`tick`](Self::tick) is due.
     pub fn next_deadline(&self) -> Option<Instant> {
         let streams = self.destinations.iter().filter_map(|to| to.sink.deadline());
-        streams.chain(self.logs.as_ref().and_then(Logs::next_deadline)).min()
+        let tails = self.tails.as_ref().and_then(Tails::next_deadline);
+        streams.chain(self.logs.as_ref().and_then(Logs::next_deadline)).chain(tails).min()
     }
 
     /// Continues to write to a stream that is writable again.
@@ -191,11 +202,16 @@ impl Output {
         }
     }
 
-    /// Handles stall timeouts of readers and disks, and reports problems of the logs. To be called in every iteration
+    /// Handles stall timeouts of readers and disks, writes last lines that are due, and reports problems of the logs. To be called in every iteration
     /// of the event loop.
     pub fn tick(&mut self, now: Instant) {
         for to in &mut self.destinations {
             to.sink.expire(now);
+        }
+        if let Some(tails) = &mut self.tails {
+            for rank in tails.due(now) {
+                tails.note(rank, &self.ranks[rank as usize].last, now);
+            }
         }
         for notice in self.logs.as_mut().map(|logs| logs.tick(now)).unwrap_or_default() {
             self.say(&notice);
@@ -254,6 +270,9 @@ impl Output {
 
     fn finish_lines(&mut self, rank: u32, stream: Stream, formatter: LineFormatter) {
         self.ranks[rank as usize].last = formatter.last;
+        if let Some(tails) = self.tails.as_mut().filter(|_| formatter.lines > 0) {
+            tails.note(rank, &self.ranks[rank as usize].last, Instant::now());
+        }
         let (shown, logged) = (formatter.shown.unwrap_or_default(), formatter.logged.unwrap_or_default());
         self.pass_on(rank, stream, &shown, &logged, formatter.lines);
     }

@@ -41,6 +41,7 @@ Commands of mgpurun itself (write -- in front to start a program of that name):
   mgpurun doctor   show this machine's cores, memory, GPUs, drivers and libraries
   mgpurun ps       show what the ranks of this user's runs are doing
   mgpurun sweep    run a program on several numbers of ranks, and compare speed and memory
+  mgpurun top      watch the ranks of this user's runs live
 
 SIGQUIT (Ctrl-\\) shows what the ranks of a running mgpurun are doing; the run continues. SIGUSR1 and
 SIGUSR2 are forwarded to the ranks. A second SIGINT or SIGTERM kills the ranks.
