@@ -31,7 +31,7 @@ use crate::output::{OutputOptions, StreamChoice};
 use crate::plan::{LaunchPlan, Machine, NodePlace, Ranks, Request, RunContext};
 use crate::restart::RestartPolicy;
 use crate::status::runs;
-use crate::{exit_code, stdout, stop, sweep};
+use crate::{exit_code, stdout, stop, sweep, top};
 pub(crate) use args::parse_seconds;
 use args::{CommandLine, RankArgs};
 use jobs::{Jobs, split};
@@ -52,6 +52,7 @@ pub fn main() -> ExitCode {
         Some("ps") => runs::main(&arguments[1..]),
         Some("stop") => stop::main(&arguments[1..]),
         Some("sweep") => sweep::main(&arguments[1..]),
+        Some("top") => top::main(&arguments[1..]),
         _ => {
             let words = torchrun::join_tee_values(arguments);
             stdout::parse(words.iter().cloned())

@@ -27,6 +27,7 @@
 //! | [`output`] | bytes → complete lines with their rank |
 //! | [`events`] | events of the run → JSON |
 //! | `writer` | a thread that writes files, so that the loop never blocks on a disk |
+//! | `top` | the command that shows the ranks live in the terminal |
 //! | `sweep` | the command that compares numbers of ranks and options: one launch for each |
 //! | `stop` | the command that asks a running job to stop |
 //! | `doctor` | the command that reports the machine's hardware and libraries |
@@ -71,6 +72,7 @@ mod stdout;
 mod stop;
 pub mod supervisor;
 mod sweep;
+mod top;
 mod watch;
 mod writer;
 

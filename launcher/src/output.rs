@@ -34,6 +34,7 @@ mod prefix;
 mod sink;
 mod stall;
 mod streams;
+mod tails;
 mod width;
 
 use destination::Destination;
@@ -45,6 +46,8 @@ pub use options::{Color, LogError, OutputOptions};
 use prefix::prefix;
 use sink::Sink;
 pub use streams::{StreamChoice, StreamMap};
+pub(crate) use tails::TailReader;
+use tails::Tails;
 
 /// Which of a rank's two streams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -86,6 +89,8 @@ pub struct Output {
     same_target: bool,
     ranks: Vec<RankOutput>,
     logs: Option<Logs>,
+    /// The last lines for `mgpurun top`.
+    tails: Option<Tails>,
     width: usize,
     /// The loss of standard output was reported.
     reported_loss: bool,
@@ -110,6 +115,7 @@ impl Output {
     fn to(destinations: [Destination; 2], jobs: &[u32], options: OutputOptions) -> Result<Self, LogError> {
         let names = RankName::of(jobs).into_iter().map(|name| (name, name.rank)).collect();
         let (logs, width, ranks) = prepare(names, &options)?;
+        let tails = Tails::create(0, ranks.len() as u32);
         let same_target = destinations[0].sink.is_same_as(&destinations[1].sink);
         Ok(Output {
             options,
@@ -117,6 +123,7 @@ impl Output {
             same_target,
             ranks,
             logs,
+            tails,
             width,
             reported_loss: false,
             muted: false,
@@ -135,6 +142,9 @@ impl Output {
             return Ok(());
         }
         (self.logs, self.width, self.ranks) = prepare(names, &self.options)?;
+        if let Some(tails) = &mut self.tails {
+            tails.set_ranks(first, ranks);
+        }
         Ok(())
     }
 
@@ -177,7 +187,8 @@ impl Output {
     /// When the next [`tick`](Self::tick) is due.
     pub fn next_deadline(&self) -> Option<Instant> {
         let streams = self.destinations.iter().filter_map(|to| to.sink.deadline());
-        streams.chain(self.logs.as_ref().and_then(Logs::next_deadline)).min()
+        let tails = self.tails.as_ref().and_then(Tails::next_deadline);
+        streams.chain(self.logs.as_ref().and_then(Logs::next_deadline)).chain(tails).min()
     }
 
     /// Continues to write to a stream that is writable again.
@@ -189,11 +200,16 @@ impl Output {
         }
     }
 
-    /// Handles stall timeouts of readers and disks, and reports problems of the logs. To be called in every iteration
+    /// Handles stall timeouts of readers and disks, writes last lines that are due, and reports problems of the logs. To be called in every iteration
     /// of the event loop.
     pub fn tick(&mut self, now: Instant) {
         for to in &mut self.destinations {
             to.sink.expire(now);
+        }
+        if let Some(tails) = &mut self.tails {
+            for rank in tails.due(now) {
+                tails.note(rank, &self.ranks[rank as usize].last, now);
+            }
         }
         for notice in self.logs.as_mut().map(|logs| logs.tick(now)).unwrap_or_default() {
             self.say(&notice);
@@ -252,6 +268,9 @@ impl Output {
 
     fn finish_lines(&mut self, rank: u32, stream: Stream, formatter: LineFormatter) {
         self.ranks[rank as usize].last = formatter.last;
+        if let Some(tails) = self.tails.as_mut().filter(|_| formatter.lines > 0) {
+            tails.note(rank, &self.ranks[rank as usize].last, Instant::now());
+        }
         let (shown, logged) = (formatter.shown.unwrap_or_default(), formatter.logged.unwrap_or_default());
         self.pass_on(rank, stream, &shown, &logged, formatter.lines);
     }

@@ -1,6 +1,7 @@
 // NVML: the machine's GPUs, whatever CUDA_VISIBLE_DEVICES says, and the processes that compute on them.
 //
 //   FAKE_NVML_PROCESSES=1:4242,1:77   processes 4242 and 77 compute on GPU 1
+//   FAKE_NVML_READINGS=1:93:61       GPU 1 is 93 % busy and 61 °C warm; the others tell neither
 //   FAKE_NVML_NO_DRIVER=1             there is no driver
 //   FAKE_NVML_LOST=FILE               the GPUs whose numbers are in the file, if it exists, have fallen off the bus
 //
@@ -21,6 +22,7 @@ enum nvmlReturn : unsigned {
     NVML_SUCCESS = 0,
     NVML_ERROR_UNINITIALIZED = 1,
     NVML_ERROR_INVALID_ARGUMENT = 2,
+    NVML_ERROR_NOT_SUPPORTED = 3,
     NVML_ERROR_NOT_FOUND = 6,
     NVML_ERROR_INSUFFICIENT_SIZE = 7,
     NVML_ERROR_DRIVER_NOT_LOADED = 9,
@@ -72,6 +74,24 @@ std::vector<unsigned> processes_on(int index) {
     return pids;
 }
 
+struct nvmlUtilization {
+    unsigned gpu;
+    unsigned memory;
+};
+
+struct nvmlMemory {
+    unsigned long long total;
+    unsigned long long free;
+    unsigned long long used;
+};
+
+// The reading of this GPU: per cent and degrees.
+bool reading_of(int index, unsigned* percent, unsigned* degrees) {
+    const char* text = getenv("FAKE_NVML_READINGS");
+    int device = 0;
+    return text != nullptr && sscanf(text, "%d:%u:%u", &device, percent, degrees) == 3 && device == index;
+}
+
 bool is_lost(unsigned index) {
     const char* name = getenv("FAKE_NVML_LOST");
     FILE* file = name == nullptr ? nullptr : fopen(name, "r");
@@ -101,6 +121,7 @@ API const char* nvmlErrorString(nvmlReturn code) {
         case NVML_SUCCESS: return "Success";
         case NVML_ERROR_UNINITIALIZED: return "Uninitialized";
         case NVML_ERROR_INVALID_ARGUMENT: return "Invalid Argument";
+        case NVML_ERROR_NOT_SUPPORTED: return "Not Supported";
         case NVML_ERROR_NOT_FOUND: return "Not Found";
         case NVML_ERROR_INSUFFICIENT_SIZE: return "Insufficient Size";
         case NVML_ERROR_DRIVER_NOT_LOADED: return "Driver Not Loaded";
@@ -152,4 +173,32 @@ API nvmlReturn nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice* device, unsig
     if (pids.size() > room) return NVML_ERROR_INSUFFICIENT_SIZE;
     for (size_t i = 0; i < pids.size(); ++i) infos[i] = {pids[i], 0, 0xffffffffu, 0xffffffffu};
     return NVML_SUCCESS;
+}
+
+API nvmlReturn nvmlDeviceGetName(nvmlDevice* device, char* name, unsigned length) {
+    if (initialized == 0) return NVML_ERROR_UNINITIALIZED;
+    if (!is_device(device)) return NVML_ERROR_INVALID_ARGUMENT;
+    if (snprintf(name, length, "Fake GPU") >= (int)length) return NVML_ERROR_INSUFFICIENT_SIZE;
+    return NVML_SUCCESS;
+}
+
+API nvmlReturn nvmlDeviceGetMemoryInfo(nvmlDevice* device, nvmlMemory* memory) {
+    if (initialized == 0) return NVML_ERROR_UNINITIALIZED;
+    if (!is_device(device)) return NVML_ERROR_INVALID_ARGUMENT;
+    *memory = {8ull << 30, 6ull << 30, 2ull << 30};
+    return NVML_SUCCESS;
+}
+
+API nvmlReturn nvmlDeviceGetUtilizationRates(nvmlDevice* device, nvmlUtilization* rates) {
+    if (initialized == 0) return NVML_ERROR_UNINITIALIZED;
+    if (!is_device(device)) return NVML_ERROR_INVALID_ARGUMENT;
+    unsigned degrees = 0;
+    return reading_of(device->index, &rates->gpu, &degrees) ? NVML_SUCCESS : NVML_ERROR_NOT_SUPPORTED;
+}
+
+API nvmlReturn nvmlDeviceGetTemperature(nvmlDevice* device, unsigned sensor, unsigned* degrees) {
+    if (initialized == 0) return NVML_ERROR_UNINITIALIZED;
+    if (!is_device(device) || sensor != 0) return NVML_ERROR_INVALID_ARGUMENT;
+    unsigned percent = 0;
+    return reading_of(device->index, &percent, degrees) ? NVML_SUCCESS : NVML_ERROR_NOT_SUPPORTED;
 }

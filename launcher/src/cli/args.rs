@@ -44,6 +44,7 @@ Commands of mgpurun itself (write -- in front to start a program of that name):
   mgpurun ps       show what the ranks of this user's runs are doing
   mgpurun stop     ask a running job to save its work and stop
   mgpurun sweep    run a program on several numbers of ranks, and compare speed and memory
+  mgpurun top      watch the ranks of this user's runs live
 
 SIGQUIT (Ctrl-\\) shows what the ranks of a running mgpurun are doing; the run continues. SIGTERM,
 SIGINT, SIGHUP and SIGUSR1 ask ranks that can stop by themselves, as train_mnist can, to save their

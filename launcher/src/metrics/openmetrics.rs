@@ -85,16 +85,16 @@ pub(super) fn text(runs: &[RunSnapshot], gpus: &[GpuSnapshot]) -> String {
     begin(&mut text, "mgpurun_run", "info", "", "The command of a run.");
     for run in runs {
         let launcher = run.launcher.to_string();
-        let labels = [("job", job(run)), ("launcher", launcher), ("program", run.program.clone())];
+        let labels = [("mgpurun_job", job(run)), ("launcher", launcher), ("program", run.program.clone())];
         sample(&mut text, "mgpurun_run_info", &labels, 1.0);
     }
     begin(&mut text, "mgpurun_ranks", "gauge", "", "Number of ranks of the run.");
     for run in runs {
-        sample(&mut text, "mgpurun_ranks", &[("job", job(run))], run.ranks.len() as f64);
+        sample(&mut text, "mgpurun_ranks", &[("mgpurun_job", job(run))], run.ranks.len() as f64);
     }
     begin(&mut text, "mgpurun_restarts", "counter", "", "How often the ranks have been restarted.");
     for run in runs {
-        sample(&mut text, "mgpurun_restarts_total", &[("job", job(run))], f64::from(run.restarts));
+        sample(&mut text, "mgpurun_restarts_total", &[("mgpurun_job", job(run))], f64::from(run.restarts));
     }
     for (name, kind, unit, help, value) in RANK_FAMILIES {
         begin(&mut text, name, kind, unit, help);
@@ -102,7 +102,7 @@ pub(super) fn text(runs: &[RunSnapshot], gpus: &[GpuSnapshot]) -> String {
         for (run, rank) in runs.iter().flat_map(|run| run.ranks.iter().map(move |rank| (run, rank))) {
             if let Some(value) = value(rank) {
                 let host = rank.host.clone().unwrap_or_default();
-                let labels = [("job", job(run)), ("rank", rank.rank.to_string()), ("host", host)];
+                let labels = [("mgpurun_job", job(run)), ("rank", rank.rank.to_string()), ("host", host)];
                 sample(&mut text, &name, &labels, value);
             }
         }

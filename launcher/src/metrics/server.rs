@@ -5,7 +5,7 @@
 
 use std::fs;
 use std::io::{self, ErrorKind, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -284,6 +284,8 @@ pub(super) fn serve(listener: &Listener, alive: &UnixStream, mut content: Conten
 
 #[cfg(test)]
 mod tests {
+    use std::net::SocketAddr;
+
     use mgpu_control::progress::ProgressPage;
 
     use super::super::{Board, MetricsServer};
@@ -318,7 +320,7 @@ mod tests {
         (&silent[1]).write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
         let metrics = ask(TcpStream::connect(address).unwrap(), "/metrics");
         assert!(metrics.starts_with("HTTP/1.1 200 OK\r\nContent-Type: application/openmetrics-text"), "{metrics}");
-        assert!(metrics.contains("\nmgpurun_rank_joined{job=\"0\",rank=\"0\"} 1\n"), "{metrics}");
+        assert!(metrics.contains("\nmgpurun_rank_joined{mgpurun_job=\"0\",rank=\"0\"} 1\n"), "{metrics}");
         assert!(metrics.ends_with("# EOF\n"));
         let status = ask(TcpStream::connect(address).unwrap(), "/status.json");
         let (_, body) = status.split_once("\r\n\r\n").unwrap();

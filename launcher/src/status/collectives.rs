@@ -61,8 +61,10 @@ impl Histories {
                 }
             }
         }
-        let parted = sequences.iter().filter_map(|((communicator, _), ranks)| {
-            let lines = [mismatch(ranks), laggards(ranks, now)].concat();
+        let parted = sequences.iter().filter_map(|(key @ (communicator, _), ranks)| {
+            let absent = self.absent(*key, ranks);
+            let positions = laggards(ranks, !absent.is_empty(), now);
+            let lines = [mismatch(ranks), absent, positions].concat();
             (!lines.is_empty()).then(|| {
                 let lines = lines.into_iter().map(|line| format!("  {line}"));
                 [format!("the ranks part in {}:", title(*communicator))].into_iter().chain(lines)
@@ -73,6 +75,21 @@ impl Histories {
             lines.push(self.note_of_other_hosts());
         }
         lines
+    }
+
+    /// The ranks that have begun no collective of a communicator that all ranks have. Nothing is known of a rank that has
+    /// forgotten older collectives.
+    fn absent(&self, key: Sequence, ranks: &[(u32, Vec<&RecordedCollective>)]) -> Vec<String> {
+        let (RecordedCommunicator::World(_), false) = key else { return Vec::new() };
+        let is_complete = |history: &[RecordedCollective]| history.first().is_none_or(|first| first.number == 1);
+        let is_present = |rank: u32| ranks.iter().any(|(other, _)| *other == rank);
+        let absent = self.ranks.iter().filter(|(rank, history)| !is_present(*rank) && is_complete(history));
+        let absent: Vec<u32> = absent.map(|(rank, _)| *rank).collect();
+        match &absent[..] {
+            [] => Vec::new(),
+            [_] => vec![format!("{} has begun none of its collectives", names(&absent))],
+            _ => vec![format!("{} have begun none of its collectives", names(&absent))],
+        }
     }
 
     fn note_of_other_hosts(&self) -> String {
@@ -102,6 +119,13 @@ impl Histories {
             text += &format!("{}\n", self.note_of_other_hosts().trim_start());
         }
         text
+    }
+
+    /// The collectives of a rank as lines, the newest first.
+    pub(crate) fn newest_first(&self, rank: u32) -> Vec<String> {
+        let history = self.ranks.iter().find(|(other, _)| *other == rank).map(|(_, history)| history);
+        let newest_first: Vec<RecordedCollective> = history.into_iter().flatten().rev().copied().collect();
+        table(&newest_first, now()).lines().map(str::to_owned).collect()
     }
 }
 
@@ -136,8 +160,8 @@ fn has_equal_sizes(operation: Operation) -> bool {
     !matches!(operation, Operation::AllToAllV | Operation::Connect)
 }
 
-/// Who is ahead and who is behind. Ranks that have left the newest collective while others are in it are not behind.
-fn laggards(ranks: &[(u32, Vec<&RecordedCollective>)], now: Duration) -> Vec<String> {
+/// Who is ahead and who is behind; nothing if nobody is, unless `others_are_behind`. Ranks that have left the newest collective while others are in it are not behind.
+fn laggards(ranks: &[(u32, Vec<&RecordedCollective>)], others_are_behind: bool, now: Duration) -> Vec<String> {
     let mut groups: BTreeMap<Position, Vec<(u32, &RecordedCollective)>> = BTreeMap::new();
     for (rank, records) in ranks {
         if let Some(last) = records.last() {
@@ -147,7 +171,7 @@ fn laggards(ranks: &[(u32, Vec<&RecordedCollective>)], now: Duration) -> Vec<Str
     }
     let newest = groups.keys().next_back().map_or(0, |newest| newest.sequence);
     // A rank is behind if another one has begun a collective that it has not begun.
-    if groups.keys().all(|position| position.sequence == newest) {
+    if !others_are_behind && groups.keys().all(|position| position.sequence == newest) {
         return Vec::new();
     }
     let line = |(position, group): (&Position, &Vec<(u32, &RecordedCollective)>)| {
@@ -279,6 +303,17 @@ mod tests {
     }
 
     #[test]
+    fn a_rank_without_any_collective_is_named() {
+        let reducing = record(Operation::AllReduce, 1, 8, None);
+        let all = histories(vec![vec![reducing], vec![], vec![reducing], vec![]]);
+        assert_eq!(
+            all.divergence(NOW),
+            ["the ranks part in communicator 1:", "  ranks 1,3 have begun none of its collectives",
+             "  ranks 0,2 are in all_reduce #1 (8 B, tag 3) since 10.0 s"]
+        );
+    }
+
+    #[test]
     fn different_calls_under_one_number_are_named() {
         let (reduce, smaller) =
             (record(Operation::AllReduce, 5, 400, None), record(Operation::AllReduce, 5, 40, None));
@@ -301,12 +336,15 @@ mod tests {
     fn ranks_that_agree_part_nowhere() {
         let (ended, running) =
             (record(Operation::AllReduce, 5, 400, Some(95)), record(Operation::AllReduce, 5, 400, None));
-        assert!(histories(vec![vec![ended], vec![running], vec![]]).divergence(NOW).is_empty());
+        assert!(histories(vec![vec![ended], vec![running]]).divergence(NOW).is_empty());
         // Groups of one split are different communicators, and so are launches and messages.
         let in_group = |first, sequence| RecordedCollective {
             communicator: RecordedCommunicator::Group { number: 1, first },
             ..record(Operation::AllReduce, sequence, 400, None)
         };
+        // One that has forgotten its first collectives may have been in any communicator.
+        let later = histories(vec![vec![ended], vec![in_group(0, 900)]]);
+        assert!(later.divergence(NOW).is_empty());
         let launch = record(Operation::LaunchGraph, 900, 0, Some(95));
         let message = record(Operation::Send, 77, 400, None);
         let all = histories(vec![vec![in_group(0, 1), launch], vec![in_group(1, 9), launch, message]]);

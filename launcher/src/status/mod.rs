@@ -72,6 +72,11 @@ impl Row {
         }
     }
 
+    /// A line for each kind of its threads.
+    pub(crate) fn thread_lines(&self) -> Vec<String> {
+        self.threads.lines()
+    }
+
     fn state(&self) -> String {
         let state = match &self.host {
             Some(host) => format!("on host {host}"),

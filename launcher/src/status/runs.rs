@@ -19,6 +19,7 @@ use mgpu_control::progress::{PAGE_NAME, ProgressPage, RunInfo, now};
 
 use super::collectives::MOST;
 use super::{Histories, Row, table};
+use crate::output::TailReader;
 use crate::stdout;
 
 /// Show the runs of this user and what each rank is doing.
@@ -46,14 +47,21 @@ pub(crate) const OWN_ENTRY: &str = "/proc/self";
 pub(crate) fn main(arguments: &[OsString]) -> Result<ExitCode, Box<dyn Error>> {
     match stdout::parse(arguments.iter().cloned())? {
         Ok(Args { collectives }) => {
-            // Without /proc no run can be found, although there may be some.
-            fs::read_link(OWN_ENTRY).map_err(|error| {
-                format!("cannot print the runs: cannot read {OWN_ENTRY}: {error}; is /proc mounted?")
-            })?;
+            check_proc()?;
             stdout::print(&describe(collectives.map(|count| count as usize)), ExitCode::SUCCESS)
         }
         Err(code) => Ok(code),
     }
+}
+
+/// Without /proc no run can be found, although there may be some.
+///
+/// # Errors
+/// If /proc cannot be read.
+pub(crate) fn check_proc() -> Result<(), String> {
+    fs::read_link(OWN_ENTRY).map(|_| ()).map_err(|error| {
+        format!("cannot print the runs: cannot read {OWN_ENTRY}: {error}; is /proc mounted?")
+    })
 }
 
 /// Every run with the table of its ranks, and so many of their last collectives, oldest first.
@@ -82,6 +90,16 @@ pub(crate) fn pages() -> impl Iterator<Item = ProgressPage> {
         path.file_name().is_some_and(|name| name.as_encoded_bytes().iter().all(u8::is_ascii_digit))
     };
     processes.map(|entry| entry.path()).filter(is_process).flat_map(|process| pages_of(&process))
+}
+
+/// The last lines of the ranks that this process has launched.
+pub(crate) fn last_lines(launcher: u32) -> Option<TailReader> {
+    let descriptors = fs::read_dir(format!("/proc/{launcher}/fd")).ok()?.flatten();
+    let is_named = |path: &PathBuf| {
+        fs::read_link(path).is_ok_and(|target| target.to_str().is_some_and(TailReader::is_named))
+    };
+    let path = descriptors.map(|entry| entry.path()).find(is_named)?;
+    File::open(path).ok().map(TailReader::new)
 }
 
 /// The pages of the runs that this process has launched, one for each job.
@@ -118,7 +136,7 @@ pub(crate) fn title(run: &RunInfo) -> String {
 }
 
 /// "1 h 02 min", "3 min 20 s", "7 s".
-fn duration(time: Duration) -> String {
+pub(crate) fn duration(time: Duration) -> String {
     match time.as_secs() {
         seconds @ 0..60 => format!("{seconds} s"),
         seconds @ 60..3600 => format!("{} min {:02} s", seconds / 60, seconds % 60),
