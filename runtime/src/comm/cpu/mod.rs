@@ -40,6 +40,7 @@ use cores::Cores;
 use lines::INLINE_BYTES;
 use region::{EAGER_BYTES, Region};
 use wait::WaitPolicy;
+pub(super) use wait::futex;
 
 use super::call::{Call, Request, SegmentUpdate};
 use super::exchange::{Exchange, Partition};

@@ -82,7 +82,7 @@ impl Flag {
 }
 
 /// The futex system call. Its result is ignored: every caller checks the value again.
-fn futex(word: &AtomicU32, operation: i32, value: u32, timeout: Option<Duration>) {
+pub(in crate::comm) fn futex(word: &AtomicU32, operation: i32, value: u32, timeout: Option<Duration>) {
     let timeout = timeout.map(|duration| libc::timespec {
         tv_sec: duration.as_secs() as libc::time_t,
         tv_nsec: duration.subsec_nanos().into(),

@@ -56,7 +56,7 @@ impl HostsTransport {
         self.meet(call)
     }
 
-    /// The same with `payload` for each rank, of at most [`SMALL_BYTES`](super::frame::SMALL_BYTES).
+    /// The same with `payload` for each rank, of at most [`part_bytes`](Self::part_bytes) bytes.
     pub(super) fn enter_for_each<'a>(
         &mut self,
         call: &Signature,
@@ -96,7 +96,6 @@ impl HostsTransport {
             FrameKind::Arrival => self.receive_arrival(from, &header, Some(payload)),
             FrameKind::Announcement => self.receive_arrival(from, &header, None),
             FrameKind::Bundle => self.receive_bundle(&header, &payload),
-            FrameKind::Doorbell => self.receive_doorbell(from),
             FrameKind::Message | FrameKind::Offer => self.receive_incoming(from, &header, payload),
             FrameKind::Accept => self.receive_accept(from, header.sequence),
             FrameKind::Probe => self.receive_probe(from, &header, &payload),

@@ -11,18 +11,22 @@
 //! **Order.** The sequence number of a slot or a sheet is written last and releases; whoever reads it acquires. Everything
 //! else in them is accessed only by whoever that order allows to.
 //!
-//! **Sleep.** A rank that is about to sleep in poll(2) sets its flag, and then looks at the board once more. Whoever
-//! publishes something looks at the flags afterwards, and sends the sleepers a frame that wakes them. A sequentially
-//! consistent fence on either side sees to it that at least one of the two sees what the other one has written.
+//! **Sleep.** A rank that waits for others of its house sleeps on a futex of its own, with a flag in it. It sets the flag,
+//! and then looks at the board once more. Whoever publishes something looks at the flags afterwards, and wakes the
+//! sleepers. A sequentially consistent fence on either side sees to it that at least one of the two sees what the other one
+//! has written.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 use std::sync::atomic::{AtomicU32, AtomicU64, fence};
+use std::time::Duration;
 
+use nix::libc;
 use smallvec::SmallVec;
 
 use super::arrivals::Arrival;
 use super::bundle::Entry;
 use super::frame::SMALL_BYTES;
+use crate::comm::cpu::futex;
 use crate::comm::signature::SIGNATURE_WORDS;
 use crate::shm::{Shared, SharedMemory};
 
@@ -41,7 +45,7 @@ pub(super) fn most_bytes(ranks: u32) -> usize {
 struct State {
     /// The last barrier of the house that it has come to.
     barrier: AtomicU32,
-    /// 1 while it sleeps, or is about to.
+    /// 1 while it sleeps, or is about to: a futex.
     asleep: AtomicU32,
 }
 
@@ -275,12 +279,18 @@ impl Board {
         has_reached(&self.state(memory, rank).barrier, barrier)
     }
 
-    /// Whether the rank at this position sleeps and must be woken, after something was published that it may wait for.
-    /// Only one caller gets to know.
-    pub(super) fn must_be_woken(&self, memory: &SharedMemory, rank: usize) -> bool {
+    /// Wakes the rank at this position, if it sleeps, after something was published that it may wait for.
+    pub(super) fn wake(&self, memory: &SharedMemory, rank: usize) {
         fence(SeqCst);
         let asleep = &self.state(memory, rank).asleep;
-        asleep.load(Relaxed) != 0 && asleep.swap(0, Relaxed) != 0
+        if asleep.load(Relaxed) != 0 && asleep.swap(0, Relaxed) != 0 {
+            futex(asleep, libc::FUTEX_WAKE, 1, None);
+        }
+    }
+
+    /// Wakes all other ranks that sleep.
+    pub(super) fn wake_all(&self, memory: &SharedMemory) {
+        (0..self.parts.len()).filter(|rank| *rank != self.own).for_each(|rank| self.wake(memory, rank));
     }
 
     /// A wait of this rank until all ranks of the house have arrived at collective `sequence`.
@@ -325,13 +335,15 @@ impl Watch<'_> {
         !self.flags.is_empty() && self.flags.iter().all(|flag| has_reached(flag, self.target))
     }
 
-    /// Sleeps by calling `sleep`, which ends early if a frame arrives; not at all if it [is over](Self::is_over).
-    pub(super) fn sleep<R>(&self, sleep: impl FnOnce() -> R) -> Option<R> {
-        let Some(asleep) = self.asleep.filter(|_| !self.is_idle()) else { return Some(sleep()) };
+    /// Sleeps until it may be [over](Self::is_over), for at most `patience`. What arrives over connections does not end the
+    /// sleep.
+    pub(super) fn sleep(&self, patience: Duration) {
+        let Some(asleep) = self.asleep else { return };
         asleep.store(1, Relaxed);
         fence(SeqCst);
-        let slept = (!self.is_over()).then(sleep);
+        if !self.is_over() {
+            futex(asleep, libc::FUTEX_WAIT, 1, Some(patience));
+        }
         asleep.store(0, Relaxed);
-        slept
     }
 }

@@ -3,7 +3,6 @@
 use std::ops::Range;
 
 use super::HostsTransport;
-use super::frame::SMALL_BYTES;
 use super::moves::{Moves, Relayed, carve};
 use super::transfer::Transfer;
 use super::wait::Awaited;
@@ -41,7 +40,7 @@ impl HostsTransport {
         );
         let small = match (moves.longest * buffer.dtype().size(), same_for_all) {
             (bytes, true) if bytes <= self.small_bytes() => Small::ForAll,
-            (bytes, false) if bytes <= SMALL_BYTES => Small::ForEach,
+            (bytes, false) if bytes <= self.part_bytes() => Small::ForEach,
             _ => Small::No,
         };
         let relayed = small == Small::No && same_for_all && !self.runs.are_single();

@@ -10,6 +10,8 @@ use crate::comm::signature::SIGNATURE_WORDS;
 pub(super) const HEADER_BYTES: usize = 68;
 /// Largest payload of a [`FrameKind::Data`] frame. Other frames may be sent between two of them.
 pub(super) const PIECE_BYTES: usize = 256 << 10;
+/// Largest payload of a [`FrameKind::Arrival`] frame.
+pub(super) const ARRIVAL_BYTES: usize = 128 << 10;
 /// Largest payload of a [`FrameKind::Bundle`] frame.
 pub(super) const BUNDLE_BYTES: usize = 128 << 10;
 /// Largest payload of a frame of any other kind, and of one rank in a bundle.
@@ -44,16 +46,14 @@ pub(super) enum FrameKind {
     Bundle = 9,
     /// The sender has arrived at collective `sequence`; its contribution comes by another way.
     Announcement = 10,
-    /// There is news on the [`board`](super::board) of the sender's house.
-    Doorbell = 11,
 }
 
 impl FrameKind {
     fn from_number(number: u8) -> Option<Self> {
         use FrameKind::{
-            Abort, Accept, Announcement, Arrival, Bundle, Data, Doorbell, Message, Offer, Probe, Waiting,
+            Abort, Accept, Announcement, Arrival, Bundle, Data, Message, Offer, Probe, Waiting,
         };
-        [Arrival, Data, Message, Offer, Accept, Probe, Waiting, Abort, Bundle, Announcement, Doorbell]
+        [Arrival, Data, Message, Offer, Accept, Probe, Waiting, Abort, Bundle, Announcement]
             .into_iter()
             .find(|kind| *kind as u8 == number)
     }
@@ -62,6 +62,7 @@ impl FrameKind {
     fn most_bytes(self) -> usize {
         match self {
             FrameKind::Data => PIECE_BYTES,
+            FrameKind::Arrival => ARRIVAL_BYTES,
             FrameKind::Bundle => BUNDLE_BYTES,
             _ => SMALL_BYTES,
         }
@@ -191,7 +192,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn headers_survive_the_wire(kind in 1u8..=11, sequence: u32, argument: u64, length in 0..=SMALL_BYTES as u32, checksum: u32, call: [u64; 4]) {
+        fn headers_survive_the_wire(kind in 1u8..=10, sequence: u32, argument: u64, length in 0..=SMALL_BYTES as u32, checksum: u32, call: [u64; 4]) {
             let kind = FrameKind::from_number(kind).unwrap();
             let header = Header { kind, sequence, argument, length, checksum, call };
             prop_assert_eq!(Header::decode(&header.encode(STAMP), STAMP), Ok(header));
@@ -211,7 +212,7 @@ mod tests {
 
         /// Whatever arrives is a header that encodes to the same bytes, or an error.
         #[test]
-        fn any_bytes_are_decoded_or_rejected(bytes in prop::collection::vec(any::<u8>(), HEADER_BYTES), forged: bool, kind in 0u8..14) {
+        fn any_bytes_are_decoded_or_rejected(bytes in prop::collection::vec(any::<u8>(), HEADER_BYTES), forged: bool, kind in 0u8..13) {
             let mut bytes = <[u8; HEADER_BYTES]>::try_from(bytes).unwrap();
             if forged {
                 bytes[..3].copy_from_slice(&MAGIC);

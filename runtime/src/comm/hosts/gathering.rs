@@ -17,12 +17,15 @@ use super::HostsTransport;
 use super::arrivals::Arrival;
 use super::bundle::{self, Entry};
 use super::dissemination::{FEW_RUNS, carried, source, step};
-use super::frame::{FrameKind, Header, SMALL_BYTES};
+use super::frame::{ARRIVAL_BYTES, FrameKind, Header, SMALL_BYTES};
 use super::wait::Awaited;
 use super::wire::BadFrame;
 use super::{board, house::House};
 use crate::Result;
 use crate::comm::signature::{SIGNATURE_WORDS, Signature};
+
+/// Most bytes that arrive for one rank with the arrivals of all others, unless there are many.
+const PARTS_BYTES: usize = 256 << 10;
 
 /// What of a house's board a wait watches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,6 +62,12 @@ impl HostsTransport {
         !self.runs.are_single() || self.runs.count() > FEW_RUNS
     }
 
+    /// The largest contribution for one rank that is sent with an arrival, in bytes: the same on all ranks. A receiver has
+    /// memory for those of all others.
+    pub(super) fn part_bytes(&self) -> usize {
+        (PARTS_BYTES / self.members.size() as usize).clamp(SMALL_BYTES, ARRIVAL_BYTES)
+    }
+
     /// The largest contribution for all ranks that is sent with an arrival, in bytes: the same on all ranks.
     pub(super) fn small_bytes(&self) -> usize {
         if self.runs.are_single() { SMALL_BYTES } else { board::most_bytes(self.members.size()) }
@@ -81,7 +90,7 @@ impl HostsTransport {
         if let Some(House { board, memory, .. }) = &self.house {
             board.arrive(memory, &arrival);
             if !self.is_leader() && board.have_all_arrived(memory, self.sequence) {
-                self.ring(self.runs.own().start);
+                board.wake(memory, 0);
             }
         }
         if self.is_leader() {
@@ -103,20 +112,6 @@ impl HostsTransport {
         for peer in self.others() {
             self.wire.sender().queue(peer, header, payload(peer));
         }
-    }
-
-    /// Wakes a neighbour that sleeps, after something was published.
-    fn ring(&self, rank: u32) {
-        let Some(House { board, memory, ranks, .. }) = &self.house else { return };
-        if board.must_be_woken(memory, (rank - ranks.start) as usize) {
-            let header = Header::new(FrameKind::Doorbell, 0, [0; SIGNATURE_WORDS]);
-            self.wire.sender().queue(rank, header, &[]);
-        }
-    }
-
-    /// Wakes all neighbours that sleep.
-    pub(super) fn ring_all(&self) {
-        self.runs.own().filter(|rank| *rank != self.members.rank()).for_each(|rank| self.ring(rank));
     }
 
     /// What to watch on the board during a wait.
@@ -165,7 +160,7 @@ impl HostsTransport {
         if let Some(House { board, memory, ranks, .. }) = &self.house {
             let others = self.entries(0..ranks.start).chain(self.entries(ranks.end..self.members.size()));
             board.publish(memory, self.sequence, others);
-            self.ring_all();
+            board.wake_all(memory);
         }
         Ok(())
     }
@@ -269,16 +264,5 @@ impl HostsTransport {
             self.note_arrival(rank, Arrival { sequence, call, location, payload })?;
         }
         Ok(())
-    }
-
-    /// Handles that there is news on the board, which any wait looks at.
-    ///
-    /// # Errors
-    /// If the sender has no part in it.
-    pub(super) fn receive_doorbell(&self, from: u32) -> Result<(), String> {
-        match self.house.as_ref().is_some_and(|house| house.ranks.contains(&from)) {
-            true => Ok(()),
-            false => Err("news of a board of another host".into()),
-        }
     }
 }

@@ -203,7 +203,7 @@ impl HostsTransport {
         let Some(house) = &self.house else { return Ok(()) };
         self.barriers = self.barriers.wrapping_add(1);
         if house.board.come_to_barrier(&house.memory, self.barriers) {
-            self.ring_all();
+            house.board.wake_all(&house.memory);
         }
         self.wait(Awaited::House, call, &mut self.empty_transfer())
     }

@@ -3,6 +3,7 @@
 //! | payload | way |
 //! |---|---|
 //! | small | with the arrival, to every rank that needs it: one message time |
+//! | medium, one rank on each host | a shard for each rank with the arrival, results to all: two message times |
 //! | large, several ranks on some host | along a [`chain`](super::chain) of the hosts |
 //! | large, one rank on each host | [directly](super::direct) to the rank that combines a part |
 //!
@@ -16,7 +17,8 @@ use smallvec::SmallVec;
 
 use super::HostsTransport;
 use super::direct::Goal;
-use super::frame::SMALL_BYTES;
+use super::moves::carve;
+use super::wait::Awaited;
 use crate::Result;
 use crate::comm::signature::Signature;
 use crate::comm::{Buffer, DType, ReduceOp, shard};
@@ -53,6 +55,10 @@ impl HostsTransport {
         if !self.runs.are_single() {
             return self.chain_all_reduce(buffer, op, call);
         }
+        if self.shards_are_small(buffer) {
+            self.small_reduction(buffer, op, Goal::Shards, call)?;
+            return self.gather_shards(buffer, call);
+        }
         self.enter(call, &[])?;
         self.direct_reduction(buffer, op, Goal::All, call)
     }
@@ -63,8 +69,7 @@ impl HostsTransport {
         op: ReduceOp,
         call: &Signature,
     ) -> Result<()> {
-        let ranks = self.members.size();
-        if shard(buffer.len(), ranks, 0).len() * buffer.dtype().size() <= SMALL_BYTES {
+        if self.shards_are_small(buffer) {
             return self.small_reduction(buffer, op, Goal::Shards, call);
         }
         if self.runs.are_single() {
@@ -82,7 +87,7 @@ impl HostsTransport {
         root: u32,
         call: &Signature,
     ) -> Result<()> {
-        if buffer.bytes() <= SMALL_BYTES {
+        if buffer.bytes() <= self.part_bytes() {
             return self.small_reduction(buffer, op, Goal::One(root), call);
         }
         if self.runs.are_single() {
@@ -91,6 +96,32 @@ impl HostsTransport {
             return Ok(());
         }
         self.direct_reduction(buffer, op, Goal::One(root), call)
+    }
+
+    /// Whether a rank's shard is sent to it with the arrival.
+    fn shards_are_small(&self, buffer: &Buffer) -> bool {
+        let longest = shard(buffer.len(), self.members.size(), 0).len();
+        longest * buffer.dtype().size() <= self.part_bytes()
+    }
+
+    /// Sends this rank's shard to all others, and gets theirs, after the arrival.
+    fn gather_shards(&mut self, buffer: &mut Buffer, call: &Signature) -> Result<()> {
+        let (rank, ranks, len) = (self.members.rank(), self.members.size(), buffer.len());
+        let element = buffer.dtype().size();
+        let shard_of = |rank: u32| {
+            let Range { start, end } = shard(len, ranks, rank);
+            start * element..end * element
+        };
+        let peers: SmallVec<[u32; 16]> = self.others().collect();
+        let targets: SmallVec<[Range<usize>; 16]> = peers.iter().map(|peer| shard_of(*peer)).collect();
+        let mut carved = carve(buffer.as_bytes_mut(), &targets);
+        let own = carved.read(&shard_of(rank));
+        let mut transfer = self.transfer(call);
+        for (peer, target) in peers.into_iter().zip(std::mem::take(&mut carved.written)) {
+            transfer.send(peer, own);
+            transfer.receive(peer, target);
+        }
+        self.wait(Awaited::Transfer, call, &mut transfer)
     }
 
     /// Each rank that needs a result gets the reduction of its part of all ranks' buffers, from parts that arrive with the
@@ -125,16 +156,20 @@ impl HostsTransport {
             return Ok(());
         }
         let (wanted, length) = if is_whole { (own.clone(), bytes.len()) } else { (0..own.len(), own.len()) };
-        // Payloads are not aligned.
+        let others = (0..ranks).filter(|peer| *peer != rank);
+        if let Some(peer) = others.clone().find(|peer| payloads[*peer as usize].len() != length) {
+            return Err(self.short_payload(peer));
+        }
+        let payloads = others.map(|peer| &payloads[peer as usize][wanted.clone()]);
+        if payloads.clone().all(|payload| payload.as_ptr().addr().is_multiple_of(element)) {
+            let contributions: SmallVec<[&[u8]; 16]> = payloads.collect();
+            reduce_part(dtype, op, rank, &mut buffer.as_bytes_mut()[own], &contributions);
+            return Ok(());
+        }
         let stride = own.len().next_multiple_of(64);
         let mut memory = self.take_memory((ranks as usize - 1) * stride);
-        let peers = (0..ranks).filter(|peer| *peer != rank);
-        for (peer, slot) in peers.zip(memory.as_bytes_mut().chunks_exact_mut(stride)) {
-            let payload = payloads[peer as usize].as_slice();
-            if payload.len() != length {
-                return Err(self.short_payload(peer));
-            }
-            slot[..own.len()].copy_from_slice(&payload[wanted.clone()]);
+        for (payload, slot) in payloads.zip(memory.as_bytes_mut().chunks_exact_mut(stride)) {
+            slot[..own.len()].copy_from_slice(payload);
         }
         let target = &mut buffer.as_bytes_mut()[own.clone()];
         let slots = memory.as_bytes().chunks_exact(stride).take(ranks as usize - 1);

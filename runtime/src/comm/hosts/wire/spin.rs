@@ -1,9 +1,10 @@
 //! How long a wait tries again and again before it sleeps.
 //!
 //! To sleep and to be woken takes several times as long as a small message between two hosts. So a wait tries for a
-//! while first, if its rank is likely to have a core of its own: as long as a message may take without a break, then
-//! with an offer of the core to others between two attempts. When such an offer takes long, somebody else needs the
-//! core: then waits sleep at once for a while, since a sleeper gets a core as soon as it is woken.
+//! while first. A rank that is likely to have a core of its own does so without a break as long as a message may take; then,
+//! and otherwise from the start, with an offer of the core to others between two attempts: what it waits for may be the
+//! work of a rank that needs the same core. When such offers take long, somebody computes on the core: then waits sleep at
+//! once for a while, since a sleeper gets a core as soon as it is woken.
 //!
 //! Ranks that start together may share a core while another is idle, and the scheduler may leave them there: it sees
 //! two tasks that keep offering the core to each other. A rank that notices moves to the core of its number, and does
@@ -18,7 +19,7 @@ use nix::unistd::{Pid, SysconfVar, sysconf};
 const BUSY_TIME: Duration = Duration::from_micros(50);
 /// How long a wait tries: longer than ranks that do the same work are apart, and much shorter than a step.
 const SPIN_TIME: Duration = Duration::from_micros(200);
-/// If an offer of the core takes longer, another task ran for a while.
+/// If an offer of the core takes longer although waits offer it at once, another task computes there.
 const LONG_OFFER: Duration = Duration::from_micros(50);
 /// If this many offers in a row take longer than this, another task uses the same core.
 const TAKEN_OFFERS: (u32, Duration) = (8, Duration::from_micros(2));
@@ -34,6 +35,8 @@ const THIS_THREAD: Pid = Pid::from_raw(0);
 #[derive(Debug)]
 pub(in super::super) struct Spinner {
     spins: bool,
+    /// There are more ranks than cores: waits offer the core at once.
+    is_crowded: bool,
     rank: u32,
     /// Offers of the core in a row that another task took.
     taken_offers: u32,
@@ -54,8 +57,8 @@ impl Spinner {
     /// For this world rank, on a host with `local_ranks` ranks.
     pub(in super::super) fn new(rank: u32, local_ranks: u32) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let spins = local_ranks as usize <= cores || is_bound();
-        Spinner { spins, rank, taken_offers: 0, moved: None, shared_until: None, rests_until: None }
+        let is_crowded = local_ranks as usize > cores && !is_bound();
+        Spinner { spins: true, is_crowded, rank, taken_offers: 0, moved: None, shared_until: None, rests_until: None }
     }
 
     /// Other threads compute on the rank's core: waits sleep at once.
@@ -77,7 +80,8 @@ impl Spinner {
         }
         let now = Instant::now();
         let waited = now.duration_since(spin.since);
-        if waited < BUSY_TIME && self.shared_until.is_none_or(|until| until < now) {
+        let shares_core = self.is_crowded || self.shared_until.is_some_and(|until| until >= now);
+        if waited < BUSY_TIME && !shares_core {
             std::hint::spin_loop();
             return true;
         }
@@ -86,7 +90,8 @@ impl Spinner {
         }
         std::thread::yield_now();
         let offered = now.elapsed();
-        if offered > LONG_OFFER {
+        // Another rank that waits without a break takes that time once.
+        if offered > LONG_OFFER && shares_core {
             // Once more: what is awaited may have come meanwhile.
             spin.time = Duration::ZERO;
             self.rests_until = Some(now + REST);

@@ -36,6 +36,11 @@ const FEW_STREAMS: usize = 4;
 /// Time between two checks whether the other hosts still answer.
 const LINK_CHECK: Duration = Duration::from_millis(500);
 
+/// A wait that watches a board reads the streams at one of so many attempts.
+const WATCHED_ATTEMPTS: u32 = 16;
+/// Longest sleep of such a wait while a stream has no room.
+const FULL_PATIENCE: Duration = Duration::from_millis(1);
+
 /// The connections of a rank that were just made.
 pub(in super::super) struct Streams {
     /// By rank, the same number for each; none at the own rank.
@@ -236,25 +241,39 @@ impl Wire for TcpWire {
         // In large transfers attempts would find a little each time, which costs more than to be woken for more.
         let patience_to_spin = if transfer.left() <= PIECE_BYTES { patience } else { Duration::ZERO };
         let mut spin = self.spinner.begin(patience_to_spin);
-        loop {
-            if watch.is_over() || self.try_all(transfer)? {
+        for attempt in 0u32.. {
+            // What a watch waits for comes first; then little is of use that comes from elsewhere.
+            let reads = watch.is_idle() || attempt % WATCHED_ATTEMPTS == 0;
+            if watch.is_over() || reads && self.try_all(transfer)? {
                 return Ok(());
             }
             if !self.spinner.again(&mut spin) {
                 break;
             }
         }
+        let is_flushed = |(peer, state): (u32, &Peer)| {
+            let is_empty = || !transfer.has_for(peer) && self.connections.is_flushed(peer);
+            state.inputs.is_empty() || is_empty()
+        };
         // What can be sent at once is sent by the next `advance`.
         let can_send = |(peer, state): (u32, &Peer)| {
-            let has_more = || transfer.has_for(peer) || !self.connections.is_flushed(peer);
-            state.full.is_empty() && state.deaf.is_none() && !state.inputs.is_empty() && has_more()
+            let is_open = state.full.is_empty() && state.deaf.is_none();
+            is_open && !is_flushed((peer, state))
         };
         if patience.is_zero() || (0..).zip(&self.peers).any(can_send) {
             return Ok(());
         }
+        let patience = match watch.is_idle() {
+            true => patience,
+            false if (0..).zip(&self.peers).all(is_flushed) => {
+                watch.sleep(patience);
+                return Ok(());
+            }
+            false => patience.min(FULL_PATIENCE),
+        };
         // Rounded up: a wait of less than a millisecond must not become a busy loop.
         let milliseconds = u16::try_from(patience.as_micros().div_ceil(1000)).unwrap_or(u16::MAX);
-        watch.sleep(|| self.move_ready(transfer, milliseconds)).map_or(Ok(()), |moved| moved.map(drop))
+        self.move_ready(transfer, milliseconds).map(drop)
     }
 
     fn next_frame(&mut self) -> Option<Frame> {

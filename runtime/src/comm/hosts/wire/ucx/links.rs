@@ -12,7 +12,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use ucx_sys::{EndpointId, Request, Tested, Worker};
 
 use super::tags;
-use crate::comm::hosts::frame::{BUNDLE_BYTES, HEADER_BYTES, Header, Stamp};
+use crate::comm::hosts::frame::{ARRIVAL_BYTES, BUNDLE_BYTES, HEADER_BYTES, Header, Stamp};
 use crate::comm::hosts::wire::{Ended, Sender};
 
 /// How long an abort waits until its frames are sent.
@@ -22,7 +22,7 @@ const CLOSE_SLICE: Duration = Duration::from_millis(5);
 /// How often a worker progresses before what has arrived is used.
 const ROUNDS: usize = 16;
 /// The longest message on a control endpoint.
-const MOST_BYTES: usize = HEADER_BYTES + BUNDLE_BYTES;
+const MOST_BYTES: usize = HEADER_BYTES + if ARRIVAL_BYTES > BUNDLE_BYTES { ARRIVAL_BYTES } else { BUNDLE_BYTES };
 /// Says that the sender has connected.
 const HELLO: &[u8] = &[1];
 /// Says that the sender sends nothing more.
@@ -359,6 +359,11 @@ impl UcxSender {
     /// Number of ranks.
     pub(super) fn size(&self) -> u32 {
         self.size
+    }
+
+    /// Whether all messages are sent.
+    pub(super) fn is_flushed(&self) -> bool {
+        self.lock().outgoing.is_empty()
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Links> {

@@ -36,6 +36,8 @@ use crate::comm::hosts::transfer::Transfer;
 
 /// Largest piece of payload: few enough headers, and progress is seen in a transfer of minutes.
 const PIECE_BYTES: usize = 4 << 20;
+/// Longest sleep of a wait that watches a board, while messages are not sent.
+const FLUSH_PATIENCE: Duration = Duration::from_millis(1);
 /// How long abandoned operations may take to end, before the worker is destroyed.
 const ABANDON_PATIENCE: Duration = Duration::from_secs(1);
 
@@ -328,7 +330,11 @@ impl Wire for UcxWire {
         let mut spin = self.spinner.begin(patience);
         while !watch.is_over() && !self.turn(transfer)? {
             if !self.spinner.again(&mut spin) {
-                watch.sleep(|| self.links.sleep(patience));
+                match !watch.is_idle() && self.links.is_flushed() {
+                    true => watch.sleep(patience),
+                    false if watch.is_idle() => self.links.sleep(patience),
+                    false => self.links.sleep(patience.min(FLUSH_PATIENCE)),
+                }
                 return self.turn(transfer).map(drop);
             }
         }
