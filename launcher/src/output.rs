@@ -105,7 +105,9 @@ impl Output {
             Destination::new(io::stdout(), options.color, options.stall_timeout()),
             Destination::new(io::stderr(), options.color, options.stall_timeout()),
         ];
-        Output::to(destinations, jobs, options)
+        let mut output = Output::to(destinations, jobs, options)?;
+        output.tails = Tails::create(0, output.ranks.len() as u32);
+        Ok(output)
     }
 
     fn to(destinations: [Destination; 2], jobs: &[u32], options: OutputOptions) -> Result<Self, LogError> {
@@ -113,7 +115,6 @@ impl Output {
         let create = |folder| Logs::create(folder, &names, options.stall_timeout());
         let logs = options.log_dir.as_deref().map(create).transpose()?;
         let width = names.iter().map(|name| name.short().len()).max().unwrap_or(0);
-        let tails = Tails::create(0, names.len() as u32);
         let ranks = names.into_iter().map(|name| RankOutput { name, ..RankOutput::default() }).collect();
         let same_target = destinations[0].sink.is_same_as(&destinations[1].sink);
         Ok(Output {
@@ -122,7 +123,7 @@ impl Output {
             same_target,
             ranks,
             logs,
-            tails,
+            tails: None,
             width,
             reported_loss: false,
             muted: false,
