@@ -316,7 +316,16 @@ impl Launch {
         // Held until the ranks have ended.
         let _reservations = register.map(|register| reserve(&mut plans, &register)).transpose()?;
         let Launch {
-            requests, output, signals, supervision, report_bindings, metrics, fail, notices, nodes, ..
+            requests,
+            output,
+            signals,
+            supervision,
+            report_bindings,
+            metrics,
+            fail,
+            notices,
+            nodes,
+            ..
         } = self;
         let signals = signals?;
         if supervision.adopts_orphans {

@@ -10,11 +10,11 @@ use mgpu_control::inject::Injection;
 use super::node_args::NodeArgs;
 use super::rank_count::RanksPerNode;
 use crate::launch::MAX_DURATION;
+use crate::metrics::MetricsAddress;
 use crate::output::Color;
 use crate::placement::Bind;
 use crate::plan::{BackendChoice, GpuChoice, Ranks};
 use crate::ranks::RankSet;
-use crate::metrics::MetricsAddress;
 use crate::restart::FailPolicy;
 
 const AFTER_HELP: &str = "\

@@ -65,7 +65,8 @@ pub(super) fn draw(shown: &Shown<'_>, state: &State, buffer: &mut Buffer) {
         (Some(launcher), _) => (format!("end the run of launcher {launcher}? y yes, any other key no"), BOLD),
         (None, Some(told)) => (told.clone(), BOLD),
         (None, None) => {
-            let (order, reverse) = (state.order.name(), if state.is_reversed { "reversed" } else { "reverse" });
+            let (order, reverse) =
+                (state.order.name(), if state.is_reversed { "reversed" } else { "reverse" });
             let next = if shown.runs.len() > 1 { "  Tab next run" } else { "" };
             (format!("q quit  ↑↓ select  Enter look  s sort: {order}  r {reverse}  x end{next}"), DIM)
         }
@@ -267,7 +268,10 @@ pub(super) mod tests {
                 state: if is_late { "running" } else { "sleeping" }.into(),
                 is_up: true,
                 has_joined: true,
-                doing: format!("in step 120, {} all_reduce #367, 4.2 MB", if is_late { "after" } else { "in" }),
+                doing: format!(
+                    "in step 120, {} all_reduce #367, 4.2 MB",
+                    if is_late { "after" } else { "in" }
+                ),
                 step: 120,
                 idle_s: 0.2,
                 waits_for: (!is_late).then_some(1),
