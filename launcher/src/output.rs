@@ -109,13 +109,14 @@ impl Output {
             Destination::new(io::stdout(), options.color, options.stall_timeout()),
             Destination::new(io::stderr(), options.color, options.stall_timeout()),
         ];
-        Output::to(destinations, jobs, options)
+        let mut output = Output::to(destinations, jobs, options)?;
+        output.tails = Tails::create(0, output.ranks.len() as u32);
+        Ok(output)
     }
 
     fn to(destinations: [Destination; 2], jobs: &[u32], options: OutputOptions) -> Result<Self, LogError> {
         let names = RankName::of(jobs).into_iter().map(|name| (name, name.rank)).collect();
         let (logs, width, ranks) = prepare(names, &options)?;
-        let tails = Tails::create(0, ranks.len() as u32);
         let same_target = destinations[0].sink.is_same_as(&destinations[1].sink);
         Ok(Output {
             options,
@@ -123,7 +124,7 @@ impl Output {
             same_target,
             ranks,
             logs,
-            tails,
+            tails: None,
             width,
             reported_loss: false,
             muted: false,

@@ -154,13 +154,18 @@ fn metrics_are_served_and_clients_do_not_disturb_the_run() {
             && !metrics.contains("mgpurun_rank_waited_for_seconds_total{mgpurun_job=\"0\",rank=\"1\"} 0\n")
     });
     assert!(metrics.contains("\nmgpurun_rank_up{mgpurun_job=\"0\",rank=\"1\"} 1\n"), "{metrics}");
-    assert!(metrics.contains("\nmgpurun_rank_collectives_total{mgpurun_job=\"0\",rank=\"0\"} 5\n"), "{metrics}");
+    assert!(
+        metrics.contains("\nmgpurun_rank_collectives_total{mgpurun_job=\"0\",rank=\"0\"} 5\n"),
+        "{metrics}"
+    );
     check_with_prometheus_client(&metrics);
     let status: serde_json::Value = serde_json::from_str(&get(connect(), "/status.json")).unwrap();
     assert_eq!(status["runs"][0]["ranks"][1]["state"], "stopped", "{status}");
     assert_eq!(status["runs"][0]["ranks"][0]["waits_for"], 1, "{status}");
     let page = get(connect(), "/");
-    assert!(!page.contains("http://") || page.matches("http://").count() == page.matches("www.w3.org").count());
+    assert!(
+        !page.contains("http://") || page.matches("http://").count() == page.matches("www.w3.org").count()
+    );
     drop(flood);
     assert_eq!(end(child, stderr), Some(143));
 }
@@ -303,7 +308,8 @@ fn ranks_with_gpus_are_watched_too() {
     let mut seen = String::new();
     until(|| {
         seen = shown(folder.path(), &["--collectives"]);
-        let count = |rank| collectives_of(&seen, rank).iter().filter(|line| line.ends_with("enqueued")).count();
+        let count =
+            |rank| collectives_of(&seen, rank).iter().filter(|line| line.ends_with("enqueued")).count();
         count(1) > 0 && count(0) > count(1)
     });
     assert!(seen.contains("\nthe ranks part in communicator 1:\n"), "{seen}");

@@ -12,11 +12,11 @@ use super::node_args::NodeArgs;
 use super::rank_count::RanksPerNode;
 use super::torchrun::{ScriptArgs, Tee, TorchrunArgs};
 use crate::launch::MAX_DURATION;
+use crate::metrics::MetricsAddress;
 use crate::output::Color;
 use crate::placement::Bind;
 use crate::plan::{BackendChoice, GpuChoice, Ranks};
 use crate::ranks::RankSet;
-use crate::metrics::MetricsAddress;
 use crate::restart::FailPolicy;
 
 const AFTER_HELP: &str = "\

@@ -25,9 +25,9 @@ impl FromStr for MetricsAddress {
             };
         }
         let (host, port) = text.rsplit_once(':').unwrap_or(("", text));
-        let port = port.parse::<u16>().map_err(|_| {
-            "it should be a port, such as 9400, ADDRESS:PORT or unix:PATH".to_owned()
-        })?;
+        let port = port
+            .parse::<u16>()
+            .map_err(|_| "it should be a port, such as 9400, ADDRESS:PORT or unix:PATH".to_owned())?;
         let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
         let address = match host {
             "" | "localhost" => IpAddr::V4(Ipv4Addr::LOCALHOST),

@@ -33,9 +33,13 @@ const RANK_FAMILIES: [RankFamily; 10] = [
     ("mgpurun_rank_samples", "counter", "", "Samples that the rank has reported as processed.", |rank| {
         joined(rank, rank.totals.samples as f64)
     }),
-    ("mgpurun_rank_collectives", "counter", "", "Collectives and messages that the rank has begun.", |rank| {
-        joined(rank, rank.totals.collectives as f64)
-    }),
+    (
+        "mgpurun_rank_collectives",
+        "counter",
+        "",
+        "Collectives and messages that the rank has begun.",
+        |rank| joined(rank, rank.totals.collectives as f64),
+    ),
     (
         "mgpurun_rank_communication_seconds",
         "counter",
@@ -76,7 +80,9 @@ const GPU_FAMILIES: [(&str, &str, &str, OfGpu); 4] = [
     ("mgpurun_gpu_memory_total_bytes", "bytes", "Memory of the GPU.", |gpu| {
         gpu.total_bytes.map(|bytes| bytes as f64)
     }),
-    ("mgpurun_gpu_temperature_celsius", "celsius", "Temperature of the GPU.", |gpu| gpu.temperature_c.map(f64::from)),
+    ("mgpurun_gpu_temperature_celsius", "celsius", "Temperature of the GPU.", |gpu| {
+        gpu.temperature_c.map(f64::from)
+    }),
 ];
 
 /// The text.
@@ -134,8 +140,7 @@ fn begin(text: &mut String, name: &str, kind: &str, unit: &str, help: &str) {
 
 fn sample(text: &mut String, name: &str, labels: &[(&str, String)], value: f64) {
     let labels = labels.iter().filter(|(_, value)| !value.is_empty());
-    let labels: Vec<String> =
-        labels.map(|(label, value)| format!("{label}=\"{}\"", escape(value))).collect();
+    let labels: Vec<String> = labels.map(|(label, value)| format!("{label}=\"{}\"", escape(value))).collect();
     let _ = writeln!(text, "{name}{{{}}} {value}", labels.join(","));
 }
 
@@ -173,7 +178,13 @@ mod tests {
             waits_for: None,
             resident_bytes: host.is_none().then_some(4096),
             cpu_s: host.is_none().then_some(1.25),
-            totals: RankTotals { steps: 6, samples: 192, collectives: 18, communicating: 0.5, waited_for: 0.25 },
+            totals: RankTotals {
+                steps: 6,
+                samples: 192,
+                collectives: 18,
+                communicating: 0.5,
+                waited_for: 0.25,
+            },
             rates: RankRates::default(),
         };
         let run = RunSnapshot {

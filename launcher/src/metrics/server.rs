@@ -172,9 +172,8 @@ impl Connection {
 
     /// Reads and writes what is possible. False once the connection is over.
     fn advance(&mut self, content: &mut Content, is_local: bool, now: Instant) -> bool {
-        self.try_advance(content, is_local, now).unwrap_or_else(|error| {
-            matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted)
-        })
+        self.try_advance(content, is_local, now)
+            .unwrap_or_else(|error| matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted))
     }
 
     fn try_advance(&mut self, content: &mut Content, is_local: bool, now: Instant) -> io::Result<bool> {
@@ -246,13 +245,11 @@ pub(super) fn serve(listener: &Listener, alive: &UnixStream, mut content: Conten
         content.sample(Instant::now());
         let accepts = connections.len() < MAX_CONNECTIONS && allowance.refill(Instant::now());
         let listened = if accepts { PollFlags::POLLIN } else { PollFlags::empty() };
-        let mut fds = vec![
-            PollFd::new(alive.as_fd(), PollFlags::POLLIN),
-            PollFd::new(listener.as_fd(), listened),
-        ];
-        fds.extend(connections.iter().map(|connection| {
-            PollFd::new(connection.stream.as_fd(), connection.events())
-        }));
+        let mut fds =
+            vec![PollFd::new(alive.as_fd(), PollFlags::POLLIN), PollFd::new(listener.as_fd(), listened)];
+        fds.extend(
+            connections.iter().map(|connection| PollFd::new(connection.stream.as_fd(), connection.events())),
+        );
         // The pages are read so often that no other deadline matters.
         let left = content.next_sample().saturating_duration_since(Instant::now());
         let timeout = PollTimeout::try_from(left.as_millis() + 1).unwrap_or(PollTimeout::MAX);
@@ -319,7 +316,10 @@ mod tests {
         (&silent[0]).write_all(b"GET /met").unwrap();
         (&silent[1]).write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
         let metrics = ask(TcpStream::connect(address).unwrap(), "/metrics");
-        assert!(metrics.starts_with("HTTP/1.1 200 OK\r\nContent-Type: application/openmetrics-text"), "{metrics}");
+        assert!(
+            metrics.starts_with("HTTP/1.1 200 OK\r\nContent-Type: application/openmetrics-text"),
+            "{metrics}"
+        );
         assert!(metrics.contains("\nmgpurun_rank_joined{mgpurun_job=\"0\",rank=\"0\"} 1\n"), "{metrics}");
         assert!(metrics.ends_with("# EOF\n"));
         let status = ask(TcpStream::connect(address).unwrap(), "/status.json");

@@ -167,7 +167,10 @@ mod tests {
         assert_eq!(reader.lines(4), [""; 0]);
         tails.note(1, &last(&["a", "", "b"]), start);
         tails.note(2, &last(&["é"]), start);
-        assert_eq!((reader.lines(5), reader.lines(6)), (vec!["a".into(), String::new(), "b".into()], vec!["é".into()]));
+        assert_eq!(
+            (reader.lines(5), reader.lines(6)),
+            (vec!["a".into(), String::new(), "b".into()], vec!["é".into()])
+        );
         // The next lines wait a little.
         tails.note(1, &last(&["c"]), start + INTERVAL / 2);
         assert_eq!((reader.lines(5).len(), tails.next_deadline()), (3, Some(start + INTERVAL)));

@@ -81,7 +81,8 @@ impl Histories {
     /// forgotten older collectives.
     fn absent(&self, key: Sequence, ranks: &[(u32, Vec<&RecordedCollective>)]) -> Vec<String> {
         let (RecordedCommunicator::World(_), false) = key else { return Vec::new() };
-        let is_complete = |history: &[RecordedCollective]| history.first().is_none_or(|first| first.number == 1);
+        let is_complete =
+            |history: &[RecordedCollective]| history.first().is_none_or(|first| first.number == 1);
         let is_present = |rank: u32| ranks.iter().any(|(other, _)| *other == rank);
         let absent = self.ranks.iter().filter(|(rank, history)| !is_present(*rank) && is_complete(history));
         let absent: Vec<u32> = absent.map(|(rank, _)| *rank).collect();
@@ -161,7 +162,11 @@ fn has_equal_sizes(operation: Operation) -> bool {
 }
 
 /// Who is ahead and who is behind; nothing if nobody is, unless `others_are_behind`. Ranks that have left the newest collective while others are in it are not behind.
-fn laggards(ranks: &[(u32, Vec<&RecordedCollective>)], others_are_behind: bool, now: Duration) -> Vec<String> {
+fn laggards(
+    ranks: &[(u32, Vec<&RecordedCollective>)],
+    others_are_behind: bool,
+    now: Duration,
+) -> Vec<String> {
     let mut groups: BTreeMap<Position, Vec<(u32, &RecordedCollective)>> = BTreeMap::new();
     for (rank, records) in ranks {
         if let Some(last) = records.last() {
@@ -186,7 +191,9 @@ fn laggards(ranks: &[(u32, Vec<&RecordedCollective>)], others_are_behind: bool, 
             (latest(&|record| record.begin), latest(&|record| record.end.unwrap_or(record.begin)));
         let begun = if last.on_device { "enqueued" } else { "ended" };
         let behind = match position.sequence < newest {
-            true => format!(", and {} not begun #{}", if plural { "have" } else { "has" }, position.sequence + 1),
+            true => {
+                format!(", and {} not begun #{}", if plural { "have" } else { "has" }, position.sequence + 1)
+            }
             false => String::new(),
         };
         match position.has_ended {
@@ -213,20 +220,18 @@ fn title(communicator: RecordedCommunicator) -> String {
 /// "all_reduce #2042 (4.2 MB, tag 3)".
 fn describe(record: &RecordedCollective) -> String {
     let RecordedCollective { operation, sequence, bytes: size, tag, .. } = record;
-    let details: Vec<String> = [
-        (*size > 0).then(|| bytes(*size)),
-        tag.map(|tag| format!("tag {tag}")),
-    ]
-    .into_iter()
-    .flatten()
-    .collect();
+    let details: Vec<String> = [(*size > 0).then(|| bytes(*size)), tag.map(|tag| format!("tag {tag}"))]
+        .into_iter()
+        .flatten()
+        .collect();
     let details = if details.is_empty() { String::new() } else { format!(" ({})", details.join(", ")) };
     format!("{} #{sequence}{details}", operation.name())
 }
 
 fn table(records: &[RecordedCollective], now: Duration) -> String {
     let row = |record: &RecordedCollective| {
-        let RecordedCollective { communicator, operation, sequence, bytes: size, tag, begin, end, .. } = record;
+        let RecordedCollective { communicator, operation, sequence, bytes: size, tag, begin, end, .. } =
+            record;
         let communicator = match communicator {
             RecordedCommunicator::World(number) => number.to_string(),
             RecordedCommunicator::Group { number, first } => format!("group {number}.{first}"),
@@ -308,8 +313,11 @@ mod tests {
         let all = histories(vec![vec![reducing], vec![], vec![reducing], vec![]]);
         assert_eq!(
             all.divergence(NOW),
-            ["the ranks part in communicator 1:", "  ranks 1,3 have begun none of its collectives",
-             "  ranks 0,2 are in all_reduce #1 (8 B, tag 3) since 10.0 s"]
+            [
+                "the ranks part in communicator 1:",
+                "  ranks 1,3 have begun none of its collectives",
+                "  ranks 0,2 are in all_reduce #1 (8 B, tag 3) since 10.0 s"
+            ]
         );
     }
 

@@ -170,14 +170,19 @@ mod tests {
         for reading in 0..=200u64 {
             // Ranks 0 and 2 communicate in every other reading, and then wait for rank 1.
             let waiting = reading % 2 == 0 && reading > 0;
-            let waits =
-                Reading { is_communicating: waiting, waits_for: waiting.then_some(1), steps: reading, ..IDLE };
+            let waits = Reading {
+                is_communicating: waiting,
+                waits_for: waiting.then_some(1),
+                steps: reading,
+                ..IDLE
+            };
             let busy = Reading { steps: reading, samples: reading * 32, collectives: reading * 3, ..IDLE };
             totals.add(&[waits, busy, waits], start + SAMPLE_INTERVAL * reading as u32);
         }
         let (rates, of) = (totals.rates(1), totals.of(1));
         assert!((of.waited_for - 10.0).abs() < 1e-6, "{of:?}");
-        let near = |value: f64, expected: f64| assert!((value - expected).abs() < expected / 50.0, "{rates:?}");
+        let near =
+            |value: f64, expected: f64| assert!((value - expected).abs() < expected / 50.0, "{rates:?}");
         near(rates.steps, 20.0);
         near(rates.samples, 640.0);
         near(rates.collectives, 60.0);

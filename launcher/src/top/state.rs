@@ -37,7 +37,7 @@ impl Order {
     pub(super) fn name(self) -> &'static str {
         match self {
             Order::Rank => "rank",
-            Order::Communication => "communication",
+            Order::Communication => "comm",
             Order::Late => "late",
             Order::Memory => "memory",
             Order::Idle => "idle",
@@ -73,7 +73,7 @@ pub(super) struct State {
     /// The selected rank.
     pub(super) rank: u32,
     /// The selected rank is shown in detail.
-    is_opened: bool,
+    pub(super) is_opened: bool,
     pub(super) order: Order,
     pub(super) is_reversed: bool,
     /// The user is asked whether this launcher's run should end.

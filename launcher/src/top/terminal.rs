@@ -115,7 +115,9 @@ fn cells<'a>(content: impl Iterator<Item = (u16, u16, &'a Cell)>) -> String {
         let wanted = (cell.fg, cell.modifier);
         if style != Some(wanted) {
             text += "\x1b[0";
-            for (modifier, code) in [(Modifier::BOLD, ";1"), (Modifier::DIM, ";2"), (Modifier::REVERSED, ";7")] {
+            for (modifier, code) in
+                [(Modifier::BOLD, ";1"), (Modifier::DIM, ";2"), (Modifier::REVERSED, ";7")]
+            {
                 text += if cell.modifier.contains(modifier) { code } else { "" };
             }
             text += match cell.fg {

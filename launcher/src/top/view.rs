@@ -17,12 +17,12 @@ const MAX_GPUS: usize = 8;
 /// The columns of the table: title and width. The last one takes the rest.
 const COLUMNS: [(&str, usize); 9] = [
     ("rank", 5),
-    ("state", 9),
-    ("step", 8),
-    ("step/s", 7),
+    ("state", 8),
+    ("step", 7),
+    ("step/s", 6),
     ("comm", 5),
     ("late", 5),
-    ("memory", 8),
+    ("memory", 7),
     ("waits for", 9),
     ("last seen", usize::MAX),
 ];
@@ -65,9 +65,10 @@ pub(super) fn draw(shown: &Shown<'_>, state: &State, buffer: &mut Buffer) {
         (Some(launcher), _) => (format!("end the run of launcher {launcher}? y yes, any other key no"), BOLD),
         (None, Some(told)) => (told.clone(), BOLD),
         (None, None) => {
-            let order = if state.is_reversed { "reversed" } else { state.order.name() };
+            let (order, reverse) =
+                (state.order.name(), if state.is_reversed { "reversed" } else { "reverse" });
             let next = if shown.runs.len() > 1 { "  Tab next run" } else { "" };
-            (format!("q quit  ↑↓ select  Enter look  s sort: {order}  r reverse  x end the run{next}"), DIM)
+            (format!("q quit  ↑↓ select  Enter look  s sort: {order}  r {reverse}  x end{next}"), DIM)
         }
     };
     page.footer(&keys.0, keys.1);
@@ -175,8 +176,12 @@ fn row(rank: &RankSnapshot) -> String {
     let known = |text: String| if rank.has_joined { text } else { "-".into() };
     let state = match &rank.host {
         Some(host) => host.clone(),
+        None if !rank.is_up => "ended".into(),
         None => rank.state.clone(),
     };
+    // The step has a column of its own.
+    let place = format!("in step {}, ", rank.step);
+    let doing = rank.doing.strip_prefix(&place).unwrap_or(&rank.doing);
     cells([
         rank.rank.to_string(),
         state,
@@ -186,7 +191,7 @@ fn row(rank: &RankSnapshot) -> String {
         known(number(rank.rates.waited_for)),
         rank.resident_bytes.map_or_else(|| "-".into(), bytes),
         rank.waits_for.map_or_else(|| "-".into(), |peer| format!("rank {peer}")),
-        if rank.is_up { rank.doing.clone() } else { rank.state.clone() },
+        if rank.is_up { doing.to_owned() } else { rank.state.clone() },
     ])
 }
 
@@ -263,7 +268,10 @@ pub(super) mod tests {
                 state: if is_late { "running" } else { "sleeping" }.into(),
                 is_up: true,
                 has_joined: true,
-                doing: format!("in step 120, {} all_reduce #367, 4.2 MB", if is_late { "after" } else { "in" }),
+                doing: format!(
+                    "in step 120, {} all_reduce #367, 4.2 MB",
+                    if is_late { "after" } else { "in" }
+                ),
                 step: 120,
                 idle_s: 0.2,
                 waits_for: (!is_late).then_some(1),

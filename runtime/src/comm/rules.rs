@@ -82,7 +82,8 @@ impl Rules {
         if let Some(membership) = &self.membership {
             membership.count_communicator();
         }
-        let recorded = RecordedCommunicator::Group { number: group.number, first: group.members.world_rank(0) };
+        let recorded =
+            RecordedCommunicator::Group { number: group.number, first: group.members.world_rank(0) };
         Rules {
             communicator: AtomicU64::new(recorded.to_word()),
             membership: self.membership.clone(),

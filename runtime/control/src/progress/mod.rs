@@ -171,7 +171,8 @@ pub struct RunInfo {
 impl ProgressPage {
     /// Offset of the rings, behind the records.
     fn rings(world_size: u32) -> usize {
-        (size_of::<Header>() + world_size as usize * size_of::<RankRecord>()).next_multiple_of(align_of::<Ring>())
+        (size_of::<Header>() + world_size as usize * size_of::<RankRecord>())
+            .next_multiple_of(align_of::<Ring>())
     }
 
     fn bytes(world_size: u32) -> usize {
