@@ -14,7 +14,6 @@ use std::time::Duration;
 
 use nix::unistd::{SysconfVar, sysconf};
 
-use crate::doctor;
 use crate::error::LaunchError;
 use crate::guardian::{self, Role};
 use crate::launch::Launch;
@@ -28,9 +27,10 @@ use crate::plan::{LaunchPlan, Machine, NodePlace, Ranks, Request, RunContext};
 use crate::program::ProgramError;
 use crate::restart::RestartPolicy;
 use crate::status::runs;
-use crate::{exit_code, program, stdout, sweep};
+use crate::{completions, doctor, exit_code, man_pages, program, stdout, sweep};
+pub(crate) use args::CommandLine;
+use args::RankArgs;
 pub(crate) use args::parse_seconds;
-use args::{CommandLine, RankArgs};
 use jobs::{Job, Jobs, split};
 pub(crate) use node_args::NodeArgs;
 use rank_count::{RanksPerNode, requested};
@@ -46,6 +46,8 @@ pub fn main() -> ExitCode {
         Some("doctor") => doctor::main(&arguments[1..]),
         Some("ps") => runs::main(&arguments[1..]),
         Some("sweep") => sweep::main(&arguments[1..]),
+        Some("completions") => completions::main(&arguments[1..]),
+        Some("man") => man_pages::main(&arguments[1..]),
         _ => stdout::parse(arguments.iter().cloned())
             .and_then(|line| line.map_or_else(Ok, |line| run(line, &arguments))),
     };

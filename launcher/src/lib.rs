@@ -27,6 +27,7 @@
 //! | `writer` | a thread that writes files, so that the loop never blocks on a disk |
 //! | `sweep` | the command that compares numbers of ranks and options: one launch for each |
 //! | `doctor` | the command that reports the machine's hardware and libraries |
+//! | `completions`, `man_pages` | scripts for shells and manual pages, from the description of all `commands` |
 //! | `stdout` | mgpurun's own standard output |
 //! | [`exit_code`] | the exit codes of mgpurun |
 //!
@@ -36,6 +37,8 @@
 #![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
 
 pub mod cli;
+mod commands;
+mod completions;
 mod doctor;
 mod elasticity;
 mod error;
@@ -48,6 +51,7 @@ mod guardian;
 mod interrupt;
 mod launch;
 mod machine;
+mod man_pages;
 mod mpi;
 mod nccl;
 mod nodes;

@@ -40,6 +40,8 @@ Commands of mgpurun itself (write -- in front to start a program of that name):
   mgpurun doctor   show this machine's cores, memory, GPUs, drivers and libraries
   mgpurun ps       show what the ranks of this user's runs are doing
   mgpurun sweep    run a program on several numbers of ranks, and compare speed and memory
+  mgpurun completions SHELL   print a script that completes the command line in bash, zsh, fish ...
+  mgpurun man [DIR]           print the manual page, or write those of all commands to DIR
 
 SIGQUIT (Ctrl-\\) shows what the ranks of a running mgpurun are doing; the run continues. SIGUSR1 and
 SIGUSR2 are forwarded to the ranks. A second SIGINT or SIGTERM kills the ranks.
@@ -274,7 +276,7 @@ pub(super) struct LaunchArgs {
 #[command(
     override_usage = "mgpurun [OPTIONS] [--] PROGRAM [ARGS]... [: [OPTIONS OF THE RANKS] PROGRAM [ARGS]...]..."
 )]
-pub(super) struct CommandLine {
+pub(crate) struct CommandLine {
     /// The program and its arguments.
     ///
     /// A name with a slash is a path. Any other name is looked up in PATH, then in the folder of mgpurun itself.

@@ -28,7 +28,7 @@ use crate::stdout;
 /// To start a program named ps: mgpurun -- ps
 #[derive(Debug, Parser)]
 #[command(name = "mgpurun ps", bin_name = "mgpurun ps", max_term_width = 100)]
-struct Args {}
+pub(crate) struct Args {}
 
 /// An entry that exists wherever /proc is mounted.
 const OWN_ENTRY: &str = "/proc/self";
