@@ -18,7 +18,6 @@ use std::time::Duration;
 use nix::errno::Errno;
 use nix::unistd::{SysconfVar, mkdtemp, sysconf};
 
-use crate::doctor;
 use crate::error::LaunchError;
 use crate::guardian::{self, Role};
 use crate::launch::Launch;
@@ -31,9 +30,10 @@ use crate::output::{OutputOptions, StreamChoice};
 use crate::plan::{LaunchPlan, Machine, NodePlace, Ranks, Request, RunContext};
 use crate::restart::RestartPolicy;
 use crate::status::runs;
-use crate::{exit_code, stdout, stop, sweep, top};
+use crate::{completions, doctor, exit_code, man_pages, stdout, stop, sweep, top};
+pub(crate) use args::CommandLine;
+use args::RankArgs;
 pub(crate) use args::parse_seconds;
-use args::{CommandLine, RankArgs};
 use jobs::{Jobs, split};
 pub(crate) use node_args::NodeArgs;
 use rank_count::{RanksPerNode, requested};
@@ -53,6 +53,8 @@ pub fn main() -> ExitCode {
         Some("stop") => stop::main(&arguments[1..]),
         Some("sweep") => sweep::main(&arguments[1..]),
         Some("top") => top::main(&arguments[1..]),
+        Some("completions") => completions::main(&arguments[1..]),
+        Some("man") => man_pages::main(&arguments[1..]),
         _ => {
             let words = torchrun::join_tee_values(arguments);
             stdout::parse(words.iter().cloned())

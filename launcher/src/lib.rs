@@ -31,6 +31,7 @@
 //! | `sweep` | the command that compares numbers of ranks and options: one launch for each |
 //! | `stop` | the command that asks a running job to stop |
 //! | `doctor` | the command that reports the machine's hardware and libraries |
+//! | `completions`, `man_pages` | scripts for shells and manual pages, from the description of all `commands` |
 //! | `stdout` | mgpurun's own standard output |
 //! | [`exit_code`] | the exit codes of mgpurun |
 //!
@@ -40,6 +41,8 @@
 #![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
 
 pub mod cli;
+mod commands;
+mod completions;
 mod doctor;
 mod elasticity;
 mod error;
@@ -53,6 +56,7 @@ mod guardian;
 mod interrupt;
 mod launch;
 mod machine;
+mod man_pages;
 mod metrics;
 mod mpi;
 mod nccl;

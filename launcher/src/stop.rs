@@ -27,7 +27,7 @@ use crate::stdout;
 /// To start a program named stop: mgpurun -- stop
 #[derive(Debug, Parser)]
 #[command(name = "mgpurun stop", bin_name = "mgpurun stop", max_term_width = 100)]
-struct Args {
+pub(crate) struct Args {
     /// The process of mgpurun, its launcher, or one of its ranks; may be left out if there is only one job.
     #[arg(value_name = "PID")]
     process: Option<u32>,

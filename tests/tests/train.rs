@@ -97,6 +97,7 @@ fn curves_are_drawn_and_written_for_tensorboard() {
     train(program, &["--steps", "20"]).expect(0, &[]);
     let text = fs::read_to_string(&plot).unwrap();
     assert!(text.starts_with("<svg") && text.contains("accuracy, %"), "{text}");
+    assert!(text.contains("lenet5 on 2 ranks: generated digits"), "{text}");
     // Of rank 0 only.
     let files: Vec<_> = fs::read_dir(&events).unwrap().map(|entry| entry.unwrap().path()).collect();
     assert_eq!(files.len(), 1, "{files:?}");

@@ -147,8 +147,8 @@ pub(super) struct Args {
     /// Append one JSON object per epoch to this file.
     #[arg(long, value_name = "FILE.jsonl")]
     pub(super) metrics: Option<PathBuf>,
-    /// Plot loss and accuracy to this file after every epoch.
-    #[arg(long, value_name = "FILE.svg")]
+    /// Plot loss and accuracy to this file after every epoch: as PNG if its name ends with .png, else as SVG.
+    #[arg(long, value_name = "FILE.svg|png")]
     pub(super) plot: Option<PathBuf>,
     /// Write loss and accuracy to a TensorBoard event file in this folder.
     #[arg(long, value_name = "DIR")]

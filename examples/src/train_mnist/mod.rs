@@ -121,7 +121,8 @@ impl<'a> Session<'a> {
         }
         let data = source::load(args, &[Split::Train, Split::Test], &world, &mut comm)?;
         let (plot, events) = (args.plot.as_deref(), args.tensorboard.as_deref());
-        let curves = if is_first { Curves::new(plot, events)? } else { Curves::default() };
+        let title = format!("{} on {}: {}", args.net().name, number_of_ranks(world.size()), data.origin);
+        let curves = if is_first { Curves::new(plot, title, events)? } else { Curves::default() };
         let metrics =
             args.metrics.as_deref().filter(|_| is_first).map(Metrics::open).transpose()?.map(ByProduct::new);
         let progress = ProgressDisplay::new(world.rank());

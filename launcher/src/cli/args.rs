@@ -45,6 +45,8 @@ Commands of mgpurun itself (write -- in front to start a program of that name):
   mgpurun stop     ask a running job to save its work and stop
   mgpurun sweep    run a program on several numbers of ranks, and compare speed and memory
   mgpurun top      watch the ranks of this user's runs live
+  mgpurun completions SHELL   print a script that completes the command line in bash, zsh, fish ...
+  mgpurun man [DIR]           print the manual page, or write those of all commands to DIR
 
 SIGQUIT (Ctrl-\\) shows what the ranks of a running mgpurun are doing; the run continues. SIGTERM,
 SIGINT, SIGHUP and SIGUSR1 ask ranks that can stop by themselves, as train_mnist can, to save their
@@ -316,7 +318,7 @@ pub(super) struct LaunchArgs {
 #[command(
     override_usage = "mgpurun [OPTIONS] [--] PROGRAM [ARGS]... [: [OPTIONS OF THE RANKS] PROGRAM [ARGS]...]..."
 )]
-pub(super) struct CommandLine {
+pub(crate) struct CommandLine {
     /// The program and its arguments.
     ///
     /// A name with a slash is a path. Any other name is looked up in PATH, then in the folder of mgpurun itself. A Python

@@ -49,7 +49,7 @@ pub(crate) use system::Host;
 /// To start a program named doctor: mgpurun -- doctor
 #[derive(Debug, Parser)]
 #[command(name = "mgpurun doctor", bin_name = "mgpurun doctor", max_term_width = 100)]
-struct Args {
+pub(crate) struct Args {
     /// Print the report as one JSON object.
     #[arg(long)]
     json: bool,

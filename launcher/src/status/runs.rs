@@ -30,7 +30,7 @@ use crate::stdout;
 /// To start a program named ps: mgpurun -- ps
 #[derive(Debug, Parser)]
 #[command(name = "mgpurun ps", bin_name = "mgpurun ps", max_term_width = 100)]
-struct Args {
+pub(crate) struct Args {
     /// Also show where the ranks' collectives part, and the last N of each rank [default: 64].
     ///
     /// A rank records its last 64 collectives in memory that is shared with mgpurun, so they can be read without its

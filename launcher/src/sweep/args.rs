@@ -40,7 +40,7 @@ Exit codes:
 #[command(name = "mgpurun sweep", bin_name = "mgpurun sweep", max_term_width = 100, after_long_help = AFTER_HELP)]
 #[command(override_usage = "mgpurun sweep [OPTIONS] [--] PROGRAM [ARGS]...")]
 #[command(group(ArgGroup::new("scaling").args(["strong", "weak"])))]
-pub(super) struct Args {
+pub(crate) struct Args {
     /// Numbers of ranks, such as 1,2,4, or auto: powers of two up to the number of devices.
     #[arg(short = 'n', long = "ranks", value_name = "N,N|auto", default_value = "auto", value_parser = parse_ranks, allow_negative_numbers = true)]
     pub(super) ranks: RankList,

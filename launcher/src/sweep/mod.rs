@@ -42,7 +42,7 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 
 use crate::interrupt::{ends_the_run, handled_signals};
 use crate::{exit_code, stdout};
-use args::Args;
+pub(crate) use args::Args;
 use cells::Cell;
 use figures::Figure;
 use measure::{Measured, read_signal};

@@ -53,7 +53,7 @@ use terminal::Screen;
 /// To start a program named top: mgpurun -- top
 #[derive(Debug, Parser)]
 #[command(name = "mgpurun top", bin_name = "mgpurun top", max_term_width = 100)]
-struct Args {
+pub(crate) struct Args {
     /// Show the run of this launcher first, by the process id that `mgpurun ps` shows.
     #[arg(value_name = "LAUNCHER")]
     launcher: Option<u32>,

@@ -4,6 +4,7 @@
 //! `--log-every`, in some steps. `plot` redraws everything after each epoch; `events` appends to a file that
 //! TensorBoard follows.
 
+mod bitmap;
 mod events;
 mod plot;
 
@@ -21,9 +22,16 @@ const PLOT: &str = "--plot";
 /// The requested curves, on rank 0.
 #[derive(Debug, Default)]
 pub(super) struct Curves {
-    /// Where to draw, and the points so far.
-    plot: Option<ByProduct<(PathBuf, Points)>>,
+    plot: Option<ByProduct<Plot>>,
     events: Option<ByProduct<EventFile>>,
+}
+
+/// Where to draw, and the points so far.
+#[derive(Debug)]
+struct Plot {
+    path: PathBuf,
+    title: String,
+    points: Points,
 }
 
 /// The points of all curves.
@@ -45,16 +53,17 @@ struct EpochPoint {
 }
 
 impl Curves {
-    /// Curves drawn to the file `plot` and appended to a new file in the folder `events`, if given.
+    /// Curves drawn to the file `plot` under a title, and appended to a new file in the folder `events`, if given.
     ///
     /// # Errors
     /// If one of them cannot be written; the error names it.
-    pub(super) fn new(plot: Option<&Path>, events: Option<&Path>) -> Result<Self, String> {
+    pub(super) fn new(plot: Option<&Path>, title: String, events: Option<&Path>) -> Result<Self, String> {
         if let Some(path) = plot {
             // Fail before training rather than after an epoch.
             output_file::check(path).map_err(|error| cannot_write(PLOT, path, &error))?;
         }
-        let plot = plot.map(|path| ByProduct::new((path.to_owned(), Points::default())));
+        let plot =
+            plot.map(|path| ByProduct::new(Plot { path: path.to_owned(), title, points: Points::default() }));
         let events = events.map(EventFile::create).transpose()?;
         Ok(Curves { plot, events: events.map(ByProduct::new) })
     }
@@ -62,8 +71,8 @@ impl Curves {
     /// Adds the loss of the last of `step` steps.
     pub(super) fn step(&mut self, step: u64, loss: f64) {
         if let Some(plot) = &mut self.plot {
-            plot.update(|(_, points)| {
-                points.losses.push((step, loss));
+            plot.update(|plot| {
+                plot.points.losses.push((step, loss));
                 Ok(())
             });
         }
@@ -93,9 +102,9 @@ impl Curves {
                 test_loss: report.test_loss,
                 test_accuracy: report.test_acc,
             };
-            plot.update(|(path, points)| {
-                points.epochs.push(point);
-                plot::draw(points, path)
+            plot.update(|plot| {
+                plot.points.epochs.push(point);
+                plot::draw(plot)
             });
         }
         if let Some(events) = &mut self.events {
