@@ -50,9 +50,7 @@ pub(super) enum FrameKind {
 
 impl FrameKind {
     fn from_number(number: u8) -> Option<Self> {
-        use FrameKind::{
-            Abort, Accept, Announcement, Arrival, Bundle, Data, Message, Offer, Probe, Waiting,
-        };
+        use FrameKind::{Abort, Accept, Announcement, Arrival, Bundle, Data, Message, Offer, Probe, Waiting};
         [Arrival, Data, Message, Offer, Accept, Probe, Waiting, Abort, Bundle, Announcement]
             .into_iter()
             .find(|kind| *kind as u8 == number)

@@ -39,7 +39,10 @@ mod moves;
 mod reductions;
 mod runs;
 #[cfg(test)]
+#[macro_use]
 mod tests;
+#[cfg(test)]
+mod layout_tests;
 mod transfer;
 mod wait;
 mod wire;

@@ -23,10 +23,12 @@ const SPIN_TIME: Duration = Duration::from_micros(200);
 const LONG_OFFER: Duration = Duration::from_micros(50);
 /// If this many offers in a row take longer than this, another task uses the same core.
 const TAKEN_OFFERS: (u32, Duration) = (8, Duration::from_micros(2));
-/// How long waits offer the core at once after another task has taken it.
-const SHARED_TIME: Duration = Duration::from_millis(10);
-/// How long waits sleep at once when the cores are busy, and the shortest time between two moves.
-const REST: Duration = Duration::from_millis(100);
+/// How long waits offer the core at once after another task has taken it: a rank, or one that computes.
+const SHARED_TIMES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
+/// How long waits sleep at once when another task computes on the core. It doubles each time within the time for which
+/// waits offer the core at once: an offer to a task that goes on computing costs a few milliseconds.
+const RESTS: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(40));
+/// Shortest time between two moves.
 const MOVE_PAUSE: Duration = Duration::from_secs(1);
 
 const THIS_THREAD: Pid = Pid::from_raw(0);
@@ -45,6 +47,8 @@ pub(in super::super) struct Spinner {
     shared_until: Option<Instant>,
     /// Until then waits sleep at once.
     rests_until: Option<Instant>,
+    /// The last rest, and when it began.
+    rest: Option<(Duration, Instant)>,
 }
 
 /// A wait that tries.
@@ -58,7 +62,16 @@ impl Spinner {
     pub(in super::super) fn new(rank: u32, local_ranks: u32) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let is_crowded = local_ranks as usize > cores && !is_bound();
-        Spinner { spins: true, is_crowded, rank, taken_offers: 0, moved: None, shared_until: None, rests_until: None }
+        Spinner {
+            spins: true,
+            is_crowded,
+            rank,
+            taken_offers: 0,
+            moved: None,
+            shared_until: None,
+            rests_until: None,
+            rest: None,
+        }
     }
 
     /// Other threads compute on the rank's core: waits sleep at once.
@@ -94,11 +107,11 @@ impl Spinner {
         if offered > LONG_OFFER && shares_core {
             // Once more: what is awaited may have come meanwhile.
             spin.time = Duration::ZERO;
-            self.rests_until = Some(now + REST);
+            self.rest(now + offered);
         }
         if offered > TAKEN_OFFERS.1 {
             self.taken_offers += 1;
-            self.shared_until = Some(now + SHARED_TIME);
+            self.shared_until = self.shared_until.max(Some(now + SHARED_TIMES.0));
         } else {
             self.taken_offers = 0;
         }
@@ -107,6 +120,16 @@ impl Spinner {
             self.leave_core(now);
         }
         true
+    }
+
+    /// Waits sleep at once from now on, for a while.
+    #[cold]
+    fn rest(&mut self, now: Instant) {
+        let last = self.rest.filter(|(_, at)| now.duration_since(*at) < SHARED_TIMES.1);
+        let rest = last.map_or(RESTS.0, |(rest, _)| (2 * rest).min(RESTS.1));
+        self.rest = Some((rest, now));
+        self.rests_until = Some(now + rest);
+        self.shared_until = Some(now + SHARED_TIMES.1);
     }
 
     /// Moves to the core of this rank's number, unless it has done so just before.
@@ -151,6 +174,18 @@ mod tests {
         assert_eq!(tries(false, Duration::from_secs(1)), 0);
         assert_eq!(tries(true, Duration::ZERO), 0);
         assert!(tries(true, Duration::from_secs(1)) > 0);
+    }
+
+    #[test]
+    fn rests_become_longer_while_another_task_computes() {
+        let (start, mut spinner) = (Instant::now(), Spinner::new(0, 1));
+        let mut rest_at = |milliseconds| {
+            let now = start + Duration::from_millis(milliseconds);
+            spinner.rest(now);
+            spinner.rests_until.unwrap().duration_since(now).as_millis()
+        };
+        let rests = [0, 10, 30, 80, 200, 1199, 3000].map(&mut rest_at);
+        assert_eq!(rests, [5, 10, 20, 40, 40, 40, 5]);
     }
 
     #[test]

@@ -22,7 +22,8 @@ const CLOSE_SLICE: Duration = Duration::from_millis(5);
 /// How often a worker progresses before what has arrived is used.
 const ROUNDS: usize = 16;
 /// The longest message on a control endpoint.
-const MOST_BYTES: usize = HEADER_BYTES + if ARRIVAL_BYTES > BUNDLE_BYTES { ARRIVAL_BYTES } else { BUNDLE_BYTES };
+const MOST_BYTES: usize =
+    HEADER_BYTES + if ARRIVAL_BYTES > BUNDLE_BYTES { ARRIVAL_BYTES } else { BUNDLE_BYTES };
 /// Says that the sender has connected.
 const HELLO: &[u8] = &[1];
 /// Says that the sender sends nothing more.
