@@ -12,6 +12,7 @@
 //! | `network` | what connects ranks of different hosts |
 //! | `report` | findings → text |
 //! | `nodes` | `--nodes`: all nodes of a job, and every pair of them |
+//! | `trial` | `--test`: two ranks really run |
 //!
 //! The exit code is 0 if the CPU backend can be used, which works on every machine unless something is broken. A machine
 //! without GPUs is healthy.
@@ -23,8 +24,10 @@ mod nodes;
 mod nvidia;
 mod report;
 mod system;
+mod trial;
 
 use std::ffi::OsString;
+use std::num::NonZeroUsize;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -40,7 +43,11 @@ pub(crate) use system::Host;
 
 /// Show this machine's cores, memory, GPUs, drivers and libraries, and what is missing for ranks.
 ///
-/// Nothing is started or changed. The exit code is 0 if the cpu backend can be used, else 1.
+/// Nothing is started or changed. The exit code is 0 if the cpu backend can be used, else 1. On a machine without GPUs what
+/// is missing for GPUs is only counted: --all lists it.
+///
+/// With --test two ranks really run on the CPU for some seconds: they join, share memory and reduce, and the times are
+/// compared with what this machine needs for the memory traffic alone. The exit code is 1 if they fail.
 ///
 /// With --nodes the nodes of a job check each other: names, addresses, ports, clocks, versions, round trips and
 /// bandwidth. Start it in the same way as the job: `srun ... mgpurun doctor --nodes`, or mgpurun doctor --nodes --hosts a,b.
@@ -53,6 +60,14 @@ pub(crate) struct Args {
     /// Print the report as one JSON object.
     #[arg(long)]
     json: bool,
+
+    /// Start two ranks on the CPU, and compare their speed with what this machine can do.
+    #[arg(long, conflicts_with = "nodes")]
+    test: bool,
+
+    /// Also list what is missing for GPUs on a machine without one.
+    #[arg(long)]
+    all: bool,
 
     /// Check all nodes of a job, and every pair of them.
     #[arg(long)]
@@ -97,7 +112,17 @@ pub(crate) fn main(arguments: &[OsString]) -> Result<ExitCode, Box<dyn std::erro
         let text = "options of several nodes need --nodes";
         return stdout::refuse(&Args::command().error(ErrorKind::MissingRequiredArgument, text));
     }
-    let (report, healthy) = examine(&Host::detect());
+    let (mut report, mut healthy) = examine(&Host::detect());
+    if args.test {
+        let executable = std::env::current_exe()?;
+        let cores = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
+        let tested = trial::section(&executable, cores);
+        healthy &= tested.items.iter().all(|item| item.mark != Mark::Missing);
+        report.sections.insert(0, tested);
+    }
+    if args.all {
+        report.folded.clear();
+    }
     let code = if healthy { exit_code::SUCCESS } else { exit_code::LAUNCHER };
     let text = if args.json { serde_json::to_string(&report)? + "\n" } else { report.to_string() };
     stdout::print(&text, ExitCode::from(code))
@@ -129,10 +154,12 @@ fn examine(host: &Host) -> (Report, bool) {
         }
     };
     let verdict = format!("Backends: {cpu}; {nccl}");
+    let folded = if gpus == 0 { vec![nvidia.title, libraries.title] } else { Vec::new() };
     (
         Report {
             sections: vec![system::section(host), needs, network::section(host), nvidia, libraries],
             verdict,
+            folded,
         },
         healthy,
     )

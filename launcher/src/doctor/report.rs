@@ -74,13 +74,24 @@ pub(super) struct Section {
 pub(super) struct Report {
     pub(super) sections: Vec<Section>,
     pub(super) verdict: String,
+    /// The titles of sections of which the text only counts what is missing. If there are any, the verdict comes first.
+    #[serde(skip)]
+    pub(super) folded: Vec<&'static str>,
 }
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let items = self.sections.iter().flat_map(|section| &section.items);
         let names = items.map(|item| item.name.chars().count()).max().unwrap_or(0) + 2;
+        if !self.folded.is_empty() {
+            writeln!(f, "{}\n", fold(&self.verdict, 0))?;
+        }
         for section in &self.sections {
+            if self.folded.contains(&section.title) {
+                let missing = section.items.iter().filter(|item| item.mark == Mark::Missing).count();
+                writeln!(f, "{}: {missing} missing (--all lists them)", section.title)?;
+                continue;
+            }
             writeln!(f, "{}", section.title)?;
             for item in &section.items {
                 let start = MARGIN + MARK + names;
@@ -89,7 +100,10 @@ impl fmt::Display for Report {
             }
             writeln!(f)?;
         }
-        writeln!(f, "{}", fold(&self.verdict, 0))
+        match self.folded.is_empty() {
+            true => writeln!(f, "{}", fold(&self.verdict, 0)),
+            false => Ok(()),
+        }
     }
 }
 

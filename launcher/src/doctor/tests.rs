@@ -73,17 +73,23 @@ fn a_machine_with_a_gpu() {
 #[test]
 fn a_machine_without_gpus_is_healthy() {
     let root = tempfile::tempdir().unwrap();
-    let (text, healthy) = shown(&host(root.path()));
+    let (mut report, healthy) = examine(&host(root.path()));
+    let text = report.to_string();
     assert!(healthy, "{text}");
+    assert!(text.starts_with("Backends: cpu can be used; nccl"), "{text}");
+    assert!(text.ends_with("\nNVIDIA driver and GPUs: 2 missing (--all lists them)\nLibraries for GPUs: 6 missing (--all lists them)\n"), "{text}");
+    assert!(text.contains("  ok       pidfd") && !text.contains("nvidia-nccl-cu13"), "{text}");
+    report.folded.clear();
+    let text = report.to_string();
     for part in [
         "  missing  driver",
         "  missing  GPUs",
         "  missing  libnccl.so.2",
         "nvidia-nccl-cu13 (nvidia-nccl-cu12 ",
+        "\n\nBackends: cpu can be used; nccl",
     ] {
         assert!(text.contains(part), "no `{part}` in {text}");
     }
-    assert!(text.contains("\n\nBackends: cpu can be used; nccl"), "{text}");
 }
 
 #[test]
