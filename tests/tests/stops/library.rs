@@ -85,14 +85,3 @@ fn a_rank_that_waits_for_the_agreement_notices_a_failure() {
         }
     }
 }
-
-#[test]
-#[ignore = "a measurement"]
-fn cost_of_a_call() {
-    let world = World::threads(1).unwrap().remove(0);
-    let begin = std::time::Instant::now();
-    for _ in 0..10_000_000 {
-        assert!(!world.stop_requested().unwrap());
-    }
-    println!("{:.1} ns a call", begin.elapsed().as_secs_f64() * 100.0);
-}
