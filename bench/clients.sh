@@ -16,8 +16,8 @@ for package in torch accelerate transformers lightning "jax[cpu]"; do
     "$venv/bin/python" -c "import importlib.metadata as m; m.version('${package%%[*}')" 2>/dev/null ||
         "$venv/bin/pip" install --quiet "$package"
 done
-# Its build needs PyTorch, and its import a compiler. It is left out if it cannot be installed.
+# Its build needs PyTorch. It is left out if it cannot be installed.
 "$venv/bin/python" -c "import importlib.metadata as m; m.version('deepspeed')" 2>/dev/null ||
-    "$venv/bin/pip" install --quiet --no-build-isolation deepspeed ||
+    { "$venv/bin/pip" install --quiet wheel ninja && "$venv/bin/pip" install --quiet --no-build-isolation deepspeed; } ||
     echo "no deepspeed here" >&2
 exec "$venv/bin/python" bench/clients/run.py "$@"
