@@ -64,7 +64,9 @@ fn a_report_shows_where_the_sequences_part() {
 fn collectives_are_shown_of_running_and_of_dead_ranks() {
     let folder = tempfile::tempdir().unwrap();
     let mut job = launcher(folder.path());
-    job.args(["-n", "2", "--grace", "100000", "--inject", "rank=1,step=4,fault=sigstop", JOB]);
+    // Rank 0 stays when rank 1 has failed, so that the launcher stays, too.
+    let script = format!("[ $RANK = 1 ] && exec {JOB}; trap '' TERM; {JOB}; while :; do sleep 0.05; done");
+    job.args(["-n", "2", "--grace", "100000", "--inject", "rank=1,step=4,fault=sigstop", "sh", "-c", &script]);
     let mut child = job.spawn().unwrap();
     let mut seen = String::new();
     until(|| {
@@ -84,20 +86,20 @@ fn collectives_are_shown_of_running_and_of_dead_ranks() {
     // Fewer on request.
     let few = shown(folder.path(), &["--collectives=2"]);
     assert_eq!(names(&few, 1), of_stopped[2..], "{few}");
-    // After its death: the other rank is stopped, so the launcher waits for it.
-    let process = |rank: &str| -> Pid {
-        let row = seen.lines().find(|line| line.starts_with(rank)).unwrap();
-        Pid::from_raw(row.split_whitespace().nth(1).unwrap().parse().unwrap())
-    };
-    kill(process("0 "), Signal::SIGSTOP).unwrap();
-    kill(process("1 "), Signal::SIGKILL).unwrap();
+    // After its death.
+    let row = seen.lines().find(|line| line.starts_with("1 ")).unwrap();
+    let stopped = Pid::from_raw(row.split_whitespace().nth(1).unwrap().parse().unwrap());
+    kill(stopped, Signal::SIGKILL).unwrap();
     until(|| {
         seen = shown(folder.path(), &["--collectives"]);
         seen.contains("was killed by SIGKILL")
     });
     assert_eq!(names(&seen, 1), of_stopped, "{seen}");
-    let stopped = seen.lines().find(|line| line.starts_with("0 ")).unwrap().split_whitespace().nth(1);
-    kill(Pid::from_raw(stopped.unwrap().parse().unwrap()), Signal::SIGKILL).unwrap();
+    until(|| {
+        // A second signal kills the ranks that ignore SIGTERM.
+        kill(pid(&child), Signal::SIGTERM).unwrap();
+        child.try_wait().unwrap().is_some()
+    });
     finish(&mut child).expect(137, &["rank 1 was killed by SIGKILL"]);
     let wrong = run(command(LAUNCHER).args(["ps", "--collectives=65"]));
     wrong.expect(2, &["--collectives"]);

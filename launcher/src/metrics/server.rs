@@ -1,7 +1,8 @@
 //! The connections of the metrics server.
 //!
-//! Clients may be slow, many or hostile. So there is a limit on connections, on the time of each, on the bytes of a
-//! request, and on the connections that are accepted in a second; the rest waits in the kernel's queue, which is short.
+//! Clients may be slow, many or hostile. So there is a limit on connections, beyond which the oldest one is dropped, on the
+//! time of each, on the bytes of a request, and on the connections that are accepted in a second; the rest waits in the
+//! kernel's queue, which is short.
 
 use std::fs;
 use std::io::{self, ErrorKind, Read, Write};
@@ -243,7 +244,7 @@ pub(super) fn serve(listener: &Listener, alive: &UnixStream, mut content: Conten
     let mut allowance = Allowance::new(Instant::now());
     loop {
         content.sample(Instant::now());
-        let accepts = connections.len() < MAX_CONNECTIONS && allowance.refill(Instant::now());
+        let accepts = allowance.refill(Instant::now());
         let listened = if accepts { PollFlags::POLLIN } else { PollFlags::empty() };
         let mut fds =
             vec![PollFd::new(alive.as_fd(), PollFlags::POLLIN), PollFd::new(listener.as_fd(), listened)];
@@ -273,6 +274,10 @@ pub(super) fn serve(listener: &Listener, alive: &UnixStream, mut content: Conten
             allowance.left -= 1.0;
             // A connection that cannot be accepted, for want of descriptors for instance, counts too.
             if let Ok(stream) = listener.accept() {
+                if connections.len() >= MAX_CONNECTIONS {
+                    // The oldest one has had more than half a second, since not more than RATE come in a second.
+                    connections.remove(0);
+                }
                 connections.push(Connection::new(stream, now));
             }
         }
