@@ -140,7 +140,7 @@ fn ranks_stop_at_the_same_step_and_resume_with_the_same_bits() {
 #[test]
 fn gpus_stop_between_two_launches() {
     for (ranks, options) in [(1, ""), (2, ""), (2, "--placement layers --cut 7")] {
-        let training = Training::new(16, &format!("--steps 150 --batch 4 --kernels builtin {options}"));
+        let training = Training::new(16, &format!("--steps 80 --batch 4 --kernels builtin {options}"));
         let launched = || {
             let mut launcher = fake_gpu::launched(LAUNCHER, ranks);
             launcher.arg("--no-prefix");
@@ -148,7 +148,7 @@ fn gpus_stop_between_two_launches() {
         };
         let whole = training.weights(launched());
         let mut child = start(training.saved(launched()));
-        page::wait(launcher_of(&child), page::has_made(1 + random(40)));
+        page::wait(launcher_of(&child), page::has_made(1 + random(20)));
         send(&child, Signal::SIGTERM);
         let stopped = finish(&mut child);
         stopped.expect(74, &["saved to"]);

@@ -53,7 +53,11 @@ mod tests {
             Ok(checks == 3)
         };
         let mut parts = 0;
-        assert!(!evaluate_in_parts(160, &mut should_stop, |_| Ok(parts += 1)).unwrap());
+        let all = evaluate_in_parts(160, &mut should_stop, |_| {
+            parts += 1;
+            Ok(())
+        });
+        assert!(!all.unwrap());
         assert_eq!(parts, 2);
     }
 }

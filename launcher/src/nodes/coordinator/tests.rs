@@ -441,13 +441,13 @@ fn all_agents_are_asked_once_to_stop_where_the_furthest_is() {
         assert_eq!(relayed(job.sent()), [(OWN, at.clone()), (1, at)]);
         (2..4).for_each(|rank| job.exit(1, rank, 74));
         (0..2).for_each(|rank| job.exit(OWN, rank, 74));
-        [1, OWN].map(|id| job.say(id, FromAgent::Gone { reader_is_gone: false }));
+        [1, OWN].into_iter().for_each(|id| job.say(id, FromAgent::Gone { reader_is_gone: false }));
         let (ids, outcome) = job.end();
         assert_eq!((ids, outcome.exit_code, outcome.culprit), (vec![OWN, 1], 74, None));
     }
     // The second signal of an agent kills.
     let mut job = Job::running(2, 2, 3);
-    [1, OWN].map(|id| job.say(id, sigterm.clone()));
+    [1, OWN].into_iter().for_each(|id| job.say(id, sigterm.clone()));
     assert!(job.signals().iter().all(|(_, _, signal)| *signal == Signal::SIGCONT));
     job.say(OWN, sigterm);
     let signals = job.signals();
