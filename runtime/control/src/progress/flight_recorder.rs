@@ -74,7 +74,9 @@ impl RecordedCommunicator {
     pub fn to_word(self) -> u64 {
         match self {
             RecordedCommunicator::World(number) => u64::from(number),
-            RecordedCommunicator::Group { number, first } => u64::from(first) + 1 << 32 | u64::from(number),
+            RecordedCommunicator::Group { number, first } => {
+                ((u64::from(first) + 1) << 32) | u64::from(number)
+            }
         }
     }
 
@@ -156,7 +158,7 @@ impl Slot {
         // A reader that sees any of the following stores sees the 0, too.
         fence(Ordering::Release);
         self.communicator.store(new.communicator, Ordering::Relaxed);
-        let sequence_and_tag = u64::from(new.sequence) << 32 | u64::from(new.tag.unwrap_or_default());
+        let sequence_and_tag = (u64::from(new.sequence) << 32) | u64::from(new.tag.unwrap_or_default());
         self.sequence_and_tag.store(sequence_and_tag, Ordering::Relaxed);
         self.bytes.store(new.bytes as u64, Ordering::Relaxed);
         self.operation.store(operation, Ordering::Relaxed);
