@@ -23,5 +23,6 @@ for inputs, targets in batches(rank):
     engine.step()
 deviation = max((ours - alone).abs().max().item()
                 for ours, alone in zip(own.parameters(), train_alone(world).parameters()))
-report(rank, world, deviation)
+# DeepSpeed rounds more. Sums instead of averages would deviate by 0.04 on 2 ranks.
+report(rank, world, deviation, bound=5e-3)
 dist.destroy_process_group()
