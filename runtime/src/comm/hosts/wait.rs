@@ -245,11 +245,12 @@ impl HostsTransport {
         let rank = self.membership.rank();
         let mut waited_for: Vec<u32> =
             self.blocking(absent).iter().map(|peer| self.members.world_rank(*peer)).collect();
-        if let Some(peer) = waited_for.first() {
-            self.has_noted_wait = true;
-            self.membership.page().wait(rank, *peer);
-        }
+        // Just after the announcements, who is absent is not known: others announce themselves now.
         if !self.announce(call) {
+            if let Some(peer) = waited_for.first() {
+                self.has_noted_wait = true;
+                self.membership.page().wait(rank, *peer);
+            }
             self.search_deadlock(absent);
         }
         let world_ranks: Vec<u32> = needed.iter().map(|peer| self.members.world_rank(*peer)).collect();
