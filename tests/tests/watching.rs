@@ -326,7 +326,12 @@ fn ranks_with_gpus_are_watched_too() {
     });
     assert!(seen.contains("\nthe ranks part in communicator 1:\n"), "{seen}");
     assert!(seen.contains("rank 1 is after all_reduce #"), "{seen}");
-    let metrics = get(UnixStream::connect(&socket).unwrap(), "/metrics");
+    let mut metrics = String::new();
+    // NVML is read in the background from the first request on.
+    until(|| {
+        metrics = get(UnixStream::connect(&socket).unwrap(), "/metrics");
+        metrics.contains("mgpurun_gpu_temperature_celsius{")
+    });
     let has = |name: &str, value: &str| {
         let start = format!("mgpurun_gpu_{name}{{gpu=\"1\",uuid=\"GPU-");
         metrics.lines().any(|line| line.starts_with(&start) && line.ends_with(value))

@@ -22,8 +22,7 @@ pub(super) struct Content {
     board: Board,
     jobs: Vec<Watched>,
     next_sample: Instant,
-    /// Opened for the first answer, since a driver may take seconds.
-    gpus: Option<Gpus>,
+    gpus: Gpus,
     last: Option<Last>,
 }
 
@@ -52,7 +51,7 @@ struct Status<'a> {
 
 impl Content {
     pub(super) fn new(board: Board) -> Self {
-        Content { board, jobs: Vec::new(), next_sample: Instant::now(), gpus: None, last: None }
+        Content { board, jobs: Vec::new(), next_sample: Instant::now(), gpus: Gpus::default(), last: None }
     }
 
     /// When [`sample`](Self::sample) has to be called.
@@ -101,7 +100,7 @@ impl Content {
     fn make(&mut self, made: Instant) -> Last {
         let snapshot = |watched: &Watched| RunSnapshot::of(watched.job, &watched.page, &watched.totals);
         let runs: Vec<RunSnapshot> = self.jobs.iter().map(snapshot).collect();
-        let gpus = self.gpus.get_or_insert_with(Gpus::open).read(&runs);
+        let gpus = self.gpus.of_ranks(&runs);
         let rates = runs.iter().map(|run| {
             (run.steps_per_s(), run.samples_per_s(), run.straggler().map(|straggler| straggler.rank))
         });

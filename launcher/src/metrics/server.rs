@@ -3,10 +3,13 @@
 //! Clients may be slow, many or hostile. So there is a limit on connections, beyond which the oldest one is dropped, on the
 //! time of each, on the bytes of a request, and on the connections that are accepted in a second; the rest waits in the
 //! kernel's queue, which is short.
+//!
+//! If a connection is closed while input of it is unread, TCP resets it, and the client may lose the answer. So after the
+//! answer the input is read to its end.
 
 use std::fs;
 use std::io::{self, ErrorKind, Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -22,8 +25,14 @@ use super::{MetricsAddress, SocketFile};
 /// Most connections at one time.
 const MAX_CONNECTIONS: usize = 32;
 
-/// A request has to arrive in this time, and the answer has to be read in the same time again.
+/// A request has to arrive in this time. While the answer is sent, some of it has to be accepted in each such time.
 const PATIENCE: Duration = Duration::from_secs(3);
+
+/// Longest time for an answer.
+const MAX_ANSWER_TIME: Duration = Duration::from_secs(15);
+
+/// Most bytes that are read after the request.
+const MAX_DISCARDED: usize = 1 << 20;
 
 /// Connections accepted in a second.
 const RATE: f64 = 50.0;
@@ -131,6 +140,14 @@ impl Stream {
             Stream::Unix(stream) => stream.write(bytes),
         }
     }
+
+    /// Tells the client that nothing more is sent.
+    fn end_output(&self) -> io::Result<()> {
+        match self {
+            Stream::Tcp(stream) => stream.shutdown(Shutdown::Write),
+            Stream::Unix(stream) => stream.shutdown(Shutdown::Write),
+        }
+    }
 }
 
 /// A connection and how far its request has come.
@@ -141,11 +158,15 @@ struct Connection {
     answer: Option<Answer>,
 }
 
-/// An answer that is being sent.
+/// An answer that is being sent, or has been sent.
 struct Answer {
     head: Vec<u8>,
     body: Arc<[u8]>,
     sent: usize,
+    /// When the connection is closed in any case.
+    limit: Instant,
+    /// Bytes that were read after the request.
+    discarded: usize,
 }
 
 impl Answer {
@@ -168,41 +189,54 @@ impl Connection {
     }
 
     fn events(&self) -> PollFlags {
-        if self.answer.is_some() { PollFlags::POLLOUT } else { PollFlags::POLLIN }
+        match &self.answer {
+            Some(answer) if !answer.is_sent() => PollFlags::POLLOUT,
+            _ => PollFlags::POLLIN,
+        }
     }
 
     /// Reads and writes what is possible. False once the connection is over.
-    fn advance(&mut self, content: &mut Content, is_local: bool, now: Instant) -> bool {
-        self.try_advance(content, is_local, now)
+    fn advance(&mut self, content: &mut Content, is_local: bool) -> bool {
+        self.try_advance(content, is_local)
             .unwrap_or_else(|error| matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted))
     }
 
-    fn try_advance(&mut self, content: &mut Content, is_local: bool, now: Instant) -> io::Result<bool> {
+    fn try_advance(&mut self, content: &mut Content, is_local: bool) -> io::Result<bool> {
+        let mut bytes = [0; 4096];
         while self.answer.is_none() {
-            let mut bytes = [0; 1024];
             let room = MAX_REQUEST.saturating_sub(self.request.len()).clamp(1, bytes.len());
             match self.stream.read(&mut bytes[..room])? {
                 0 => return Ok(false),
                 count => self.request.extend_from_slice(&bytes[..count]),
             }
-            self.answer = answer(parse(&self.request, is_local), content, now);
+            self.answer = answer(parse(&self.request, is_local), content);
             if self.answer.is_some() {
-                self.deadline = now + PATIENCE;
+                self.deadline = Instant::now() + PATIENCE;
             }
         }
         let Some(answer) = &mut self.answer else { return Ok(true) };
         while !answer.is_sent() {
-            answer.sent += match self.stream.write(answer.rest())? {
+            match self.stream.write(answer.rest())? {
                 0 => return Ok(false),
-                count => count,
-            };
+                count => answer.sent += count,
+            }
+            self.deadline = answer.limit.min(Instant::now() + PATIENCE);
+            if answer.is_sent() {
+                self.stream.end_output()?;
+            }
+        }
+        while answer.discarded < MAX_DISCARDED {
+            match self.stream.read(&mut bytes)? {
+                0 => return Ok(false),
+                count => answer.discarded += count,
+            }
         }
         Ok(false)
     }
 }
 
 /// The answer to a request; `None` while it is incomplete.
-fn answer(request: Request, content: &mut Content, now: Instant) -> Option<Answer> {
+fn answer(request: Request, content: &mut Content) -> Option<Answer> {
     let (head, body) = match request {
         Request::Incomplete => return None,
         Request::Refused(status, reason) => {
@@ -210,12 +244,13 @@ fn answer(request: Request, content: &mut Content, now: Instant) -> Option<Answe
             (head(status, reason, "text/plain", body.len()), body)
         }
         Request::Get(resource, with_body) => {
-            let (content_type, body) = content.answer(resource, now);
+            let (content_type, body) = content.answer(resource, Instant::now());
             let head = head(200, "OK", content_type, body.len());
             (head, if with_body { body } else { Arc::default() })
         }
     };
-    Some(Answer { head, body, sent: 0 })
+    // Making the answer may have taken long.
+    Some(Answer { head, body, sent: 0, limit: Instant::now() + MAX_ANSWER_TIME, discarded: 0 })
 }
 
 /// How many connections may be accepted now.
@@ -267,7 +302,7 @@ pub(super) fn serve(listener: &Listener, alive: &UnixStream, mut content: Conten
         let mut of_connection = ready[2..].iter();
         connections.retain_mut(|connection| {
             let is_ready = of_connection.next().copied().unwrap_or_default();
-            let is_open = !is_ready || connection.advance(&mut content, is_local, now);
+            let is_open = !is_ready || connection.advance(&mut content, is_local);
             is_open && now < connection.deadline
         });
         if accepts && ready[1] {
@@ -341,6 +376,53 @@ mod tests {
         while TcpStream::connect(address).is_ok() {
             std::thread::yield_now();
         }
+    }
+
+    /// The client sends a request of many parts before it reads; each part but the last would be lost by a reset.
+    #[test]
+    fn answers_to_long_requests_arrive() {
+        let (_server, address) = server(&"0".parse().unwrap());
+        let long_head = format!("GET / HTTP/1.1\r\nX: {}\r\n\r\n", "x".repeat(300_000));
+        let with_body = format!("POST / HTTP/1.1\r\nHost: localhost\r\n\r\n{}", "x".repeat(300_000));
+        for (request, expected) in [(long_head, "HTTP/1.1 431 "), (with_body, "HTTP/1.1 405 ")] {
+            let mut stream = TcpStream::connect(address).unwrap();
+            stream.write_all(request.as_bytes()).unwrap();
+            let mut answer = String::new();
+            stream.read_to_string(&mut answer).unwrap();
+            assert!(answer.starts_with(expected), "{answer}");
+        }
+        // One that sends for ever is dropped.
+        let mut stream = TcpStream::connect(address).unwrap();
+        while stream.write_all(&[b'x'; 65_536]).is_ok() {}
+    }
+
+    /// An answer that does not fit the buffers of the kernel, to a client that reads it slowly.
+    #[test]
+    fn a_client_that_makes_progress_keeps_its_connection() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        let mut content = Content::new(Board::default());
+        let mut connection = Connection::new(Stream::Unix(ours), Instant::now());
+        let limit = Instant::now() + MAX_ANSWER_TIME;
+        let body: Arc<[u8]> = vec![b'x'; 4 << 20].into();
+        connection.answer = Some(Answer { head: b"head".to_vec(), body, sent: 0, limit, discarded: 0 });
+        let mut received = Vec::new();
+        while !connection.answer.as_ref().unwrap().is_sent() {
+            let before = Instant::now();
+            connection.deadline = before;
+            assert!(connection.advance(&mut content, true));
+            assert!(connection.deadline >= limit.min(before + PATIENCE) && connection.deadline <= limit);
+            let mut part = vec![0; 1 << 20];
+            let count = (&theirs).read(&mut part).unwrap();
+            received.extend_from_slice(&part[..count]);
+        }
+        (&theirs).read_to_end(&mut received).unwrap();
+        assert_eq!(received.len(), (4 << 20) + 4);
+        // Without progress the deadline stays; the connection ends with the client.
+        let deadline = connection.deadline;
+        assert!(connection.advance(&mut content, true) && connection.deadline == deadline);
+        drop(theirs);
+        assert!(!connection.advance(&mut content, true));
     }
 
     #[test]

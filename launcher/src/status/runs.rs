@@ -10,7 +10,7 @@ use std::ffi::OsString;
 use std::fs::{self, File};
 use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -85,11 +85,14 @@ fn describe(collectives: Option<usize>) -> String {
 
 /// The pages that this user's processes hold open.
 pub(crate) fn pages() -> impl Iterator<Item = ProgressPage> {
+    identified_pages().map(|(_, page)| page)
+}
+
+/// The same, each with its inode, which no other page has while this one is mapped.
+pub(crate) fn identified_pages() -> impl Iterator<Item = (u64, ProgressPage)> {
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
-    let is_process = |path: &PathBuf| {
-        path.file_name().is_some_and(|name| name.as_encoded_bytes().iter().all(u8::is_ascii_digit))
-    };
-    processes.map(|entry| entry.path()).filter(is_process).flat_map(|process| pages_of(&process))
+    let pid = |name: OsString| name.to_str()?.parse().ok();
+    processes.filter_map(move |entry| pid(entry.file_name())).flat_map(identified_pages_of)
 }
 
 /// The last lines of the ranks that this process has launched.
@@ -102,12 +105,11 @@ pub(crate) fn last_lines(launcher: u32) -> Option<TailReader> {
     File::open(path).ok().map(TailReader::new)
 }
 
-/// The pages of the runs that this process has launched, one for each job.
-fn pages_of(process: &Path) -> Vec<ProgressPage> {
-    let launcher = process.file_name().and_then(|name| name.to_str()?.parse::<u32>().ok());
+/// The pages of the runs that this process has launched, one for each job, with their inodes.
+pub(crate) fn identified_pages_of(launcher: u32) -> Vec<(u64, ProgressPage)> {
     let name = format!("/memfd:{PAGE_NAME}");
     // Other users' descriptors cannot be listed.
-    let descriptors = fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
+    let descriptors = fs::read_dir(format!("/proc/{launcher}/fd")).into_iter().flatten().flatten();
     let is_page = |path: &PathBuf| {
         let target = fs::read_link(path).unwrap_or_default();
         target.to_str().is_some_and(|target| target.trim_end_matches(" (deleted)") == name)
@@ -115,10 +117,10 @@ fn pages_of(process: &Path) -> Vec<ProgressPage> {
     let mut known = HashSet::new();
     let open = |path: PathBuf| {
         let file = File::open(path).ok()?;
-        let is_new = known.insert(file.metadata().ok()?.ino());
-        let page = ProgressPage::inspect(file.as_fd()).ok().filter(|_| is_new)?;
+        let inode = file.metadata().ok()?.ino();
+        let page = ProgressPage::inspect(file.as_fd()).ok().filter(|_| known.insert(inode))?;
         // A rank that is mapping the page also holds it open for a short time.
-        (Some(page.run().launcher) == launcher).then_some(page)
+        (page.run().launcher == launcher).then_some((inode, page))
     };
     descriptors.map(|entry| entry.path()).filter(is_page).filter_map(open).collect()
 }

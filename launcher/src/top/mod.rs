@@ -83,31 +83,40 @@ pub(crate) fn main(arguments: &[OsString]) -> Result<ExitCode, Box<dyn Error>> {
     signals.thread_block()?;
     let signals = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
     let mut watched = Watched::search(args.launcher)?;
-    let gpus = Gpus::open();
+    let mut gpus = Gpus::default();
     let mut terminal = Terminal::new(Screen::open()?)?;
     let mut state = State::default();
     let interval = args.interval.max(SAMPLE_INTERVAL);
-    let mut next_draw = Instant::now();
+    let mut next_snapshot = Instant::now();
+    // A snapshot of many ranks takes too long to be taken for each key.
+    let (mut runs, mut of_gpus) = (Vec::new(), Vec::new());
+    let mut was_pressed = false;
     loop {
         let now = Instant::now();
         watched.sample(now);
-        if now >= next_draw {
+        let is_due = now >= next_snapshot;
+        if is_due {
             watched.search_if_due(now);
-            let runs = watched.snapshots();
-            let of_gpus = gpus.read(&runs);
+            runs = watched.snapshots();
+            of_gpus = gpus.of_ranks(&runs);
             state.settle(&runs);
+            next_snapshot = now + interval;
+        }
+        if is_due || was_pressed {
             let shown = watched.shown(&state, &runs, &of_gpus);
             terminal.draw(|frame| view::draw(&shown, &state, frame.buffer_mut()))?;
-            next_draw = now + interval;
         }
         let Some(bytes) = read_input(&signals, SAMPLE_INTERVAL)? else { break };
-        for key in keys(&bytes) {
-            match state.handle(key, &watched.snapshots()) {
+        let pressed = keys(&bytes);
+        was_pressed = !pressed.is_empty();
+        for key in pressed {
+            match state.handle(key, &runs) {
                 Some(Command::Quit) => return Ok(ExitCode::SUCCESS),
-                Some(Command::Stop(launcher)) => state.told = Some(stop::stop(launcher)),
+                Some(Command::Stop(launcher)) => {
+                    state.told = Some(stop::stop(launcher, &watched.inodes_of(launcher)));
+                }
                 None => {}
             }
-            next_draw = Instant::now();
         }
     }
     Ok(ExitCode::SUCCESS)
@@ -139,11 +148,19 @@ fn read_input(signals: &SignalFd, timeout: Duration) -> Result<Option<Vec<u8>>, 
     }
 }
 
+/// A run. Two may be described by the same words, so the inode of its page identifies it.
+struct Run {
+    inode: u64,
+    info: RunInfo,
+    page: ProgressPage,
+    totals: Totals,
+}
+
 /// The runs, the first of which is shown first.
 struct Watched {
     /// The run of this launcher comes first.
     preferred: Option<u32>,
-    runs: Vec<(RunInfo, ProgressPage, Totals)>,
+    runs: Vec<Run>,
     /// The last lines of the ranks of these launchers. They stay readable when the launcher has ended.
     last_lines: BTreeMap<u32, TailReader>,
     next_sample: Instant,
@@ -163,7 +180,7 @@ impl Watched {
         };
         watched.search_if_due(now);
         match preferred {
-            Some(launcher) if !watched.runs.iter().any(|(run, ..)| run.launcher == launcher) => {
+            Some(launcher) if !watched.runs.iter().any(|run| run.info.launcher == launcher) => {
                 Err(format!("no run of launcher {launcher}; `mgpurun ps` shows those of this user").into())
             }
             _ => Ok(watched),
@@ -176,21 +193,21 @@ impl Watched {
             return;
         }
         self.next_search = at + SEARCH_INTERVAL;
-        let mut found: Vec<(RunInfo, ProgressPage)> = runs::pages().map(|page| (page.run(), page)).collect();
-        found.sort_by_key(|(run, _)| (Some(run.launcher) != self.preferred, run.started));
+        let found = runs::identified_pages().map(|(inode, page)| (inode, page.run(), page));
+        let mut found: Vec<(u64, RunInfo, ProgressPage)> = found.collect();
+        found.sort_by_key(|(inode, run, _)| (Some(run.launcher) != self.preferred, run.started, *inode));
         if found.is_empty() {
             return;
         }
-        let mut known: Vec<_> = std::mem::take(&mut self.runs);
-        for (run, page) in found {
-            let is_same = |(other, ..): &(RunInfo, ProgressPage, Totals)| *other == run;
-            let totals = match known.iter().position(is_same) {
-                Some(index) => known.swap_remove(index).2,
+        let mut known = std::mem::take(&mut self.runs);
+        for (inode, info, page) in found {
+            let totals = match known.iter().position(|run| run.inode == inode) {
+                Some(index) => known.swap_remove(index).totals,
                 None => Totals::new(page.world_size()),
             };
-            self.runs.push((run, page, totals));
+            self.runs.push(Run { inode, info, page, totals });
         }
-        let launchers: Vec<u32> = self.runs.iter().map(|(run, ..)| run.launcher).collect();
+        let launchers: Vec<u32> = self.runs.iter().map(|run| run.info.launcher).collect();
         self.last_lines.retain(|launcher, _| launchers.contains(launcher));
         for launcher in &launchers {
             // The ranks of several jobs are not told apart there.
@@ -207,18 +224,24 @@ impl Watched {
             return;
         }
         self.next_sample = at + SAMPLE_INTERVAL;
-        self.runs.iter_mut().for_each(|(_, page, totals)| totals.sample(page, at));
+        self.runs.iter_mut().for_each(|run| run.totals.sample(&run.page, at));
     }
 
     fn snapshots(&self) -> Vec<RunSnapshot> {
-        self.runs.iter().map(|(_, page, totals)| RunSnapshot::of(None, page, totals)).collect()
+        self.runs.iter().map(|run| RunSnapshot::of(None, &run.page, &run.totals)).collect()
+    }
+
+    /// The inodes of the pages of a launcher.
+    fn inodes_of(&self, launcher: u32) -> Vec<u64> {
+        let own = self.runs.iter().filter(|run| run.info.launcher == launcher);
+        own.map(|run| run.inode).collect()
     }
 
     /// What is drawn.
     fn shown<'a>(&self, state: &State, runs: &'a [RunSnapshot], gpus: &'a [GpuSnapshot]) -> Shown<'a> {
         let shown = self.runs.get(state.run);
-        let page = shown.map(|(_, page, _)| page);
-        let tails = shown.and_then(|(run, ..)| self.last_lines.get(&run.launcher));
+        let page = shown.map(|run| &run.page);
+        let tails = shown.and_then(|run| self.last_lines.get(&run.info.launcher));
         let last_lines = tails.map(|tails| tails.lines(state.rank)).unwrap_or_default();
         let details = page.zip(state.opened()).filter(|(page, rank)| *rank < page.world_size());
         let details = details.map(|(page, rank)| {

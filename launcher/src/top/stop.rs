@@ -1,14 +1,57 @@
 //! Asks a run to end.
 
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use std::io;
 
-/// Asks the launcher of a run to end it, as Ctrl-C does. Returns what to tell the user.
-pub(super) fn stop(launcher: u32) -> String {
-    let pid = i32::try_from(launcher).ok().filter(|pid| *pid > 1);
-    let sent = pid.ok_or(nix::errno::Errno::ESRCH).and_then(|pid| kill(Pid::from_raw(pid), Signal::SIGTERM));
-    match sent {
-        Ok(()) => format!("asked launcher {launcher} to end its ranks"),
-        Err(errno) => format!("cannot signal launcher {launcher}: {errno}"),
+use mgpu_control::process::pidfd_open;
+use rustix::process::{Signal, pidfd_send_signal};
+
+use crate::status::runs::identified_pages_of;
+
+/// Asks the launcher of a run to end it, as Ctrl-C does. Returns what to tell the user. `inodes` are those of the pages by
+/// which this launcher was found.
+pub(super) fn stop(launcher: u32, inodes: &[u64]) -> String {
+    match ask(launcher, inodes) {
+        Ok(true) => format!("asked launcher {launcher} to end its ranks"),
+        Ok(false) => format!("launcher {launcher} has ended or restarted its ranks; nothing was sent"),
+        Err(error) => format!("cannot signal launcher {launcher}: {error}"),
+    }
+}
+
+/// Sends the signal if the process still holds one of these pages. The process is opened before that is checked, so the
+/// signal cannot reach a later process with the same number.
+fn ask(launcher: u32, inodes: &[u64]) -> io::Result<bool> {
+    let process = match pidfd_open(launcher) {
+        Err(error) if error.raw_os_error() == Some(nix::libc::ESRCH) => return Ok(false),
+        process => process?,
+    };
+    if !identified_pages_of(launcher).iter().any(|(inode, _)| inodes.contains(inode)) {
+        return Ok(false);
+    }
+    match pidfd_send_signal(&process, Signal::TERM) {
+        Err(rustix::io::Errno::SRCH) => Ok(false),
+        sent => sent.map(|()| true).map_err(io::Error::from),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, Stdio};
+
+    use mgpu_control::process::has_ended;
+
+    use super::*;
+
+    #[test]
+    fn a_process_that_does_not_hold_the_page_is_not_signalled() {
+        let mut other = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+        let told = stop(other.id(), &[7]);
+        assert!(told.ends_with("has ended or restarted its ranks; nothing was sent"), "{told}");
+        let process = pidfd_open(other.id()).unwrap();
+        // It still reads its input, and ends by itself.
+        assert!(!has_ended(&process));
+        drop(other.stdin.take());
+        assert!(other.wait().unwrap().success());
+        assert!(stop(other.id(), &[7]).ends_with("nothing was sent"));
+        assert!(stop(0, &[7]).starts_with("cannot signal launcher 0"));
     }
 }

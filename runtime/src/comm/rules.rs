@@ -138,12 +138,7 @@ impl Rules {
     /// Records something that has begun and ended, without changing what the rank waits in.
     #[cfg(feature = "cuda")]
     pub(crate) fn record_ended(&self, entry: ProgressEntry) {
-        self.end_record(self.record(entry));
-    }
-
-    #[inline]
-    fn end_record(&self, begun: Begun) {
-        if let (Some(membership), Some(record)) = (&self.membership, begun) {
+        if let (Some(membership), Some(record)) = (&self.membership, self.record(entry)) {
             membership.page().end_collective(self.rank, record);
         }
     }
@@ -171,8 +166,10 @@ impl Rules {
     ) -> Result<R> {
         match result {
             Ok(value) => {
-                self.leave();
-                self.end_record(begun);
+                match (&self.membership, begun) {
+                    (Some(membership), Some(record)) => membership.page().leave_collective(self.rank, record),
+                    _ => self.leave(),
+                }
                 Ok(value)
             }
             // Its record stays that of a running one: it shows in which operation the rank has failed.

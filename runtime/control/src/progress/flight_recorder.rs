@@ -5,8 +5,8 @@
 //! differs before and after.
 //!
 //! Reading the exact clock twice would cost a short collective several per cent, so only collectives of
-//! [`EXACT_FROM`] bytes and more are timed exactly. For the others a record repeats the time of the rank's last change,
-//! which the rank has read anyway, with the resolution of the coarse clock.
+//! [`EXACT_FROM`] bytes and more are timed exactly. For the others a record repeats the times of the rank's changes, which
+//! the rank has read anyway, with the resolution of the coarse clock: one at the begin, and one after a wait.
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::time::Duration;
@@ -167,9 +167,9 @@ impl Slot {
         self.stamp.store(number, Ordering::Release);
     }
 
-    /// The record with this number; `None` if the slot holds another one, or is being written. `changed` is the time of
-    /// the rank's last change: a running collective below [`EXACT_FROM`] has begun then.
-    fn read(&self, number: u64, changed: Duration) -> Option<RecordedCollective> {
+    /// The record with this number; `None` if the slot holds another one, or is being written. `began` is the time at which
+    /// the rank's operation began: a running collective below [`EXACT_FROM`] has begun then.
+    fn read(&self, number: u64, began: Duration) -> Option<RecordedCollective> {
         if self.stamp.load(Ordering::Acquire) != number {
             return None;
         }
@@ -196,7 +196,7 @@ impl Slot {
             bytes,
             tag: (operation & HAS_TAG != 0).then_some(sequence_and_tag as u32),
             on_device: operation & ON_DEVICE != 0,
-            begin: time(begin).unwrap_or(changed),
+            begin: time(begin).unwrap_or(began),
             end: time(end),
             is_exact: operation & EXACT != 0,
         })
@@ -221,9 +221,24 @@ impl ProgressPage {
         OpenRecord { number, is_exact: new.bytes >= EXACT_FROM }
     }
 
-    /// Records that a collective has ended.
+    /// Records that a collective has ended, without [leaving](Self::leave) the operation that the rank is in.
     #[inline]
     pub fn end_collective(&self, rank: u32, open: OpenRecord) {
+        self.record_times(rank, open, self.record(rank).operation_began());
+    }
+
+    /// [Leaves](Self::leave) the operation of a collective, and records that the collective has ended.
+    #[inline]
+    pub fn leave_collective(&self, rank: u32, open: OpenRecord) {
+        // After a wait, leaving replaces the time.
+        let began = self.record(rank).operation_began();
+        self.leave(rank);
+        self.record_times(rank, open, began);
+    }
+
+    /// Records when a collective ended, and if its time is not exact, that it `began` at this time in milliseconds.
+    #[inline]
+    fn record_times(&self, rank: u32, open: OpenRecord, began: u64) {
         let slot = self.slot(rank, open.number);
         if slot.stamp.load(Ordering::Relaxed) != open.number {
             // Other threads of the rank have recorded a whole ring of collectives meanwhile.
@@ -233,9 +248,11 @@ impl ProgressPage {
             slot.end.store(exact_now(), Ordering::Relaxed);
             return;
         }
-        let changed = self.record(rank).changed.load(Ordering::Relaxed).saturating_mul(1_000_000).max(1);
-        slot.begin.store(changed, Ordering::Relaxed);
-        slot.end.store(changed, Ordering::Relaxed);
+        let changed = self.record(rank).changed.load(Ordering::Relaxed);
+        let nanoseconds = |milliseconds: u64| milliseconds.saturating_mul(1_000_000).max(1);
+        slot.begin.store(nanoseconds(began), Ordering::Relaxed);
+        // Another thread of the rank may have stored an earlier time.
+        slot.end.store(nanoseconds(changed.max(began)), Ordering::Relaxed);
     }
 
     /// The last collectives of `rank`, oldest first, at most [`RECORDED`]. Those that the rank is writing at the moment
@@ -250,9 +267,9 @@ impl ProgressPage {
         if last == 0 {
             return Vec::new();
         }
-        let changed = Duration::from_millis(record.changed.load(Ordering::Relaxed));
+        let began = Duration::from_millis(record.operation_began());
         let first = last.saturating_sub(RECORDED as u64) + 1;
-        (first..=last).filter_map(|number| self.slot(rank, number).read(number, changed)).collect()
+        (first..=last).filter_map(|number| self.slot(rank, number).read(number, began)).collect()
     }
 
     /// Number of collectives that `rank` has begun.
@@ -282,6 +299,7 @@ mod tests {
     use std::os::fd::AsFd;
     use std::sync::atomic::AtomicBool;
 
+    use super::super::now;
     use super::*;
 
     fn new(sequence: u32, bytes: usize) -> NewCollective {
@@ -327,6 +345,43 @@ mod tests {
         assert_eq!((seen.len(), seen[63].sequence), (RECORDED, 65));
         assert!(seen.iter().all(|record| record.end.is_none()));
         assert!(observer.collectives(2).is_empty());
+    }
+
+    #[test]
+    fn a_wait_in_a_short_collective_is_recorded() {
+        let (page, _fd) = ProgressPage::create(2).unwrap();
+        let took = |record: &RecordedCollective| record.end.map(|end| end - record.begin);
+        let long = Duration::from_millis(50);
+        // With rounds that touch the page after the wait, with a wait that ends in the middle, and with one wait only.
+        for (touches, stops) in [(true, false), (false, true), (true, true), (false, false)] {
+            page.enter(1, Operation::AllReduce, 1, 12);
+            let open = page.begin_collective(1, &new(1, 12), true);
+            let began = now();
+            page.wait(1, 0);
+            while now() < began + long {
+                std::thread::yield_now();
+            }
+            if stops {
+                page.stop_waiting(1);
+            }
+            if touches {
+                page.touch(1);
+                page.wait(1, 0);
+            }
+            let running = *page.collectives(1).last().unwrap();
+            assert!(running.end.is_none() && running.begin <= began, "{running:?} at {began:?}");
+            page.leave_collective(1, open);
+            let ended = *page.collectives(1).last().unwrap();
+            assert_eq!(ended.begin, running.begin);
+            assert!(took(&ended).unwrap() >= long - Duration::from_millis(10), "{ended:?}");
+            // The next one does not wait.
+            page.enter(1, Operation::AllReduce, 2, 12);
+            let open = page.begin_collective(1, &new(2, 12), true);
+            page.leave_collective(1, open);
+            let next = *page.collectives(1).last().unwrap();
+            assert_eq!(took(&next), Some(Duration::ZERO));
+            assert!(next.begin >= ended.end.unwrap());
+        }
     }
 
     #[test]

@@ -65,7 +65,7 @@ struct Header {
 }
 
 /// Distinguishes a page of this layout from other memory.
-const MAGIC: u64 = 0x6d67_7075_0000_0008;
+const MAGIC: u64 = 0x6d67_7075_0000_0009;
 
 /// The record of one rank. Its size is a multiple of the cache line, so that ranks do not share lines (false sharing).
 #[repr(C, align(128))]
@@ -88,6 +88,8 @@ struct RankRecord {
     aborted: AtomicU64,
     /// Time of the last change, in milliseconds of [`now`].
     changed: AtomicU64,
+    /// That time when it first waited in its operation; 0 if it has not waited in it.
+    changed_before_wait: AtomicU64,
     /// Number of collectives in its [`Ring`] so far.
     recorded: AtomicU64,
     /// Training step, from 1.
@@ -368,6 +370,7 @@ impl ProgressPage {
         let record = self.record(rank);
         record.sequence.store(u64::from(sequence), Ordering::Relaxed);
         record.bytes.store(bytes as u64, Ordering::Relaxed);
+        record.changed_before_wait.store(0, Ordering::Relaxed);
         record.operation.store(operation as u32 | RUNNING, Ordering::Relaxed);
     }
 
@@ -379,7 +382,11 @@ impl ProgressPage {
 
     /// Notes that `rank` waits for `peer`; called only if the wait takes longer than usual.
     pub fn wait(&self, rank: u32, peer: u32) {
-        self.record(rank).waits_for.store(peer + 1, Ordering::Relaxed);
+        let record = self.record(rank);
+        if record.changed_before_wait.load(Ordering::Relaxed) == 0 {
+            record.changed_before_wait.store(record.changed.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+        record.waits_for.store(peer + 1, Ordering::Relaxed);
     }
 
     /// Notes the progress counter of `rank` in the communicator in which it [waits](Self::wait).
@@ -433,8 +440,10 @@ impl ProgressPage {
     pub fn leave(&self, rank: u32) {
         let record = self.record(rank);
         record.operation.store(record.operation.load(Ordering::Relaxed) & !RUNNING, Ordering::Relaxed);
-        // A short operation was entered just now: the clock need not be read again.
-        if record.waits_for.load(Ordering::Relaxed) != 0 {
+        // An operation without a wait was entered just now: the clock need not be read again.
+        let has_waited = record.changed_before_wait.load(Ordering::Relaxed) != 0;
+        if has_waited || record.waits_for.load(Ordering::Relaxed) != 0 {
+            record.changed_before_wait.store(0, Ordering::Relaxed);
             self.stop_waiting(rank);
             record.touch();
         }
@@ -511,6 +520,16 @@ impl RankRecord {
     #[inline]
     fn touch(&self) {
         self.changed.store(milliseconds(now()), Ordering::Relaxed);
+    }
+
+    /// When its operation began, in milliseconds of [`now`]: at its last change, or at the one before its first wait, since
+    /// operations of several rounds [touch](ProgressPage::touch) the record after a wait.
+    #[inline]
+    fn operation_began(&self) -> u64 {
+        match self.changed_before_wait.load(Ordering::Relaxed) {
+            0 => self.changed.load(Ordering::Relaxed),
+            began => began,
+        }
     }
 }
 
