@@ -568,8 +568,7 @@ mod tests {
         let batch = SpawnBatch::new().unwrap();
         let (out, err) = (pipe2(OFlag::O_CLOEXEC).unwrap(), pipe2(OFlag::O_CLOEXEC).unwrap());
         let Text { program, arguments, environment } = &shell("echo started");
-        let invocation =
-            Invocation { program, arguments, environment, cores: None, descriptor_limits: None };
+        let invocation = Invocation { program, arguments, environment, cores: None, descriptor_limits: None };
         let streams = [batch.null.as_fd(), out.1.as_fd(), err.1.as_fd()];
         let mut described = batch.describe(&invocation, streams).unwrap();
         let pid = clone_in_same_memory(&mut described, libc::CLONE_VFORK).unwrap();

@@ -74,7 +74,7 @@ impl RecordedCommunicator {
     pub fn to_word(self) -> u64 {
         match self {
             RecordedCommunicator::World(number) => u64::from(number),
-            RecordedCommunicator::Group { number, first } => u64::from(first) + 1 << 32 | u64::from(number),
+            RecordedCommunicator::Group { number, first } => (u64::from(first) + 1) << 32 | u64::from(number),
         }
     }
 
