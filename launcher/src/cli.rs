@@ -30,14 +30,14 @@ use crate::output::{OutputOptions, StreamChoice};
 use crate::plan::{LaunchPlan, Machine, NodePlace, Ranks, Request, RunContext};
 use crate::restart::RestartPolicy;
 use crate::status::runs;
-use crate::{completions, doctor, exit_code, man_pages, stdout, stop, sweep, top};
+use crate::{completions, descriptor_limits, doctor, exit_code, man_pages, stdout, stop, sweep, top};
 pub(crate) use args::CommandLine;
 use args::RankArgs;
 pub(crate) use args::parse_seconds;
 use jobs::{Jobs, split};
 pub(crate) use node_args::NodeArgs;
 use rank_count::{RanksPerNode, requested};
-use script::Search;
+use script::{Search, Style};
 use torchrun::{JobSettings, LaunchSettings, OutputSettings};
 
 /// Time for all ranks to join, unless it is set.
@@ -99,7 +99,13 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
     let search = Search { path: &path, beside: own.as_deref().and_then(Path::parent), python };
     let command_words = command.len();
     let jobs = split(ranks, command, words, |ranks, name| {
-        settings_of(ranks).is_ok_and(|(job, _)| search.command(job.style, &[name.to_owned()]).is_ok())
+        let (job, _) = settings_of(ranks).map_err(|error| error.to_string())?;
+        // Any word may name a module, so a variable cannot make all words behind a `:` programs.
+        if job.style == Style::Module && !ranks.script.names_module() {
+            return Err("a module behind a `:` has -m in front of it".to_owned());
+        }
+        let found = search.command(job.style, &[name.to_owned()]);
+        found.map(drop).map_err(|_| format!("there is no program `{}`", name.to_string_lossy()))
     });
     let Jobs { jobs, mut notices } = match jobs {
         Ok(jobs) => jobs,
@@ -118,6 +124,7 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
             endpoint: nodes.rdzv_endpoint.as_deref(),
             grace: launch_settings.grace.max(launch_settings.stop_grace),
             raw: args.raw,
+            signals: &launch_settings.signals,
         };
         return if args.dry_run { remote.describe() } else { remote.run() };
     }
@@ -197,6 +204,7 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
     match guardian::fork_guardian(&launch_settings.signals)? {
         Role::Done(code) => Ok(code),
         Role::Launcher { guardian, signals } => {
+            descriptor_limits::raise();
             launch.take_over(guardian, &signals)?;
             Ok(ExitCode::from(launch.run()?.exit_code))
         }

@@ -2,15 +2,20 @@
 //!
 //! A function with the decorator `@record` writes the exception that leaves it as JSON, with the whole traceback. Any
 //! other program may write anything there, or nothing: what has another form is ignored, and the rank's last lines are
-//! shown instead.
+//! shown instead. A rank may also have handled the error, as when the decorator is in a helper process of it, and have
+//! ended much later for another reason. So the last lines are left out only for an error that was recorded just before
+//! the rank exited with a code of its own.
 
 use std::fs::OpenOptions;
 use std::io::Read;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
+use std::time::{Duration, SystemTime};
 
 use nix::fcntl::OFlag;
 use serde::Deserialize;
+
+use crate::supervisor::Exit;
 
 /// Largest file that is read.
 const MAX_BYTES: u64 = 4 << 20;
@@ -19,6 +24,20 @@ const MAX_FIRST: usize = 100;
 const MAX_LAST: usize = 300;
 /// Most characters of a line that are shown.
 const MAX_LINE: usize = 2048;
+/// Longest time from the record of an error to the end of the rank if the error has ended it: Python has to end its
+/// threads and to free its GPU.
+const TIME_TO_END: Duration = Duration::from_secs(15);
+
+/// An error that a rank has recorded.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct RecordedError {
+    /// Its text, without control characters but tabs; at least one line.
+    pub(crate) lines: Vec<String>,
+    /// Time from the record to the end of the rank.
+    pub(crate) age: Duration,
+    /// It has ended the rank, as far as exit and age tell.
+    pub(crate) has_ended_it: bool,
+}
 
 #[derive(Deserialize)]
 struct ErrorFile {
@@ -43,15 +62,20 @@ struct Extra {
     py_callstack: String,
 }
 
-/// The lines of the error in the file at `path`, without control characters; `None` if there is no error.
-pub(crate) fn read(path: &Path) -> Option<Vec<String>> {
+/// The error in the file at `path`, which is that of a rank that has `ended` with this `exit`; `None` if there is none.
+pub(crate) fn read(path: &Path, exit: Exit, ended: SystemTime) -> Option<RecordedError> {
     // A rank may have put anything there: neither a link nor a pipe is read.
     let flags = (OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits();
     let file = OpenOptions::new().read(true).custom_flags(flags).open(path).ok()?;
-    file.metadata().ok().filter(|metadata| metadata.is_file() && metadata.len() <= MAX_BYTES)?;
+    let metadata =
+        file.metadata().ok().filter(|metadata| metadata.is_file() && metadata.len() <= MAX_BYTES)?;
     let mut bytes = Vec::new();
     file.take(MAX_BYTES).read_to_end(&mut bytes).ok()?;
-    parse(&bytes)
+    let lines = parse(&bytes)?;
+    // The clock of a file system is up to one tick behind; a time after the end is a clock that was set.
+    let age = ended.duration_since(metadata.modified().ok()?).unwrap_or_default();
+    let has_failed = matches!(exit, Exit::Code(code) if code != 0);
+    Some(RecordedError { lines, age, has_ended_it: has_failed && age <= TIME_TO_END })
 }
 
 fn parse(bytes: &[u8]) -> Option<Vec<String>> {
@@ -73,16 +97,18 @@ fn parse(bytes: &[u8]) -> Option<Vec<String>> {
     (!lines.is_empty()).then_some(lines)
 }
 
-/// The last `most` lines, indented like the last lines of a rank, each cut to at most `bytes` bytes.
-pub(crate) fn last_lines(lines: &[String], most: usize, bytes: usize) -> Vec<String> {
-    let indented = |line: &String| {
-        let mut line = format!("    {line}");
-        while line.len() > bytes {
-            line.pop();
-        }
-        line
-    };
-    lines.iter().skip(lines.len().saturating_sub(most)).map(indented).collect()
+impl RecordedError {
+    /// The last `most` lines, indented like the last lines of a rank, each cut to at most `bytes` bytes.
+    pub(crate) fn last_lines(&self, most: usize, bytes: usize) -> Vec<String> {
+        let indented = |line: &String| {
+            let mut line = format!("    {line}");
+            while line.len() > bytes {
+                line.pop();
+            }
+            line
+        };
+        self.lines.iter().skip(self.lines.len().saturating_sub(most)).map(indented).collect()
+    }
 }
 
 #[cfg(test)]
@@ -106,8 +132,12 @@ mod tests {
     fn the_traceback_is_the_error() {
         let lines = parse(recorded("Traceback:\n\tat x\nValueError: \u{1b}[31mx\n\n").as_bytes()).unwrap();
         assert_eq!(lines, ["Traceback:", "\tat x", "ValueError: \u{fffd}[31mx"]);
-        assert_eq!(last_lines(&lines, 2, 9), ["    \tat x", "    Value"]);
-        assert_eq!(last_lines(&["äöü".into()], 2, 7), ["    ä"]);
+        let last_lines = |lines: Vec<String>, most, bytes| {
+            let error = RecordedError { lines, age: Duration::ZERO, has_ended_it: true };
+            error.last_lines(most, bytes)
+        };
+        assert_eq!(last_lines(lines, 2, 9), ["    \tat x", "    Value"]);
+        assert_eq!(last_lines(vec!["äöü".into()], 2, 7), ["    ä"]);
         assert_eq!(parse(recorded(" ").as_bytes()), Some(vec!["ValueError: x".into()]));
         assert_eq!(parse(br#"{"message": "killed", "timestamp": 1}"#), Some(vec!["killed".into()]));
         for other in ["", "{}", "[]", "{\"message\": 1}", "{\"message\": \"\"}", "{\"message\": {}}", "\u{0}"]
@@ -134,10 +164,33 @@ mod tests {
         symlink(path("file"), path("link")).unwrap();
         mkfifo(&path("pipe"), Mode::S_IRWXU).unwrap();
         fs::write(path("large"), recorded(&"x".repeat(5 << 20))).unwrap();
-        assert_eq!(read(&path("file")), Some(vec!["boom".into()]));
+        let read = |name: &str| read(&path(name), Exit::Code(1), SystemTime::now());
+        assert_eq!(read("file").unwrap().lines, ["boom"]);
         for other in ["link", "pipe", "large", "none", "."] {
-            assert_eq!(read(&path(other)), None, "{other}");
+            assert_eq!(read(other), None, "{other}");
         }
+    }
+
+    #[test]
+    fn an_old_error_and_one_of_a_killed_rank_have_not_ended_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        fs::write(&path, recorded("boom")).unwrap();
+        let written = fs::metadata(&path).unwrap().modified().unwrap();
+        for (exit, seconds, has_ended_it) in [
+            (Exit::Code(1), 0, true),
+            (Exit::Code(1), 5, true),
+            (Exit::Code(1), 3600, false),
+            (Exit::Code(0), 0, false),
+            (Exit::Signal(6), 0, false),
+        ] {
+            let age = Duration::from_secs(seconds);
+            let error = read(&path, exit, written + age).unwrap();
+            assert_eq!(error, RecordedError { lines: vec!["boom".into()], age, has_ended_it }, "{exit:?}");
+        }
+        // The clock was set back.
+        let error = read(&path, Exit::Code(1), written - Duration::from_secs(60)).unwrap();
+        assert_eq!((error.age, error.has_ended_it), (Duration::ZERO, true));
     }
 
     proptest! {

@@ -13,6 +13,7 @@
 //! | `reservation` | no two launches choose the same GPU |
 //! | `port` | reserves a TCP port for PyTorch |
 //! | `spawn` | plan → processes, each in its own process group, killed with this process |
+//! | `descriptor_limits` | descriptors for this process, the user's limits for the ranks |
 //! | `event_loop` | one loop for exits, output, messages, signals and deadlines |
 //! | [`supervisor`] | (state, event) → actions: which rank is the culprit, what happens to the others (pure) |
 //! | `watch` | which rank is stuck? (pure) |
@@ -43,6 +44,7 @@
 pub mod cli;
 mod commands;
 mod completions;
+mod descriptor_limits;
 mod doctor;
 mod elasticity;
 mod error;

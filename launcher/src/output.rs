@@ -37,6 +37,7 @@ mod streams;
 mod tails;
 mod width;
 
+use crate::error_file::RecordedError;
 use destination::Destination;
 use formatter::LineFormatter;
 pub use lines::{LineSplitter, Piece};
@@ -373,13 +374,30 @@ impl Output {
         }
     }
 
-    /// Shows the error that has ended a rank, unless output is raw. Its lines contain no control characters but tabs.
-    pub(crate) fn show_error(&mut self, rank: u32, lines: &[String]) {
+    /// Shows why a rank has failed, unless output is raw: the error that has ended it, or else its last lines, and below
+    /// them an error that it had recorded before.
+    pub(crate) fn show_cause(&mut self, rank: u32, error: Option<&RecordedError>) {
+        let name = self.ranks[rank as usize].name;
+        match error {
+            Some(error) if error.has_ended_it => {
+                self.show_error(&format!("the error of {name}:"), &error.lines);
+            }
+            Some(error) => {
+                self.repeat_last_lines(rank);
+                let seconds = error.age.as_secs();
+                let text = format!("an error that {name} had recorded {seconds} s before it ended:");
+                self.show_error(&text, &error.lines);
+            }
+            None => self.repeat_last_lines(rank),
+        }
+    }
+
+    /// Shows lines without control characters but tabs, below a title.
+    fn show_error(&mut self, title: &str, lines: &[String]) {
         if self.options.raw {
             return;
         }
-        let name = self.ranks[rank as usize].name;
-        self.say(&format!("the error of {name}:"));
+        self.say(title);
         let end = self.destinations[Stream::Stderr as usize].measure().line_end();
         for line in lines {
             self.sink_mut(Stream::Stderr).push_important(&[b"    ", line.as_bytes(), end].concat());

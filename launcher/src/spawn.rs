@@ -10,6 +10,7 @@ use std::ffi::OsString;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use mgpu_control::process::{GroupKillGuard, pidfd_open};
 use mgpu_control::protocol::{MGPU_INJECT, MGPU_PROGRESS};
@@ -20,11 +21,13 @@ use nix::sys::signal::{Signal, kill, killpg};
 use nix::sys::wait::waitpid;
 use nix::unistd::Pid;
 
+use crate::descriptor_limits;
 use crate::error::LaunchError;
 use crate::nodes::variables_to_remove;
 use crate::placement::CoreSet;
 use crate::plan::{LaunchPlan, ProgramCommand, RankPlan, RunContext};
 use crate::program::find;
+use crate::supervisor::Exit;
 
 /// The strongest signal that the launcher has sent to a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -56,6 +59,8 @@ pub(crate) struct Process {
     pub(crate) reaped: bool,
     /// How it ended, as a predicate. If it has not been reaped, its group may still have processes.
     pub(crate) ended: Option<String>,
+    /// How and when it ended, once it has.
+    pub(crate) exit: Option<(Exit, SystemTime)>,
     /// Its peak resident memory in bytes, once it has ended.
     pub(crate) peak_memory: Option<u64>,
     /// A message for the user about its start.
@@ -64,8 +69,9 @@ pub(crate) struct Process {
     kill_guard: Option<GroupKillGuard>,
 }
 
-/// Descriptors that the launcher needs besides those for its ranks.
-const OWN_DESCRIPTORS: u64 = 32;
+/// Descriptors that the launcher needs besides those for its ranks, with those of `--metrics-listen`: a listener and 32
+/// connections.
+const OWN_DESCRIPTORS: u64 = 72;
 /// Descriptors for each rank, with those of its [`GroupKillGuard`].
 const DESCRIPTORS_OF_A_RANK: u64 = 6;
 
@@ -121,6 +127,7 @@ fn start(
         arguments: &command.arguments,
         environment: &environment(rank, context),
         cores: rank.cores.as_ref().map(CoreSet::to_cpu_set),
+        descriptor_limits: descriptor_limits::of_ranks(),
     })?;
     let pidfd = pidfd_open(pid.as_raw() as u32).inspect_err(|_| end(pid))?;
     Ok(Process {
@@ -132,6 +139,7 @@ fn start(
         step: 0,
         reaped: false,
         ended: None,
+        exit: None,
         peak_memory: None,
         notice: None,
         kill_guard: None,

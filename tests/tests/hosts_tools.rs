@@ -121,6 +121,19 @@ fn the_secret_is_on_no_command_line_and_an_interrupt_leaves_nothing() {
 }
 
 #[test]
+fn listed_signals_reach_the_ranks_of_all_hosts() {
+    let Some(site) = Site::start(2) else { return };
+    let script =
+        "trap 'echo got it on $(uname -n); exit 0' XCPU; echo > ready-$RANK; while :; do sleep 0.05; done";
+    let words = ["--hosts", "a,b", "-n", "1", "--signals-to-handle", "SIGXCPU", "sh", "-c", script];
+    let mut starter = site.mgpurun(&words);
+    let mut starter = starter.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    until(|| (0..2).all(|rank| site.folder.path().join(format!("ready-{rank}")).exists()));
+    kill(Pid::from_raw(starter.id() as i32), Signal::SIGXCPU).unwrap();
+    site.finish(&mut starter).expect(0, &["got it on a\n", "got it on b\n"]);
+}
+
+#[test]
 fn nothing_is_left_if_the_starter_is_killed() {
     let Some(site) = Site::start(2) else { return };
     let mut starter = site.start_sleepers();

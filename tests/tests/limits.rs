@@ -92,6 +92,19 @@ fn few_descriptors_leave_no_folder() {
 }
 
 #[test]
+fn the_launcher_takes_all_descriptors_and_ranks_get_the_users_limits() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = "echo $(ulimit -Sn) $(ulimit -Hn); grep 'open files' /proc/$PPID/limits";
+    let words = ["-n", "1", "--no-prefix", "sh", "-c", script];
+    let finished = limited(folder.path(), "ulimit -Sn 30 && ulimit -Hn 300", &words);
+    finished.expect(0, &[]);
+    let words: Vec<&str> = finished.stdout.split_whitespace().collect();
+    assert_eq!(words, ["30", "300", "Max", "open", "files", "300", "300", "files"], "{finished:#?}");
+    // More ranks than 30 descriptors suffice for.
+    limited(folder.path(), "ulimit -Sn 30 && ulimit -Hn 300", &["-n", "16", "true"]).expect(0, &[]);
+}
+
+#[test]
 fn a_file_size_limit_ends_the_log_but_not_the_run() {
     let folder = tempfile::tempdir().unwrap();
     let script = "head -c 300000 /dev/zero | tr '\\0' '\\n'; echo done $RANK >&2";

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::process::Command;
 
 use mgpu_tests::process::{command, run};
-use nix::sched::{CpuSet, sched_getaffinity};
+use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
 
 /// The cores available to this test.
@@ -68,10 +68,11 @@ fn ranks_stay_within_the_launchers_affinity_mask() {
     let first = *own_cores().first().unwrap();
     let mut only = CpuSet::new();
     only.set(first).unwrap();
+    // Of this thread, which starts the launchers.
+    sched_setaffinity(Pid::from_raw(0), &only).unwrap();
     for (ranks, bind) in [(1, "core"), (1, "numa"), (2, "auto"), (2, "core"), (2, "none")] {
-        let mut launcher = mgpurun(ranks, &["--bind", bind]);
-        mgpu_control::process::bind_to_cores(&mut launcher, only);
         let expected = vec![(1, 1, BTreeSet::from([first])); ranks];
+        let mut launcher = mgpurun(ranks, &["--bind", bind]);
         assert_eq!(shown(&mut launcher), expected, "--bind {bind} with {ranks} ranks");
     }
 }
@@ -137,4 +138,42 @@ fn doctor_reports_this_machine_as_healthy() {
     doctor(&["doctor", "now"]).expect(2, &["unexpected argument 'now'"]);
     // After `--`, `doctor` is a program.
     doctor(&["--", "doctor"]).expect(1, &["no program `doctor`"]);
+}
+
+#[test]
+fn doctor_runs_two_ranks_on_this_machine() {
+    // The test runs the program beside `mgpurun` that has this name.
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let mgpurun = folder.path().join("mgpurun");
+    std::fs::hard_link(env!("CARGO_BIN_EXE_t-mgpurun"), &mgpurun).unwrap();
+    let doctor = |arguments: &[&str]| run(command(&mgpurun).arg("doctor").args(arguments));
+    // The report in one line: it breaks lines.
+    let report = |code: i32| {
+        let finished = doctor(&["--test"]);
+        finished.expect(code, &["Test on the CPU\n"]);
+        finished.stdout.split_whitespace().collect::<Vec<_>>().join(" ")
+    };
+    let missing =
+        format!("missing two ranks no allreduce_perf in {}: install it beside", folder.path().display());
+    let text = report(1);
+    assert!(text.contains(&missing), "{text}");
+    let probe = folder.path().join("allreduce_perf");
+    std::fs::hard_link(env!("CARGO_BIN_EXE_t-allreduce_perf"), &probe).unwrap();
+    let text = report(0);
+    for line in ["ok two ranks joined, shared memory, and summed correctly (", " 8 B ", " 8 MiB "] {
+        assert!(text.contains(line), "{text}");
+    }
+    let finished = doctor(&["--test", "--json"]);
+    let parsed: serde_json::Value = serde_json::from_str(&finished.stdout).unwrap();
+    let first = &parsed["sections"][0];
+    assert_eq!(
+        (&first["title"], &first["items"][0]["name"]),
+        (&"Test on the CPU".into(), &"two ranks".into())
+    );
+    // A program that fails.
+    std::fs::remove_file(&probe).unwrap();
+    std::fs::write(&probe, "#!/bin/sh\necho broken >&2; exit 3\n").unwrap();
+    std::fs::set_permissions(&probe, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let text = report(1);
+    assert!(text.contains("missing two ranks"), "{text}");
 }

@@ -79,6 +79,12 @@ fn scripts_and_modules_are_run_by_python() {
         "python3 train.py; rank 0 of 1, local 0, role a",
     ];
     assert_eq!(lines(&jobs, &[]), expected);
+    // Any word can name a module, so a variable alone does not make the words behind a `:` a job.
+    let jobs = ["module", "--ratio", "3", ":", "4"];
+    assert_eq!(lines(&jobs, &[("PET_MODULE", "1")]), python("-m module --ratio 3 : 4", 1));
+    let jobs = ["module", ":", "-m", "other", "x"];
+    let expected = [python("-m module", 1), python("-m other x", 1)].concat();
+    assert_eq!(lines(&jobs, &[("PET_MODULE", "1")]), expected);
     let other = folder.path().join("python4");
     symlink("python3", &other).unwrap();
     assert_eq!(lines(&["train.py"], &[("PYTHON_EXEC", other.to_str().unwrap())]), python("train.py", 1));
@@ -98,6 +104,11 @@ fn what_cannot_be_started_is_named() {
     refused(&["train.py"], &[("PYTHON_EXEC", "/nowhere/python")])
         .expect(1, &["no program at /nowhere/python"]);
     refused(&["-m", "--no-python", "x"], &[]).expect(2, &["leave one of them out"]);
+    let text =
+        "the `:` before `-m --no-python x` is passed to the program as an argument, since --module runs";
+    refused(&["--dry-run", "train.py", ":", "-m", "--no-python", "x"], &[]).expect(0, &[text]);
+    let text = "the `:` before `-n 2 x` is passed to the program as an argument, since a module behind";
+    refused(&["--dry-run", "m", ":", "-n", "2", "x"], &[("PET_MODULE", "1")]).expect(0, &[text]);
     refused(&["true"], &[("PET_REDIRECTS", "7")]).expect(2, &["the variable PET_REDIRECTS is `7`"]);
     refused(&["--tee", "3"], &[]).expect(2, &["PROGRAM"]);
     let finished = refused(&["--print-completion", "bash"], &[]);
@@ -187,6 +198,18 @@ fn the_recorded_error_of_the_culprit_is_shown() {
     let first_fails = format!("[ $MGPU_RESTART_COUNT = 0 ] && {{ {RECORD}; exit 5; }}; exit 6");
     let finished = start(&["--max-restarts", "1"], &first_fails);
     finished.expect(6, &["ValueError: 7", "exited with code 6", "has written nothing"]);
+    // An old error, and one of a killed rank, do not hide the last lines.
+    let old = "touch -d '1 hour ago' \"$TORCHELASTIC_ERROR_FILE\"";
+    for (end, text) in
+        [(format!("{old}; exit 5"), "ValueError: 7"), ("kill -KILL $$".to_owned(), "    ValueError: 7")]
+    {
+        let script = format!("[ $RANK = 1 ] && {{ {RECORD}; echo last; {end}; }}; sleep 100");
+        let finished = start(&[], &script);
+        let lines = "the last lines of rank 1:\n    last\n";
+        finished.expect(finished.code.unwrap(), &[lines, "an error that rank 1 had recorded", text]);
+        assert!(!finished.stderr.contains("the error of rank"), "{finished:#?}");
+        assert_eq!(finished.stderr.contains("recorded 36"), end.starts_with("touch"), "{finished:#?}");
+    }
     // Anything else in the file is ignored.
     start(&[], "echo garbage > $TORCHELASTIC_ERROR_FILE; echo last; exit 4")
         .expect(4, &["the last lines of rank", "    last"]);

@@ -36,8 +36,8 @@ enum Colon {
     Argument(Option<String>),
 }
 
-/// Splits `command`, the words of the command line `words` from the first program on. `is_program` tells whether there
-/// is a program of a name for ranks with these options.
+/// Splits `command`, the words of the command line `words` from the first program on. `check_program` fails, with the
+/// reason, if a name is not that of a program for ranks with these options.
 ///
 /// # Errors
 /// If there is no program before the first `:`, or an option of the whole launch is behind one.
@@ -45,7 +45,7 @@ pub(super) fn split(
     first: RankArgs,
     command: Vec<OsString>,
     words: &[OsString],
-    is_program: impl Fn(&RankArgs, &OsStr) -> bool,
+    check_program: impl Fn(&RankArgs, &OsStr) -> Result<(), String>,
 ) -> Result<Jobs, clap::Error> {
     if command.first().is_some_and(|program| program == ":") {
         let text = "there is no program before the first `:`";
@@ -64,7 +64,7 @@ pub(super) fn split(
             if is_literal || job.command.is_empty() {
                 job.command.push(word);
             } else if word == ":" {
-                match interpret(words.as_slice(), &is_program)? {
+                match interpret(words.as_slice(), &check_program)? {
                     Colon::Separator(next, literal) => {
                         behind = Some((next, literal));
                         break;
@@ -100,7 +100,7 @@ fn follows_dashes(words: &[OsString], command: &[OsString]) -> bool {
 /// Decides what a `:` before these words is.
 fn interpret(
     words: &[OsString],
-    is_program: &impl Fn(&RankArgs, &OsStr) -> bool,
+    check_program: &impl Fn(&RankArgs, &OsStr) -> Result<(), String>,
 ) -> Result<Colon, clap::Error> {
     let line = || [OsString::from("mgpurun")].into_iter().chain(words.iter().cloned());
     let has_options = words.first().is_some_and(|word| word.as_encoded_bytes().starts_with(b"-"));
@@ -115,22 +115,25 @@ fn interpret(
     match JobArgs::try_parse_from(line()) {
         Ok(JobArgs { ranks, command }) => {
             let name = command.first().map(OsString::as_os_str).unwrap_or_default();
-            if is_program(&ranks, name) {
-                let literal = follows_dashes(words, &command);
-                return Ok(Colon::Separator(Job { ranks, command }, literal));
-            }
-            let why = format!("there is no program `{}`", name.to_string_lossy());
-            Ok(Colon::Argument(doubt(&why)))
+            Ok(match check_program(&ranks, name) {
+                Ok(()) => {
+                    let literal = follows_dashes(words, &command);
+                    Colon::Separator(Job { ranks, command }, literal)
+                }
+                Err(why) => Colon::Argument(doubt(&why)),
+            })
         }
-        Err(error) if error.kind() == ErrorKind::UnknownArgument => match launch_option(line(), is_program) {
-            Some(option) => {
-                let text = format!(
-                    "{option} concerns the whole launch: write it before the first program, not behind a `:` (`\\:` passes a colon to the program)"
-                );
-                Err(CommandLine::command().error(ErrorKind::ArgumentConflict, text))
+        Err(error) if error.kind() == ErrorKind::UnknownArgument => {
+            match launch_option(line(), check_program) {
+                Some(option) => {
+                    let text = format!(
+                        "{option} concerns the whole launch: write it before the first program, not behind a `:` (`\\:` passes a colon to the program)"
+                    );
+                    Err(CommandLine::command().error(ErrorKind::ArgumentConflict, text))
+                }
+                None => Ok(Colon::Argument(None)),
             }
-            None => Ok(Colon::Argument(None)),
-        },
+        }
         Err(error) => {
             let text = error.to_string();
             let why = text.lines().next().unwrap_or_default().trim_start_matches("error: ");
@@ -142,13 +145,11 @@ fn interpret(
 /// The first option of a launch, if these words are options and a program that exists.
 fn launch_option(
     words: impl Iterator<Item = OsString>,
-    is_program: &impl Fn(&RankArgs, &OsStr) -> bool,
+    check_program: &impl Fn(&RankArgs, &OsStr) -> Result<(), String>,
 ) -> Option<String> {
     let matches = CommandLine::command().try_get_matches_from(words).ok()?;
     let line = CommandLine::from_arg_matches(&matches).ok()?;
-    if !is_program(&line.ranks, line.command.first()?) {
-        return None;
-    }
+    check_program(&line.ranks, line.command.first()?).ok()?;
     let of_ranks = JobArgs::command();
     let is_given = |id: &str| matches.value_source(id) == Some(ValueSource::CommandLine);
     let of_launch = CommandLine::command();
@@ -173,8 +174,12 @@ mod tests {
     fn jobs(line: &[&str]) -> Result<(Vec<Words>, Vec<String>), clap::Error> {
         let words: Vec<OsString> = [&["mgpurun"], line].concat().into_iter().map(OsString::from).collect();
         let CommandLine { ranks, command, .. } = CommandLine::try_parse_from(words.clone())?;
-        let is_program = |_: &RankArgs, name: &OsStr| ["a", "b", "c"].iter().any(|program| name == *program);
-        let Jobs { jobs, notices } = split(ranks, command, &words, is_program)?;
+        let check = |_: &RankArgs, name: &OsStr| match ["a", "b", "c"].iter().any(|program| name == *program)
+        {
+            true => Ok(()),
+            false => Err(format!("there is no program `{}`", name.display())),
+        };
+        let Jobs { jobs, notices } = split(ranks, command, &words, check)?;
         let text = |words: Vec<OsString>| words.into_iter().map(|word| word.into_string().unwrap()).collect();
         Ok((
             jobs.into_iter().map(|job| (job.ranks.ranks.unwrap_or(Ranks::Auto), text(job.command))).collect(),

@@ -63,6 +63,13 @@ pub(super) struct ScriptArgs {
     numa_binding: Option<NumaBinding>,
 }
 
+impl ScriptArgs {
+    /// True with `--module`, which a variable can set as well.
+    pub(super) fn names_module(&self) -> bool {
+        self.module
+    }
+}
+
 /// torchrun's options of the launch.
 #[derive(Debug, Default, Args)]
 #[command(next_help_heading = "Options of the launch that torchrun has")]

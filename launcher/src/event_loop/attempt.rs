@@ -18,7 +18,7 @@ use nix::unistd::Pid;
 use super::Shared;
 use super::leftovers::Leftovers;
 use super::wait::JobSource;
-use crate::error_file;
+use crate::error_file::{self, RecordedError};
 use crate::events;
 use crate::faults;
 use crate::group::wait_for_end;
@@ -138,8 +138,8 @@ pub(super) struct AttemptEnd {
     pub(super) reached: Reached,
     /// Injected faults that have not happened, one line each.
     pub(super) missed_faults: Vec<String>,
-    /// What the culprit has written about its error, if it is a rank of this host.
-    pub(super) error: Option<Vec<String>>,
+    /// The error that the culprit has recorded, if it is a rank of this host.
+    pub(super) error: Option<RecordedError>,
 }
 
 impl<'a> Attempt<'a> {
@@ -302,10 +302,11 @@ impl<'a> Attempt<'a> {
         AttemptEnd { outcome, reached: self.reached(), missed_faults, error }
     }
 
-    /// What a rank of this host has written about the error that has ended it.
-    pub(super) fn error_of(&self, rank: u32) -> Option<Vec<String>> {
+    /// The error that a rank of this host, which has ended, has recorded.
+    pub(super) fn error_of(&self, rank: u32) -> Option<RecordedError> {
         let number = rank.checked_sub(self.first).filter(|_| self.local_ranks().contains(&rank))?;
-        error_file::read(&self.server.error_file(number)?)
+        let (exit, ended) = self.process_of(rank)?.exit?;
+        error_file::read(&self.server.error_file(number)?, exit, ended)
     }
 
     /// Kills the processes that have left the groups of the ranks: all children of this process. While other jobs run,

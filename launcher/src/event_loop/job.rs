@@ -195,10 +195,7 @@ impl<'a> Job<'a> {
         let of_missing = faults::of_missing_ranks(&self.plan.plan.injections, self.restarts, ranks);
         missed_faults.iter().chain(&of_missing).for_each(|fault| id.say(shared, fault));
         if let Some(culprit) = outcome.culprit {
-            match error {
-                Some(lines) => shared.output.show_error(id.first_rank + culprit, &lines),
-                None => shared.output.repeat_last_lines(id.first_rank + culprit),
-            }
+            shared.output.show_cause(id.first_rank + culprit, error.as_ref());
         }
         let most = self.plan.supervision.restart.max_restarts;
         self.state = match self.decide(&outcome, reached) {

@@ -1,6 +1,7 @@
 //! The processes of an attempt: their output and their end.
 
 use std::os::fd::{AsFd, BorrowedFd};
+use std::time::SystemTime;
 
 use mgpu_control::process;
 use nix::errno::Errno;
@@ -117,6 +118,7 @@ impl Attempt<'_> {
         let rank = &mut self.ranks[number as usize];
         let asked = rank.sent > Sent::Nothing;
         rank.ended = Some(if asked { exit.describe_signalled() } else { exit.describe() });
+        rank.exit = Some((exit, SystemTime::now()));
         let peak_memory = rank.peak_memory;
         let rank = self.first + number;
         shared.events.record_of(self.job.number, events::Event::exit(rank, exit, asked, peak_memory));

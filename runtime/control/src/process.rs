@@ -14,7 +14,6 @@ use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, FdFlag, OFlag, fcntl};
 use nix::libc;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sched::{CpuSet, sched_setaffinity};
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, munmap};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::socket::{SockType, getsockopt, sockopt};
@@ -125,20 +124,6 @@ pub fn reset_sigchld() -> io::Result<()> {
 pub fn detach(command: &mut Command) {
     let in_child = || nix::unistd::setsid().map(drop).map_err(io::Error::from);
     // SAFETY: between fork and exec the closure makes one system call, async-signal-safe, and does not allocate.
-    unsafe { command.pre_exec(in_child) };
-}
-
-/// Binds the child of `command`, and all its threads and children, to `cores`.
-///
-/// Starting the child fails with the kernel's error if the kernel refuses, as it does if none of the cores is available
-/// any more.
-pub fn bind_to_cores(command: &mut Command, cores: CpuSet) {
-    let in_child = move || {
-        sched_setaffinity(Pid::from_raw(0), &cores)?;
-        Ok(())
-    };
-    // SAFETY: between fork and exec the closure makes one system call, which is async-signal-safe, and does not
-    // allocate: the set lies in the closure, and the error value is a plain number.
     unsafe { command.pre_exec(in_child) };
 }
 
@@ -309,8 +294,6 @@ mod tests {
     use std::os::unix::process::ExitStatusExt;
     use std::process::Stdio;
 
-    use nix::sched::sched_getaffinity;
-
     use super::*;
 
     #[test]
@@ -352,20 +335,6 @@ mod tests {
     }
 
     #[test]
-    fn a_child_is_bound_to_the_given_cores() {
-        let own = sched_getaffinity(Pid::from_raw(0)).unwrap();
-        let core = (0..CpuSet::count()).find(|core| own.is_set(*core).unwrap()).unwrap();
-        let mut one = CpuSet::new();
-        one.set(core).unwrap();
-        let mut command = Command::new("grep");
-        command.args(["Cpus_allowed_list:", "/proc/self/status"]);
-        bind_to_cores(&mut command, one);
-        let output = String::from_utf8(command.output().unwrap().stdout).unwrap();
-        assert_eq!(output.split_whitespace().last(), Some(core.to_string().as_str()));
-        assert_eq!(sched_getaffinity(Pid::from_raw(0)).unwrap(), own);
-    }
-
-    #[test]
     fn the_original_process_is_detected_by_page_and_by_pid() {
         let own = ForkDetector::for_this_process();
         assert!(own.is_original_process() && own.page.is_some());
@@ -386,12 +355,5 @@ mod tests {
     fn the_state_of_a_process_is_read() {
         assert!(state(std::process::id()).is_some_and(|state| "RSD".contains(state)));
         assert_eq!(state(0), None);
-    }
-
-    #[test]
-    fn a_failed_binding_fails_the_spawn() {
-        let mut command = Command::new("true");
-        bind_to_cores(&mut command, CpuSet::new());
-        assert_eq!(command.spawn().unwrap_err().raw_os_error(), Some(libc::EINVAL));
     }
 }

@@ -66,6 +66,8 @@ pub struct Invocation<'a> {
     pub environment: &'a BTreeMap<OsString, Option<OsString>>,
     /// The cores that it may use; `None` for those of this process.
     pub cores: Option<CpuSet>,
+    /// Its soft and its hard limit on descriptors; `None` for those of this process.
+    pub descriptor_limits: Option<[u64; 2]>,
 }
 
 /// A child of a [`SpawnBatch`].
@@ -95,6 +97,7 @@ struct Child {
     failures: RawFd,
     handled: *const [c_int],
     cores: Option<CpuSet>,
+    descriptor_limits: Option<[u64; 2]>,
     program: CString,
     /// The shell, then the arguments, the first of which is the program; ends with null.
     arguments: Vec<*const c_char>,
@@ -190,6 +193,7 @@ impl SpawnBatch {
             failures: failures.as_raw_fd(),
             handled: ptr::from_ref(self.handled.as_slice()),
             cores: invocation.cores,
+            descriptor_limits: invocation.descriptor_limits,
             program,
             arguments,
             environment,
@@ -261,17 +265,26 @@ fn handled_signals() -> Vec<c_int> {
 fn clone_without_signals(child: &mut Child) -> io::Result<Pid> {
     let mut mask = SigSet::empty();
     pthread_sigmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::all()), Some(&mut mask))?;
+    // QEMU's user mode, which runs programs of another architecture, refuses a child in the same memory, except after
+    // vfork, which it replaces by fork: the child then reads a copy of what it needs.
+    let cloned = match clone_in_same_memory(child, 0) {
+        Err(Errno::EINVAL) => clone_in_same_memory(child, libc::CLONE_VFORK),
+        cloned => cloned,
+    };
+    pthread_sigmask(SigmaskHow::SIG_SETMASK, Some(&mask), None)?;
+    Ok(cloned?)
+}
+
+fn clone_in_same_memory(child: &mut Child, further_flags: c_int) -> nix::Result<Pid> {
     let stack_end = child.stack.as_mut_ptr_range().end;
     // SAFETY: the child runs `run_child` on a stack of its own, which ends at an address aligned to 16 bytes. The stack
     // and everything that `run_child` reads live until it has executed its program or has ended, because the batch waits
     // for that before it frees them. See the module for why the child does not disturb this process.
     let pid = unsafe {
-        let flags = libc::CLONE_VM | libc::SIGCHLD;
+        let flags = libc::CLONE_VM | libc::SIGCHLD | further_flags;
         libc::clone(run_child, stack_end.cast(), flags, ptr::from_mut(child).cast())
     };
-    let cloned = Errno::result(pid);
-    pthread_sigmask(SigmaskHow::SIG_SETMASK, Some(&mask), None)?;
-    Ok(Pid::from_raw(cloned?))
+    Errno::result(pid).map(Pid::from_raw)
 }
 
 /// Prepares the child and executes its program. Returns the child's exit code if that fails.
@@ -296,6 +309,7 @@ unsafe fn prepare_and_execute(child: &Child) -> Result<std::convert::Infallible,
     // signal actions.
     unsafe {
         syscall2(Sysno::setpgid, 0, 0)?;
+        discard_pending_signals()?;
         for (number, stream) in child.streams.iter().enumerate() {
             syscall3(Sysno::dup3, *stream as usize, number, 0)?;
         }
@@ -313,6 +327,10 @@ unsafe fn prepare_and_execute(child: &Child) -> Result<std::convert::Infallible,
             if let Err(errno) = syscall3(Sysno::sched_setaffinity, 0, size, set) {
                 report(child, Step::Bind, errno);
             }
+        }
+        if let Some(limits) = &child.descriptor_limits {
+            let limits = limits.as_ptr() as usize;
+            syscall4(Sysno::prlimit64, 0, libc::RLIMIT_NOFILE as usize, limits, 0)?;
         }
         let unblocked = 0u64;
         let set = ptr::from_ref(&unblocked) as usize;
@@ -332,6 +350,32 @@ unsafe fn prepare_and_execute(child: &Child) -> Result<std::convert::Infallible,
             errno => Err(errno),
         }
     }
+}
+
+/// Discards the signals that are pending. Until the child has its own group, it gets the signals to the group of its
+/// parent. They are the parent's, which decides what the child is sent. If the child unblocked one, it would end before
+/// it executes its program, and where SIGQUIT dumps core, older kernels end all processes that share its memory with it.
+///
+/// # Safety
+/// As [`prepare_and_execute`].
+unsafe fn discard_pending_signals() -> Result<(), syscalls::Errno> {
+    let mut pending = 0u64;
+    // The action is the first field of the kernel's `struct sigaction`.
+    let mut ignore = [0u64; SIGACTION_BYTES / 8];
+    ignore[0] = libc::SIG_IGN as u64;
+    let mut before = [0u64; SIGACTION_BYTES / 8];
+    let before = before.as_mut_ptr() as usize;
+    // SAFETY: system calls with pointers to memory of this function, which the kernel writes (`pending`, `before`) or
+    // reads.
+    unsafe {
+        syscall2(Sysno::rt_sigpending, ptr::from_mut(&mut pending) as usize, SIGNAL_SET_BYTES)?;
+        for signal in (1..=SIGNALS as usize).filter(|signal| pending >> (signal - 1) & 1 == 1) {
+            // The kernel discards a pending signal when it becomes ignored.
+            syscall4(Sysno::rt_sigaction, signal, ignore.as_ptr() as usize, before, SIGNAL_SET_BYTES)?;
+            syscall4(Sysno::rt_sigaction, signal, before, 0, SIGNAL_SET_BYTES)?;
+        }
+    }
+    Ok(())
 }
 
 /// Reports a failure to the parent.
@@ -406,7 +450,7 @@ mod tests {
 
         fn start(&self, batch: &mut SpawnBatch, cores: Option<CpuSet>) -> io::Result<Spawned> {
             let Text { program, arguments, environment } = self;
-            batch.start(&Invocation { program, arguments, environment, cores })
+            batch.start(&Invocation { program, arguments, environment, cores, descriptor_limits: None })
         }
     }
 
@@ -503,6 +547,58 @@ mod tests {
         assert!(batch.finish().unwrap().is_empty());
         assert_eq!(finish_child(child, 1).0, format!("Cpus_allowed_list:\t{core}\n"));
         assert_eq!(nix::sched::sched_getaffinity(Pid::from_raw(0)).unwrap(), own);
+    }
+
+    #[test]
+    fn a_child_has_the_given_limits_on_descriptors() {
+        let own = nix::sys::resource::getrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE).unwrap();
+        let mut batch = SpawnBatch::new().unwrap();
+        let Text { program, arguments, environment } = &shell("ulimit -Sn; ulimit -Hn");
+        let (cores, descriptor_limits) = (None, Some([60, 70]));
+        let invocation = Invocation { program, arguments, environment, cores, descriptor_limits };
+        let child = batch.start(&invocation).unwrap();
+        assert!(batch.finish().unwrap().is_empty());
+        assert_eq!(finish_child(child, 1).0, "60\n70\n");
+        let after = nix::sys::resource::getrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE).unwrap();
+        assert_eq!(after, own);
+    }
+
+    #[test]
+    fn a_clone_that_suspends_the_parent_works_as_well() {
+        let batch = SpawnBatch::new().unwrap();
+        let (out, err) = (pipe2(OFlag::O_CLOEXEC).unwrap(), pipe2(OFlag::O_CLOEXEC).unwrap());
+        let Text { program, arguments, environment } = &shell("echo started");
+        let invocation = Invocation { program, arguments, environment, cores: None, descriptor_limits: None };
+        let streams = [batch.null.as_fd(), out.1.as_fd(), err.1.as_fd()];
+        let mut described = batch.describe(&invocation, streams).unwrap();
+        let pid = clone_in_same_memory(&mut described, libc::CLONE_VFORK).unwrap();
+        drop((out.1, err.1));
+        let (output, end) = finish_child(Spawned { pid, pipes: [out.0, err.0] }, 1);
+        assert_eq!((output.as_str(), end), ("started\n", WaitStatus::Exited(pid, 0)));
+        assert!(batch.finish().unwrap().is_empty());
+    }
+
+    #[test]
+    fn pending_signals_are_discarded_and_actions_stay() {
+        let signals: SigSet = [Signal::SIGQUIT, Signal::SIGTERM, Signal::SIGXCPU].into_iter().collect();
+        let mut before = SigSet::empty();
+        pthread_sigmask(SigmaskHow::SIG_BLOCK, Some(&signals), Some(&mut before)).unwrap();
+        extern "C" fn fail(_: c_int) {
+            std::process::abort();
+        }
+        let action = SigAction::new(SigHandler::Handler(fail), SaFlags::empty(), SigSet::empty());
+        // SAFETY: the handler is async-signal-safe, and nothing else in this program uses the signal.
+        unsafe { sigaction(Signal::SIGXCPU, &action) }.unwrap();
+        for signal in &signals {
+            // To this thread: other threads do not block them.
+            nix::sys::signal::raise(signal).unwrap();
+        }
+        // SAFETY: it changes the actions of signals for a moment; nothing else in this program sends these three.
+        unsafe { discard_pending_signals() }.unwrap();
+        // Ends this process if one is left.
+        pthread_sigmask(SigmaskHow::SIG_SETMASK, Some(&before), None).unwrap();
+        let kept = handled_signals();
+        assert!(kept.contains(&libc::SIGXCPU) && !kept.contains(&libc::SIGQUIT), "{kept:?}");
     }
 
     #[test]

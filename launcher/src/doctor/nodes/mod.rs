@@ -57,6 +57,7 @@ pub(super) fn main(args: &Args, words: &[OsString]) -> Result<ExitCode, Box<dyn 
             endpoint,
             grace: GRACE,
             raw: false,
+            signals: &[],
         };
         return remote.run();
     }

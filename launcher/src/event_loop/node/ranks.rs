@@ -10,7 +10,6 @@ use super::super::attempt::{Attempt, AttemptEnd, JobId, Judge, Started};
 use super::super::wait::JobSource;
 use super::{Node, failure};
 use crate::error::LaunchError;
-use crate::error_file;
 use crate::events;
 use crate::exit_code;
 use crate::interrupt::ends_the_run;
@@ -167,9 +166,10 @@ impl<'a> Node<'a> {
             Event::Incompatible { rank, exit_code, why } => FromAgent::Incompatible { rank, exit_code, why },
             Event::Silent { rank, idle, doing } => FromAgent::Silent { rank, idle, doing },
             Event::Exited { rank, exit, blame } => {
-                let last_lines = match (exit, attempt.error_of(rank)) {
+                let cause = attempt.error_of(rank).filter(|error| error.has_ended_it);
+                let last_lines = match (exit, cause) {
                     (Exit::Code(0), _) => Vec::new(),
-                    (_, Some(error)) => error_file::last_lines(&error, MAX_LAST_LINES, MAX_LAST_LINE),
+                    (_, Some(error)) => error.last_lines(MAX_LAST_LINES, MAX_LAST_LINE),
                     (_, None) => {
                         let number = rank - attempt.first;
                         self.shared.output.last_lines(number, MAX_LAST_LINES, MAX_LAST_LINE)
@@ -226,10 +226,7 @@ impl<'a> Node<'a> {
         if !reader_is_gone {
             missed_faults.iter().for_each(|fault| output.say(fault));
             if let Some(culprit) = outcome.culprit.filter(|rank| attempt.local_ranks().contains(rank)) {
-                match error {
-                    Some(lines) => output.show_error(culprit - attempt.first, &lines),
-                    None => output.repeat_last_lines(culprit - attempt.first),
-                }
+                output.show_cause(culprit - attempt.first, error.as_ref());
             }
         }
         self.network.report(FromAgent::Gone { reader_is_gone }, now);

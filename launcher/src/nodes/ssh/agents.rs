@@ -32,14 +32,21 @@ struct Agent<'a> {
     has_ended: bool,
 }
 
-/// Runs the agents to their end. Returns the exit code of the job.
+/// Runs the agents to their end, and passes on the usual signals and the `forwarded` ones. Returns the exit code of the
+/// job.
 ///
 /// # Errors
 /// If one cannot be started; none is left running then.
-pub(super) fn run(commands: &[AgentCommand], secret: &str, ending: Ending, raw: bool) -> Result<u8, String> {
+pub(super) fn run(
+    commands: &[AgentCommand],
+    secret: &str,
+    ending: Ending,
+    forwarded: &[Signal],
+    raw: bool,
+) -> Result<u8, String> {
     let failed = |what: &str, error: io::Error| format!("{what}: {error}");
     reset_sigchld().map_err(|error| failed("cannot wait for processes", error))?;
-    let handled = handled_signals(&[]);
+    let handled = handled_signals(forwarded);
     handled.thread_block().map_err(|error| failed("cannot block signals", error.into()))?;
     let signals = SignalFd::with_flags(&handled, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
         .map_err(|error| failed("cannot wait for signals", error.into()))?;
@@ -131,14 +138,20 @@ impl<'a> Agents<'a> {
         let _ = poll(&mut fds, timeout);
     }
 
-    /// Tells node 0, which tells all others. A second signal that ends the job ends it without waiting.
+    /// Tells node 0 about a signal that ends the job, which node 0 tells all others, and about SIGQUIT, since node 0 shows
+    /// what all ranks are doing. An agent passes any other signal on to its own ranks, so all are told. A second signal that
+    /// ends the job ends it without waiting.
     fn forward(&mut self, signal: Signal, now: Instant) {
+        if !ends_the_run(signal) && signal != Signal::SIGQUIT {
+            for agent in self.agents.iter_mut().filter(|agent| !agent.has_ended) {
+                let _ = agent.tell(signal);
+            }
+            return;
+        }
         if ends_the_run(signal) && std::mem::replace(&mut self.is_interrupted, true) {
             return self.ending.hurry(now);
         }
-        let first = &mut self.agents[0];
-        let told = first.input.as_mut().filter(|_| !first.has_ended);
-        let told = told.is_some_and(|input| writeln!(input, "{}", signal.as_str()).is_ok());
+        let told = self.agents[0].tell(signal);
         if ends_the_run(signal) && !told {
             self.ending.hurry(now);
         }
@@ -153,6 +166,12 @@ impl<'a> Agents<'a> {
 }
 
 impl Agent<'_> {
+    /// Writes the name of a signal. Returns false if nobody will read it.
+    fn tell(&mut self, signal: Signal) -> bool {
+        let input = self.input.as_mut().filter(|_| !self.has_ended);
+        input.is_some_and(|input| writeln!(input, "{}", signal.as_str()).is_ok())
+    }
+
     /// How it ended, once.
     fn poll_end(&mut self) -> Option<ExitStatus> {
         let status = self.child.try_wait().ok().flatten().filter(|_| !self.has_ended)?;

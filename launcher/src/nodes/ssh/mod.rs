@@ -29,6 +29,7 @@ use std::time::Duration;
 
 use mgpu_control::nodes::owns;
 use mgpu_control::protocol::new_run_id;
+use nix::sys::signal::Signal;
 use nix::unistd::gethostname;
 
 use super::SettingsError;
@@ -59,6 +60,8 @@ pub(crate) struct Remote<'a> {
     pub(crate) grace: Duration,
     /// Output is passed on byte by byte.
     pub(crate) raw: bool,
+    /// Signals that are forwarded to the ranks besides the usual ones.
+    pub(crate) signals: &'a [Signal],
 }
 
 impl Remote<'_> {
@@ -68,7 +71,7 @@ impl Remote<'_> {
         let ending = Ending::new(self.grace, commands.len(), self.least_nodes()?);
         // 256 random bits. They go to the agents at once, and no copy stays.
         let secret = new_run_id()? + &new_run_id()?;
-        let code = agents::run(&commands, &secret, ending, self.raw)?;
+        let code = agents::run(&commands, &secret, ending, self.signals, self.raw)?;
         Ok(ExitCode::from(code))
     }
 

@@ -55,7 +55,7 @@ const ERROR_FILE: (&str, &str) = ("error-", ".json");
 pub(super) struct PrivateDirectory {
     path: PathBuf,
     /// Held as long as the folder is in use; `None` if the file system does not support locks.
-    _lock: Option<Flock<File>>,
+    lock: Option<Flock<File>>,
 }
 
 impl PrivateDirectory {
@@ -91,7 +91,7 @@ impl PrivateDirectory {
                     return Err(failed(error));
                 }
             };
-            return Ok(PrivateDirectory { path, _lock: lock });
+            return Ok(PrivateDirectory { path, lock });
         }
         Err(format!("{}: other processes remove every new folder at once", base.display()))
     }
@@ -110,7 +110,11 @@ impl PrivateDirectory {
 
 impl Drop for PrivateDirectory {
     fn drop(&mut self) {
-        let _ = remove(&self.path);
+        if remove(&self.path).is_err() {
+            // The descriptor of the lock may have been the last one, and a folder cannot be read without one.
+            self.lock = None;
+            let _ = remove(&self.path);
+        }
     }
 }
 
