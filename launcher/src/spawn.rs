@@ -56,6 +56,8 @@ pub(crate) struct Process {
     pub(crate) reaped: bool,
     /// How it ended, as a predicate. If it has not been reaped, its group may still have processes.
     pub(crate) ended: Option<String>,
+    /// It exited with code 0, or with that of a stop on request.
+    pub(crate) has_finished: bool,
     /// Its peak resident memory in bytes, once it has ended.
     pub(crate) peak_memory: Option<u64>,
     /// A message for the user about its start.
@@ -132,6 +134,7 @@ fn start(
         step: 0,
         reaped: false,
         ended: None,
+        has_finished: false,
         peak_memory: None,
         notice: None,
         kill_guard: None,

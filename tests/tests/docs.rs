@@ -203,7 +203,9 @@ impl Programs {
         let first = words.first()?.trim_start_matches("target/release/").to_owned();
         words[0] = first.clone();
         match first.as_str() {
-            "mgpurun" if matches!(words.get(1).map(String::as_str), Some("doctor" | "ps" | "stop" | "top")) => {
+            "mgpurun"
+                if matches!(words.get(1).map(String::as_str), Some("doctor" | "ps" | "stop" | "top")) =>
+            {
                 words.push("--help".to_owned());
                 let finished = self.run(&words);
                 (finished.code != Some(0)).then_some(finished.stderr)

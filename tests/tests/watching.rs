@@ -66,7 +66,17 @@ fn collectives_are_shown_of_running_and_of_dead_ranks() {
     let mut job = launcher(folder.path());
     // Rank 0 stays when rank 1 has failed, so that the launcher stays, too.
     let script = format!("[ $RANK = 1 ] && exec {JOB}; trap '' TERM; {JOB}; while :; do sleep 0.05; done");
-    job.args(["-n", "2", "--grace", "100000", "--inject", "rank=1,step=4,fault=sigstop", "sh", "-c", &script]);
+    job.args([
+        "-n",
+        "2",
+        "--grace",
+        "100000",
+        "--inject",
+        "rank=1,step=4,fault=sigstop",
+        "sh",
+        "-c",
+        &script,
+    ]);
     let mut child = job.spawn().unwrap();
     let mut seen = String::new();
     until(|| {

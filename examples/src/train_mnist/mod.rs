@@ -222,7 +222,7 @@ impl<'a> Session<'a> {
         let Session { args, world, timeline, data, curves, progress, .. } = self;
         let is_first = world.rank() == 0;
         let (global_batch, mut reported) = (trainer.division().global_batch() as u64, trainer.steps());
-                trainer.train_epoch(&data.train, world, |event| match event {
+        trainer.train_epoch(&data.train, world, |event| match event {
             Event::Step(line) => {
                 world.report_step(line.step);
                 if is_first {
