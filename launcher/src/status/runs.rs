@@ -103,7 +103,7 @@ pub(crate) fn last_lines(launcher: u32) -> Option<TailReader> {
 }
 
 /// The pages of the runs that this process has launched, one for each job.
-fn pages_of(process: &Path) -> Vec<ProgressPage> {
+pub(crate) fn pages_of(process: &Path) -> Vec<ProgressPage> {
     let launcher = process.file_name().and_then(|name| name.to_str()?.parse::<u32>().ok());
     let name = format!("/memfd:{PAGE_NAME}");
     // Other users' descriptors cannot be listed.
