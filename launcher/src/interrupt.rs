@@ -124,15 +124,15 @@ pub(crate) fn ends_the_run(signal: Signal) -> bool {
 /// background jobs ignore it, and it does no harm. The `forwarded` ones, which the user has listed, are forwarded, too.
 pub(crate) fn handled_signals(forwarded: &[Signal]) -> SigSet {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let ignored = ignored_signals(&status);
+    let ignored = signal_mask(&status, "SigIgn:");
     let others = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGUSR2];
     let handled = others.into_iter().filter(|signal| ignored & (1 << (*signal as u32 - 1)) == 0);
     handled.chain([Signal::SIGQUIT]).chain(forwarded.iter().copied()).collect()
 }
 
-/// The signals that a process ignores, bit n − 1 for signal n, from its `/proc/PID/status`.
-fn ignored_signals(status: &str) -> u64 {
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+/// The signals in a field of a process's `/proc/PID/status`, bit n − 1 for signal n: those that it ignores in `SigIgn:`.
+pub(crate) fn signal_mask(status: &str, field: &str) -> u64 {
+    let mask = status.lines().find_map(|line| line.strip_prefix(field));
     mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
 }
 
@@ -165,7 +165,7 @@ mod tests {
     #[test]
     fn ignored_signals_are_parsed() {
         let status = "Name:\tx\nSigBlk:\t0000000000000001\nSigIgn:\t0000000000001001\n";
-        assert_eq!(ignored_signals(status), 1 << 12 | 1);
-        assert_eq!(ignored_signals("nothing"), 0);
+        assert_eq!(signal_mask(status, "SigIgn:"), 1 << 12 | 1);
+        assert_eq!(signal_mask("nothing", "SigIgn:"), 0);
     }
 }

@@ -61,6 +61,8 @@ pub(crate) struct Process {
     pub(crate) ended: Option<String>,
     /// How and when it ended, once it has.
     pub(crate) exit: Option<(Exit, SystemTime)>,
+    /// It exited with code 0, or with that of a stop on request.
+    pub(crate) has_finished: bool,
     /// Its peak resident memory in bytes, once it has ended.
     pub(crate) peak_memory: Option<u64>,
     /// A message for the user about its start.
@@ -140,6 +142,7 @@ fn start(
         reaped: false,
         ended: None,
         exit: None,
+        has_finished: false,
         peak_memory: None,
         notice: None,
         kill_guard: None,

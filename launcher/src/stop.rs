@@ -1,7 +1,8 @@
 //! `mgpurun stop`: asks a running job of this user to save its work and stop.
 //!
 //! The runs are found as `mgpurun ps` finds them. The request is SIGUSR1 to the launcher, which asks its ranks; a program
-//! that cannot stop by itself would be ended by that signal, so such a run is refused.
+//! that cannot stop by itself would be ended by that signal, so such a run is refused. The launcher may also be a program
+//! that embeds the library, or one whose ranks are threads: it is refused unless it handles the signal.
 
 use std::error::Error;
 use std::ffi::OsString;
@@ -10,13 +11,13 @@ use std::os::fd::AsFd;
 use std::process::ExitCode;
 
 use clap::Parser;
-use mgpu_control::process::pidfd_open;
+use mgpu_control::process::{pidfd_open, pidfd_send_signal};
 use mgpu_control::progress::{ProgressPage, RankState};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use nix::sys::signal::Signal;
 
-use crate::status::runs::{OWN_ENTRY, pages, title};
+use crate::interrupt::signal_mask;
+use crate::status::runs::{OWN_ENTRY, identified_pages_of, pages, title};
 use crate::stdout;
 
 /// Ask a running job to save its work and stop.
@@ -51,8 +52,12 @@ pub(crate) fn main(arguments: &[OsString]) -> Result<ExitCode, Box<dyn Error>> {
     let launcher = choose(&pages, args.process)?;
     // A pidfd first: the launcher may end at any time, and its number may be reused.
     let ended = pidfd_open(launcher).map_err(|error| format!("launcher {launcher} has ended: {error}"))?;
-    let of_launcher: Vec<&ProgressPage> =
-        pages.iter().filter(|page| page.run().launcher == launcher).collect();
+    // The process of the descriptor is the one whose pages are found now, unless it has ended, and then no signal arrives.
+    let of_launcher: Vec<ProgressPage> =
+        identified_pages_of(launcher).into_iter().map(|(_, page)| page).collect();
+    if of_launcher.is_empty() {
+        return Err(format!("launcher {launcher} has ended").into());
+    }
     if let Some(page) = of_launcher.iter().find(|page| !can_stop(page)) {
         return Err(format!(
             "{}: not all of its ranks can stop by themselves (yet); kill {} ends it",
@@ -61,7 +66,15 @@ pub(crate) fn main(arguments: &[OsString]) -> Result<ExitCode, Box<dyn Error>> {
         )
         .into());
     }
-    kill(Pid::from_raw(launcher.cast_signed()), Signal::SIGUSR1)
+    let status = fs::read_to_string(format!("/proc/{launcher}/status"))
+        .map_err(|error| format!("launcher {launcher} has ended: {error}"))?;
+    if !handles_stops(&status) {
+        let title = title(&of_launcher[0].run());
+        return Err(
+            format!("{title}: process {launcher} does not handle SIGUSR1; kill {launcher} ends it").into()
+        );
+    }
+    pidfd_send_signal(ended.as_fd(), Signal::SIGUSR1)
         .map_err(|error| format!("cannot signal launcher {launcher}: {error}"))?;
     let asked: String =
         of_launcher.iter().map(|page| format!("asked to stop: {}\n", title(&page.run()))).collect();
@@ -93,6 +106,13 @@ fn choose(pages: &[ProgressPage], process: Option<u32>) -> Result<u32, String> {
     }
 }
 
+/// True if a process with this `/proc/PID/status` does something when it gets SIGUSR1, and is not ended by it.
+fn handles_stops(status: &str) -> bool {
+    let has = |name| signal_mask(status, name) & (1 << (Signal::SIGUSR1 as u32 - 1)) != 0;
+    // mgpurun blocks the signal and reads it from a descriptor.
+    (has("SigCgt:") || has("SigBlk:")) && !has("SigIgn:")
+}
+
 /// The parent of a launcher: the process that the user has started.
 fn parent_of(process: u32) -> Option<u32> {
     let status = fs::read_to_string(format!("/proc/{process}/status")).ok()?;
@@ -104,4 +124,34 @@ fn can_stop(page: &ProgressPage) -> bool {
     (0..page.world_size()).filter(|rank| page.host(*rank).is_none()).all(|rank| {
         page.checks_for_stops(rank) || matches!(page.state(rank), RankState::Left | RankState::Failed)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    #[test]
+    fn only_a_process_that_handles_the_signal_is_asked() {
+        let status = |caught: u64, blocked: u64, ignored: u64| {
+            format!("Name:\tx\nSigBlk:\t{blocked:016x}\nSigIgn:\t{ignored:016x}\nSigCgt:\t{caught:016x}\n")
+        };
+        let usr1 = 1 << 9;
+        assert!(handles_stops(&status(usr1, 0, 0)));
+        assert!(handles_stops(&status(0, usr1 | 1, 0)));
+        assert!(!handles_stops(&status(!usr1, !usr1, 0)));
+        assert!(!handles_stops(&status(0, usr1, usr1)));
+        assert!(!handles_stops(""));
+    }
+
+    #[test]
+    fn the_signal_goes_to_the_process_of_the_descriptor() {
+        let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
+        let pidfd = pidfd_open(child.id()).unwrap();
+        pidfd_send_signal(pidfd.as_fd(), Signal::SIGUSR1).unwrap();
+        let ended = std::os::unix::process::ExitStatusExt::signal(&child.wait().unwrap());
+        assert_eq!(ended, Some(Signal::SIGUSR1 as i32));
+        assert_eq!(pidfd_send_signal(pidfd.as_fd(), Signal::SIGUSR1), Err(nix::errno::Errno::ESRCH));
+    }
 }

@@ -335,3 +335,64 @@ fn a_signal_stops_all_jobs_of_a_launch() {
     stopped.expect(74, &["saved to", "nothing was saved", "job 1: stopping (SIGTERM)"]);
     assert_eq!(stopped.stderr.matches("stopped on request").count(), 1, "{stopped:#?}");
 }
+
+#[test]
+fn a_repeated_evaluation_is_reported_once() {
+    let training = Training::new(4_000, "--epochs 1 --batch 4");
+    let metrics = training.folder.path().join("metrics");
+    let with_metrics = || {
+        let mut command = training.saved(mgpurun("-n 2"));
+        command.arg("--metrics").arg(&metrics);
+        command
+    };
+    let mut child = start(with_metrics());
+    page::wait(launcher_of(&child), page::evaluates(1));
+    send(&child, Signal::SIGTERM);
+    finish(&mut child).expect(74, &["saved to"]);
+    expect_resumed(&run(&mut with_metrics()), 8);
+    run(&mut with_metrics()).expect(0, &["nothing left to train"]);
+    assert_eq!(fs::read_to_string(&metrics).unwrap().lines().count(), 1);
+}
+
+#[test]
+fn a_request_to_ranks_that_are_starting_is_held() {
+    let training = Training::new(16, "--steps 100000 --batch 4");
+    let mut child = start(training.saved(mgpurun("-n 2")));
+    page::wait(launcher_of(&child), |page| page.process(1).is_some());
+    send(&child, Signal::SIGUSR1);
+    finish(&mut child).expect(74, &["stopping (SIGUSR1)"]);
+}
+
+#[test]
+fn a_signal_after_the_time_limit_is_the_first_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = r#"trap 'n=$((n + 1)); : > "$0/$n"; [ $n = 2 ] && exit' TERM; while :; do sleep 0.1; done"#;
+    let mut launcher = mgpurun("-n 1 --stop-after 0.3 sh -c");
+    launcher.arg(script).arg(folder.path());
+    let mut child = start(launcher);
+    until(|| folder.path().join("1").exists());
+    send(&child, Signal::SIGTERM);
+    let ended = finish(&mut child);
+    ended.expect(143, &["stopped by SIGTERM (--stop-after)"]);
+    assert!(folder.path().join("2").exists(), "killed at once: {ended:#?}");
+}
+
+#[test]
+fn a_stopped_job_does_not_hide_the_failure_of_another_one() {
+    let training = Training::new(16, "--steps 100000 --batch 4");
+    let flag = training.folder.path().join("flag");
+    let mut launcher = training.saved(mgpurun("-n 1"));
+    launcher
+        .args([":", "-n", "1", "sh", "-c", r#"until [ -e "$0" ]; do sleep 0.1; done; exit 3"#])
+        .arg(&flag);
+    let mut child = start(launcher);
+    let launcher = launcher_of(&child);
+    let trains = |page: &mgpu_control::progress::ProgressPage| page::has_made(2)(page);
+    until(|| page::all_of_process(launcher).iter().any(trains));
+    let page = page::all_of_process(launcher).into_iter().find(trains).unwrap();
+    let rank = Pid::from_raw(page.process(0).unwrap() as i32);
+    kill(rank, Signal::SIGTERM).unwrap();
+    until(|| kill(rank, None).is_err());
+    fs::write(&flag, "").unwrap();
+    finish(&mut child).expect(3, &["saved to", "job 1: rank 0 exited with code 3"]);
+}

@@ -172,6 +172,8 @@ impl<'a> Session<'a> {
             if !self.test(trainer, &mut report, &mut tested)? {
                 return self.stop(trainer, Some(report));
             }
+            self.world.report_phase(Phase::Checkpoint);
+            trainer.save_evaluated()?;
             self.report_epoch(trainer, &report, tested.as_ref());
         }
         while trainer.steps() < trainer.length() {

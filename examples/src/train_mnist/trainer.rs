@@ -140,6 +140,8 @@ pub(super) struct Trainer {
     stopping: bool,
     /// The results of an epoch after which the run that is resumed was stopped, before its evaluation was complete.
     unevaluated: Option<EpochReport>,
+    /// The newest checkpoint contains such results.
+    is_saved_unevaluated: bool,
     totals: Totals,
     epoch_times: EpochTimes,
 }
@@ -190,6 +192,7 @@ impl Trainer {
             agreed: false,
             stopping: false,
             unevaluated: None,
+            is_saved_unevaluated: false,
             totals: Totals::default(),
             epoch_times: EpochTimes::default(),
         })
@@ -211,6 +214,7 @@ impl Trainer {
         }
         self.unevaluated =
             checkpoints.begin(&mut *self.engine, &self.run, ResumeFrom::choose(args, world))?;
+        self.is_saved_unevaluated = self.unevaluated.is_some();
         self.checkpoints = Some(checkpoints);
         Ok(())
     }
@@ -392,12 +396,19 @@ impl Trainer {
         let Some(checkpoints) = &mut self.checkpoints else { return Ok(()) };
         let begin = self.timeline.begin();
         checkpoints.save(&mut *self.engine, &self.run, steps_per_epoch)?;
+        self.is_saved_unevaluated = self.run.unevaluated.is_some();
         self.timeline.end(begin, Name::new("checkpoint"));
         Ok(())
     }
 
-    /// Saves what a stopped run is to be resumed from, unless there is a checkpoint of this step already, and waits until
-    /// it is written. `unevaluated` are the results of an epoch whose evaluation was cut short. Returns the folder of the
+    /// Saves that the epoch of [`unevaluated`](Self::unevaluated) has been evaluated: no further run repeats that. Collective.
+    pub(super) fn save_evaluated(&mut self) -> Result<(), Box<dyn Error>> {
+        self.unevaluated = None;
+        self.save()
+    }
+
+    /// Saves what a stopped run is to be resumed from, unless there is such a checkpoint already, and waits until it is
+    /// written. `unevaluated` are the results of an epoch whose evaluation was cut short. Returns the folder of the
     /// checkpoint; `None` if nothing is saved. Collective.
     pub(super) fn save_stopped(
         &mut self,
@@ -405,7 +416,9 @@ impl Trainer {
     ) -> Result<Option<&Path>, Box<dyn Error>> {
         let steps = self.steps();
         self.run.unevaluated = unevaluated;
-        if steps > 0 && self.checkpoints.as_ref().is_some_and(|saved| saved.newest().1 != Some(steps)) {
+        let is_saved = self.is_saved_unevaluated == self.run.unevaluated.is_some();
+        let differs = |saved: &Checkpoints| saved.newest().1 != Some(steps) || !is_saved;
+        if steps > 0 && self.checkpoints.as_ref().is_some_and(differs) {
             self.save()?;
         }
         self.finish_saving()?;

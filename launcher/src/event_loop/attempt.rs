@@ -36,6 +36,12 @@ use crate::{exit_code, mpi, orphans};
 /// Interval at which the ranks' steps are polled if events are recorded.
 const STEP_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
+/// How long after their start ranks have time for their first stop check, before SIGUSR1 is forwarded to them: it would
+/// end a program that is about to ask whether it should stop.
+const TIME_TO_FIRST_CHECK: Duration = Duration::from_secs(5);
+/// Interval at which their first stop check is polled while SIGUSR1 is held.
+const HELD_STOP_POLL_INTERVAL: Duration = Duration::from_millis(20);
+
 /// What a job is called, and where its output goes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct JobId {
@@ -108,6 +114,10 @@ pub(super) struct Attempt<'a> {
     next_step_poll: Option<Instant>,
     /// When the ranks are asked to stop, if at a certain time.
     next_stop: Option<Instant>,
+    /// SIGUSR1 to ranks that have made no stop check is held until this time.
+    hold_until: Instant,
+    /// SIGUSR1 is held; the ranks' stop checks are polled at this time.
+    held_stop: Option<Instant>,
     mpi: MpiWatch,
     /// Faults to inject; those that have not happened are reported at the end.
     injections: &'a [Injection],
@@ -161,6 +171,8 @@ impl<'a> Attempt<'a> {
             next_progress_check: progress_timeout.and_then(|timeout| now.checked_add(timeout)),
             next_step_poll: records_events.then_some(now),
             next_stop: supervision.stop_at,
+            hold_until: now + TIME_TO_FIRST_CHECK,
+            held_stop: None,
             ranks,
             server,
             supervision,
@@ -202,6 +214,7 @@ impl<'a> Attempt<'a> {
             self.next_progress_check,
             self.next_step_poll,
             self.next_stop,
+            self.held_stop,
             self.mpi.next_deadline(),
         ];
         deadlines.into_iter().flatten().min()
@@ -283,7 +296,10 @@ impl<'a> Attempt<'a> {
     }
 
     /// Cleans up: no process of the ranks is left when this returns.
-    pub(super) fn end(&mut self, outcome: Outcome, shared: &mut Shared<'_>) -> AttemptEnd {
+    pub(super) fn end(&mut self, mut outcome: Outcome, shared: &mut Shared<'_>) -> AttemptEnd {
+        if self.holds_stop() {
+            outcome.ask_to_stop();
+        }
         self.end_leftovers();
         self.drain_all(shared);
         self.record_steps(shared);
@@ -328,13 +344,14 @@ impl<'a> Attempt<'a> {
 
     /// The events of the ready sources, in the order in which the supervisor should see them.
     fn events(&mut self, ready: &[JobSource], signals: &[Signal], shared: &mut Shared<'_>) -> Vec<Event> {
-        let mut events: Vec<Event> = signals.iter().map(|signal| self.event_of(*signal)).collect();
+        let mut events: Vec<Event> = signals.iter().filter_map(|signal| self.event_of(*signal)).collect();
         if self.next_stop.take_if(|at| *at <= Instant::now()).is_some() {
             events.push(match self.can_stop() {
                 true => Event::StopAsked(StopCause::Time),
-                false => Event::Signalled(Signal::SIGTERM),
+                false => Event::TimePassed,
             });
         }
+        events.extend(self.release_held_stop());
         for signal in signals.iter().filter(|signal| ends_the_run(**signal)) {
             self.signal_leftovers(*signal);
         }
@@ -365,13 +382,47 @@ impl<'a> Attempt<'a> {
         events
     }
 
-    /// The event of a signal to this process. Ranks that stop by themselves are asked to instead of being sent it.
-    fn event_of(&self, signal: Signal) -> Event {
+    /// The event of a signal to this process. Ranks that stop by themselves are asked to instead of being sent it. SIGUSR1
+    /// for ranks that have just been started is held.
+    fn event_of(&mut self, signal: Signal) -> Option<Event> {
+        if ends_the_run(signal) {
+            self.held_stop = None;
+        }
         let asks = ends_the_run(signal) && signal != Signal::SIGKILL || signal == Signal::SIGUSR1;
         if asks && self.can_stop() {
-            return Event::StopAsked(StopCause::Signal(signal));
+            return Some(Event::StopAsked(StopCause::Signal(signal)));
         }
-        Event::Signalled(signal)
+        if signal == Signal::SIGUSR1 && Instant::now() < self.hold_until {
+            self.held_stop = Some(Instant::now() + HELD_STOP_POLL_INTERVAL);
+            return None;
+        }
+        Some(Event::Signalled(signal))
+    }
+
+    /// Holds SIGUSR1, which has arrived before the start of the ranks.
+    pub(super) fn hold_stop(&mut self) {
+        self.held_stop = Some(Instant::now());
+    }
+
+    /// True if SIGUSR1 is held, and neither the ranks nor the supervisor knows of it.
+    pub(super) fn holds_stop(&self) -> bool {
+        self.held_stop.is_some()
+    }
+
+    /// The event of a SIGUSR1 that is held, once the ranks stop by themselves or have had the time for it.
+    fn release_held_stop(&mut self) -> Option<Event> {
+        let now = Instant::now();
+        self.held_stop.filter(|at| *at <= now)?;
+        let event = match self.can_stop() {
+            true => Event::StopAsked(StopCause::Signal(Signal::SIGUSR1)),
+            false if now >= self.hold_until => Event::Signalled(Signal::SIGUSR1),
+            false => {
+                self.held_stop = Some(now + HELD_STOP_POLL_INTERVAL);
+                return None;
+            }
+        };
+        self.held_stop = None;
+        Some(event)
     }
 
     /// True if all ranks of this host that still run stop by themselves when they are asked to.

@@ -122,21 +122,28 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Handles a signal that ends the run, or the time of `--stop-after`, during the pause before a restart.
+    /// Handles a signal that ends the run or asks for a stop, or the time of `--stop-after`, during the pause before a
+    /// restart.
     pub(super) fn interrupt_pause(&mut self, signals: &[Signal], shared: &mut Shared<'_>) {
         let State::Pausing(failure, ..) = &self.state else { return };
-        if self.plan.supervision.stop_at.is_some_and(|at| at <= Instant::now()) {
-            self.plan.id.say(shared, "not restarted, since the time of --stop-after has passed");
-            self.state = State::Over(failure.clone());
-            return;
-        }
         // The end of the guardian counts as SIGKILL.
         let guardian = shared.guardian_ended.then_some(Signal::SIGKILL);
         if let Some(signal) = signals.iter().copied().find(|signal| ends_the_run(*signal)).or(guardian) {
             let outcome = Outcome::interruption(signal);
             outcome.message.iter().for_each(|message| self.plan.id.say_end(shared, &outcome, message));
             self.state = State::Over(outcome);
+            return;
         }
+        let has_passed = self.plan.supervision.stop_at.is_some_and(|at| at <= Instant::now());
+        let why = match signals.contains(&Signal::SIGUSR1) {
+            _ if has_passed => "not restarted, since the time of --stop-after has passed",
+            true => "not restarted, since SIGUSR1 asks for a stop",
+            false => return,
+        };
+        let mut outcome = failure.clone();
+        outcome.ask_to_stop();
+        self.plan.id.say(shared, why);
+        self.state = State::Over(outcome);
     }
 
     /// Starts the ranks again if the pause is over.

@@ -19,7 +19,6 @@ use nix::sys::wait::waitpid;
 use super::Shared;
 use super::attempt::{Attempt, AttemptEnd};
 use super::wait::JobSource;
-use crate::exit_code;
 use crate::group::{members, name_of, running_in};
 use crate::interrupt::ends_the_run;
 use crate::orphans;
@@ -95,8 +94,9 @@ impl Attempt<'_> {
         shared: &mut Shared<'_>,
     ) -> Option<AttemptEnd> {
         let groups: Vec<i32> = self.ended().map(|(_, rank)| rank.pid.as_raw()).collect();
-        // Ranks that have stopped on request have finished what they had to do, and so may their filters.
-        let hurries = outcome.interrupted && outcome.exit_code != exit_code::STOPPED;
+        // Ranks that have stopped on request have finished what they had to do, and so may their filters. Whoever has ended
+        // the others does not wait.
+        let hurries = outcome.interrupted && !self.ranks.iter().all(|rank| rank.has_finished);
         let processes = if groups.is_empty() || hurries { Vec::new() } else { running_in(&groups) };
         if processes.is_empty() {
             return Some(self.end(outcome, shared));
@@ -119,6 +119,9 @@ impl Attempt<'_> {
             self.report(shared);
         }
         let mut leftovers = self.leftovers.take()?;
+        if signals.contains(&Signal::SIGUSR1) {
+            leftovers.outcome.ask_to_stop();
+        }
         let now = Instant::now();
         if !leftovers.is_held_up {
             leftovers.time_left = leftovers.time_left.saturating_sub(now - leftovers.checked);

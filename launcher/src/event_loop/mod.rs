@@ -111,11 +111,13 @@ pub(crate) struct EventLoop<'a> {
     adopts_orphans: bool,
     /// The first job that failed for good.
     failed: Option<usize>,
+    /// The first job that ended because somebody asked for it.
+    stopped: Option<usize>,
 }
 
 /// The end of a launch.
 pub(crate) struct LaunchEnd {
-    /// The outcome of the first job that failed; success if none did.
+    /// The outcome of the first job that failed, or else of the first one that was stopped; success if there is none.
     pub(crate) outcome: Outcome,
     /// The index of that job.
     pub(crate) job: Option<usize>,
@@ -137,7 +139,7 @@ impl<'a> EventLoop<'a> {
         let mut shared = Shared::new(output, events, board);
         let jobs = plans.iter().map(|plan| Job::start(plan, &mut shared)).collect::<Result<_, _>>()?;
         let adopts_orphans = plans.iter().any(|plan| plan.supervision.adopts_orphans);
-        Ok(EventLoop { jobs, signals, shared, fail, adopts_orphans, failed: None })
+        Ok(EventLoop { jobs, signals, shared, fail, adopts_orphans, failed: None, stopped: None })
     }
 
     /// Runs until all jobs are over: all ranks and their groups have ended and all their output has been read.
@@ -166,8 +168,9 @@ impl<'a> EventLoop<'a> {
                 self.handle_job(index, ready, &signals)?;
             }
         }
-        let outcome = self.failed.and_then(|job| self.jobs[job].outcome().cloned());
-        Ok(LaunchEnd { outcome: outcome.unwrap_or_else(Outcome::success), job: self.failed })
+        let job = self.failed.or(self.stopped);
+        let outcome = job.and_then(|job| self.jobs[job].outcome().cloned());
+        Ok(LaunchEnd { outcome: outcome.unwrap_or_else(Outcome::success), job })
     }
 
     /// Handles sources that belong to no job. Returns the signals that have arrived.
@@ -201,9 +204,19 @@ impl<'a> EventLoop<'a> {
         Ok(())
     }
 
-    /// Notes the first job that has failed, and ends the others if they should not run on.
+    /// Notes the first job that has failed, and ends the others if they should not run on. Jobs that were stopped are kept
+    /// apart: they neither hide the failure of another one nor prevent its restart.
     fn judge(&mut self, index: usize) {
-        let Some(failure) = self.jobs[index].failure().filter(|_| self.failed.is_none()) else { return };
+        let Some(failure) = self.jobs[index].failure() else { return };
+        if failure.is_interruption() {
+            if self.jobs[index].outcome().is_some() {
+                self.stopped.get_or_insert(index);
+            }
+            return;
+        }
+        if self.failed.is_some() {
+            return;
+        }
         // A signal has reached all jobs.
         let ends_others = self.jobs.len() > 1 && self.fail == FailPolicy::All && !failure.interrupted;
         if ends_others || self.jobs[index].outcome().is_some() {

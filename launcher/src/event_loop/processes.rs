@@ -115,8 +115,11 @@ impl Attempt<'_> {
 
     /// Reads the remaining output of a rank that has ended, and returns the event of its end.
     fn note_end(&mut self, number: u32, exit: Exit, shared: &mut Shared<'_>) -> Event {
+        let stop_asked = self.server.has_asked_to_stop();
         let rank = &mut self.ranks[number as usize];
         let asked = rank.sent > Sent::Nothing;
+        rank.has_finished =
+            exit == Exit::Code(0) || stop_asked && exit == Exit::Code(i32::from(exit_code::STOPPED));
         rank.ended = Some(if asked { exit.describe_signalled() } else { exit.describe() });
         rank.exit = Some((exit, SystemTime::now()));
         let peak_memory = rank.peak_memory;

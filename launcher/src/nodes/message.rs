@@ -48,8 +48,9 @@ pub(crate) enum FromAgent {
     Progress { entries: Vec<(u32, ProgressEntry)>, stopped: Vec<u32>, has_heard: bool },
     /// The agent got this signal, which ends the run. Its ranks may be able to stop by themselves.
     Signalled { signal: i32, can_stop: bool },
-    /// The ranks are to be asked to stop, which they do by themselves: because of this signal, or of `--stop-after`.
-    StopAsked { signal: Option<i32> },
+    /// The ranks are to be asked to stop: because of this signal, or of `--stop-after`. The agent's ranks may be unable to
+    /// stop by themselves; `None` if no ranks run there.
+    StopAsked { signal: Option<i32>, can_stop: Option<bool> },
     /// No process of the ranks is left. The job is not to be restarted if the reader of this node's output has exited.
     Gone { reader_is_gone: bool },
     /// The ranks cannot be started or supervised any more.

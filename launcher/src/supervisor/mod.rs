@@ -101,6 +101,8 @@ pub enum Event {
     Signalled(Signal),
     /// The ranks, which stop by themselves when they are asked to, are to be asked.
     StopAsked(StopCause),
+    /// The time of `--stop-after` has passed, and not all ranks stop by themselves.
+    TimePassed,
     /// The ranks have to end because of something outside their world, as the text says.
     Stopped(String),
     /// A host is lost, and with it its ranks.
@@ -161,6 +163,16 @@ impl Outcome {
         }
     }
 
+    /// Notes a request to stop that came too late for the ranks: they are not restarted.
+    pub(crate) fn ask_to_stop(&mut self) {
+        self.interrupted |= self.culprit.is_some();
+    }
+
+    /// True if the ranks ended because somebody asked for it, and not because of a failure.
+    pub(crate) fn is_interruption(&self) -> bool {
+        self.interrupted && self.culprit.is_none()
+    }
+
     pub(crate) fn success() -> Self {
         Outcome {
             exit_code: exit_code::SUCCESS,
@@ -203,6 +215,8 @@ enum RankStatus {
 #[derive(Debug, Clone, Copy)]
 struct Rank {
     status: RankStatus,
+    /// How its process ended; `None` if that is not known.
+    exit: Option<Exit>,
     joined: bool,
 }
 
@@ -260,6 +274,8 @@ pub struct Supervisor {
     interrupted: bool,
     /// The ranks were asked to stop by themselves.
     stop: Option<Stop>,
+    /// The ranks have got SIGTERM because of `--stop-after`, and no signal of a user so far.
+    ended_by_time: bool,
     /// The outcome was printed.
     is_settled: bool,
     join_timeout: Duration,
@@ -277,12 +293,13 @@ impl Supervisor {
     pub fn new(ranks: u32, join_timeout: Duration, grace: Duration, now: Instant) -> Self {
         Supervisor {
             hosts: RankHosts::default(),
-            ranks: vec![Rank { status: RankStatus::Running, joined: false }; ranks as usize],
+            ranks: vec![Rank { status: RankStatus::Running, exit: None, joined: false }; ranks as usize],
             stage: Stage::Running,
             outcome: None,
             accusation: None,
             interrupted: false,
             stop: None,
+            ended_by_time: false,
             is_settled: false,
             join_timeout,
             join_deadline: None,
@@ -336,6 +353,7 @@ impl Supervisor {
             Event::GuardianEnded => self.guardian_ended(),
             Event::Signalled(signal) => self.signalled(signal, now),
             Event::StopAsked(cause) => self.stop_asked(cause, now),
+            Event::TimePassed => self.time_passed(now),
             Event::Stopped(why) => self.stopped(why, now),
             Event::NodeLost { ranks, how, message } => self.node_lost(ranks, &how, message, now),
             Event::Tick => self.tick(now),
@@ -390,7 +408,8 @@ impl Supervisor {
     fn exited(&mut self, rank: u32, exit: Exit, blame: Option<Blame>, now: Instant) -> Vec<Action> {
         let mut actions = Vec::new();
         let finished = self.has_stopped(exit) || exit == Exit::Code(0);
-        self.ranks[rank as usize].status = if finished { RankStatus::Finished } else { RankStatus::Failed };
+        let status = if finished { RankStatus::Finished } else { RankStatus::Failed };
+        self.ranks[rank as usize] = Rank { status, exit: Some(exit), ..self.ranks[rank as usize] };
         let end = match self.stage {
             _ if finished => ProcessEnd::Finished,
             Stage::Running | Stage::Stopping(_) | Stage::Failing(_) => ProcessEnd::Failed(exit.describe()),
@@ -434,7 +453,7 @@ impl Supervisor {
             !blame.timed_out
                 && self.ranks.get(blame.culprit as usize).map(|rank| rank.status) == Some(RankStatus::Failed)
         });
-        if ended.exit == Exit::Code(0) {
+        if self.finished(ended.rank).is_some() {
             self.decide(accusation, now);
         } else if !is_victim {
             self.decide(ended, now);
@@ -451,20 +470,22 @@ impl Supervisor {
     fn outcome_of(&self, rank: u32, exit: Exit, blame: Option<Blame>, now: Instant) -> Outcome {
         let others = if self.running().next().is_some() { "; the other ranks are stopped" } else { "" };
         let after = (now - self.started).as_secs_f64();
-        let status = |rank: u32| self.ranks.get(rank as usize).map(|rank| rank.status);
         // Shared memory may contain anything: a rank that does not exist cannot be the culprit.
-        match blame.filter(|blame| (blame.culprit as usize) < self.ranks.len()) {
-            Some(blame) if blame.timed_out => Outcome::failure(
+        let blame = blame.filter(|blame| (blame.culprit as usize) < self.ranks.len());
+        let finish = blame.as_ref().and_then(|blame| self.finished(blame.culprit));
+        match (blame, finish) {
+            (Some(blame), _) if blame.timed_out => Outcome::failure(
                 exit_code::NO_PROGRESS,
                 blame.culprit,
                 format!("{} made no progress: {}{others}", self.hosts.name(blame.culprit), blame.message),
             ),
-            Some(blame) if status(blame.culprit) == Some(RankStatus::Finished) => Outcome::failure(
+            (Some(blame), Some(finish)) => Outcome::failure(
                 exit.code(),
                 blame.culprit,
                 format!(
-                    "{} exited with code 0 while others needed it: {}{others}",
+                    "{} {} while others needed it: {}{others}",
                     self.hosts.name(blame.culprit),
+                    finish.describe(),
                     blame.message
                 ),
             ),
@@ -474,6 +495,12 @@ impl Supervisor {
                 format!("{} {} after {after:.1} s{others}", self.hosts.name(rank), exit.describe()),
             ),
         }
+    }
+
+    /// How a rank ended, if it has not failed.
+    fn finished(&self, rank: u32) -> Option<Exit> {
+        let rank = self.ranks.get(rank as usize)?;
+        rank.exit.filter(|_| rank.status == RankStatus::Finished)
     }
 
     fn signalled(&mut self, signal: Signal, now: Instant) -> Vec<Action> {
@@ -487,6 +514,12 @@ impl Supervisor {
         }
         // Also a run that is failing already: it must not be restarted.
         self.interrupted = true;
+        let is_first = std::mem::take(&mut self.ended_by_time) && signal != Signal::SIGKILL;
+        if matches!(self.stage, Stage::Terminating(_)) && is_first {
+            // Whoever sends it waits as long from now on.
+            self.terminate(self.stop_grace, now);
+            return self.to_all(signal);
+        }
         if let Stage::Terminating(_) | Stage::Killed = self.stage {
             self.stage = Stage::Killed;
             return self.to_all(Signal::SIGKILL);
@@ -494,6 +527,22 @@ impl Supervisor {
         self.outcome.get_or_insert_with(|| Outcome::interruption(signal));
         self.terminate(self.stop_grace, now);
         [self.settle(), self.to_all(signal), self.to_all(Signal::SIGCONT)].concat()
+    }
+
+    /// Ends ranks that do not stop by themselves at the time of `--stop-after`. It is not the first of two signals.
+    fn time_passed(&mut self, now: Instant) -> Vec<Action> {
+        // Also a run that is failing already: it must not be restarted.
+        self.interrupted = true;
+        if self.stage != Stage::Running {
+            return Vec::new();
+        }
+        self.ended_by_time = true;
+        self.outcome = Some(Outcome {
+            message: Some("stopped by SIGTERM (--stop-after)".into()),
+            ..Outcome::interruption(Signal::SIGTERM)
+        });
+        self.terminate(self.stop_grace, now);
+        [self.settle(), self.to_all(Signal::SIGTERM), self.to_all(Signal::SIGCONT)].concat()
     }
 
     /// Ends ranks that have not failed themselves.

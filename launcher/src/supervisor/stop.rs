@@ -27,7 +27,7 @@ pub enum StopCause {
 
 impl StopCause {
     /// For messages: "SIGTERM".
-    fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             StopCause::Signal(signal) => signal.as_str(),
             StopCause::Time => "--stop-after",
@@ -62,9 +62,7 @@ impl Stop {
             Some(signal @ (Signal::SIGINT | Signal::SIGHUP)) => exit_code::signalled(signal as i32),
             _ => exit_code::STOPPED,
         };
-        let message = Some(format!("stopped on request ({})", self.cause.name()));
-        let outcome = Outcome { exit_code, culprit: None, incompatible: false, message, interrupted: true };
-        self.has_stopped.then_some(outcome)
+        self.has_stopped.then(|| Outcome { exit_code, ..Outcome::stopped(self.cause) })
     }
 
     /// The outcome if the ranks did not stop in time, or the user did not want to wait.
@@ -76,6 +74,20 @@ impl Stop {
                 message: Some(format!("killed, since the ranks did not stop ({})", self.cause.name())),
                 ..outcome
             },
+        }
+    }
+}
+
+impl Outcome {
+    /// The outcome of a run that is asked to stop before its ranks are started.
+    pub(crate) fn stopped(cause: StopCause) -> Self {
+        let message = Some(format!("stopped on request ({})", cause.name()));
+        Outcome {
+            exit_code: exit_code::STOPPED,
+            culprit: None,
+            incompatible: false,
+            message,
+            interrupted: true,
         }
     }
 }
@@ -95,9 +107,10 @@ impl Supervisor {
                 self.stage = Stage::Stopping(now + self.stop_grace);
                 return Vec::new();
             }
-            // The run fails or ends already.
+            // The run fails or ends already, and whoever asks does not want it to be restarted. A rank of a failing run
+            // may ask because of the failure.
             _ => {
-                self.interrupted = true;
+                self.interrupted |= cause != StopCause::Rank;
                 return signal.map_or_else(Vec::new, |signal| self.signalled(signal, now));
             }
         }
@@ -110,10 +123,12 @@ impl Supervisor {
         [vec![Action::Say(text), Action::AskToStop], self.to_all(Signal::SIGCONT)].concat()
     }
 
-    /// Notes the end of a rank. True if it has done what it was asked to.
+    /// Notes the end of a rank. True if it has done what it was asked to, also after the failure of another rank.
     pub(super) fn has_stopped(&mut self, exit: Exit) -> bool {
         match (self.stage, &mut self.stop) {
-            (Stage::Stopping(_), Some(stop)) if exit == Exit::Code(i32::from(EXIT_STOPPED)) => {
+            (Stage::Stopping(_) | Stage::Failing(_), Some(stop))
+                if exit == Exit::Code(i32::from(EXIT_STOPPED)) =>
+            {
                 stop.has_stopped = true;
                 true
             }

@@ -108,3 +108,84 @@ fn a_failing_run_that_is_asked_to_stop_is_not_restarted() {
     let outcome = finish(&supervisor.handle(exited(1, 1), now)).cloned().unwrap();
     assert_eq!((outcome.exit_code, outcome.interrupted), (3, true));
 }
+
+#[test]
+fn a_rank_of_a_failing_run_that_asks_for_a_stop_does_not_prevent_a_restart() {
+    let (mut supervisor, now) = supervisor(2);
+    supervisor.handle(exited(0, 3), now);
+    assert_eq!(supervisor.handle(Event::StopAsked(StopCause::Rank), now), []);
+    let outcome = finish(&supervisor.handle(exited(1, 1), now)).cloned().unwrap();
+    assert_eq!((outcome.exit_code, outcome.interrupted), (3, false));
+}
+
+#[test]
+fn a_failure_during_a_stop_is_not_that_of_a_rank_that_has_stopped() {
+    let blame = |exit, culprit| Event::Exited {
+        rank: 1,
+        exit,
+        blame: Some(Blame { culprit, message: "all_reduce failed".into(), timed_out: false }),
+    };
+    // Before and after the end of the rank that it blames.
+    for failure_is_first in [true, false] {
+        let (mut supervisor, _, now) = stopping(SIGTERM);
+        let mut events = vec![blame(Exit::Code(9), 0), exited(0, 74)];
+        if !failure_is_first {
+            events.reverse();
+        }
+        let actions: Vec<Action> =
+            events.into_iter().flat_map(|event| supervisor.handle(event, now)).collect();
+        assert!(actions.contains(&Action::Announce(0, ProcessEnd::Finished)), "{actions:?}");
+        let outcome = finish(&actions).unwrap();
+        assert_eq!((outcome.exit_code, outcome.culprit, outcome.interrupted), (9, Some(0), true));
+        let text = outcome.message.as_ref().unwrap();
+        assert!(text.starts_with("rank 0 exited with code 74 while others needed it"), "{text}");
+    }
+    // Nobody blames anybody.
+    let (mut supervisor, _, now) = stopping(SIGTERM);
+    supervisor.handle(exited(1, 9), now);
+    let outcome = finish(&supervisor.handle(exited(0, 74), now)).cloned().unwrap();
+    assert_eq!((outcome.exit_code, outcome.culprit), (9, Some(1)));
+}
+
+/// The signals other than SIGCONT, and how many ranks get each.
+fn signals(actions: &[Action]) -> Vec<Signal> {
+    let sent = actions.iter().filter_map(|action| match action {
+        Action::Send(_, signal) => Some(*signal).filter(|signal| *signal != Signal::SIGCONT),
+        _ => None,
+    });
+    sent.collect()
+}
+
+#[test]
+fn the_time_of_stop_after_is_not_the_first_of_two_signals() {
+    let begin = || {
+        let (supervisor, now) = supervisor(2);
+        (supervisor.with_stop_grace(STOP_GRACE), now)
+    };
+    let (mut supervisor, now) = begin();
+    assert_eq!(signals(&supervisor.handle(Event::TimePassed, now)), [Signal::SIGTERM; 2]);
+    assert_eq!(supervisor.next_deadline(), Some(now + STOP_GRACE));
+    let later = now + Duration::from_secs(10);
+    assert_eq!(signals(&supervisor.handle(Event::TimePassed, later)), []);
+    let sigterm = || Event::Signalled(Signal::SIGTERM);
+    assert_eq!(signals(&supervisor.handle(sigterm(), later)), [Signal::SIGTERM; 2]);
+    assert_eq!(supervisor.next_deadline(), Some(later + STOP_GRACE));
+    assert_eq!(signals(&supervisor.handle(sigterm(), later)), [Signal::SIGKILL; 2]);
+    supervisor.handle(exited(0, 1), later);
+    let outcome = finish(&supervisor.handle(exited(1, 1), later)).cloned().unwrap();
+    assert_eq!((outcome.exit_code, outcome.culprit, outcome.interrupted), (143, None, true));
+
+    // After a signal it does nothing: that one is still the first of two.
+    let (mut supervisor, now) = begin();
+    supervisor.handle(sigterm(), now);
+    assert_eq!(supervisor.handle(Event::TimePassed, later), []);
+    assert_eq!(supervisor.next_deadline(), Some(now + STOP_GRACE));
+    assert_eq!(kills(&supervisor.handle(sigterm(), later)), 2);
+
+    // A failing run is not restarted after it.
+    let (mut supervisor, now) = begin();
+    supervisor.handle(exited(0, 3), now);
+    assert_eq!(supervisor.handle(Event::TimePassed, now), []);
+    let outcome = finish(&supervisor.handle(exited(1, 1), now)).cloned().unwrap();
+    assert_eq!((outcome.exit_code, outcome.interrupted), (3, true));
+}

@@ -1,9 +1,11 @@
 //! Asks a run to end.
 
 use std::io;
+use std::os::fd::AsFd;
 
-use mgpu_control::process::pidfd_open;
-use rustix::process::{Signal, pidfd_send_signal};
+use mgpu_control::process::{pidfd_open, pidfd_send_signal};
+use nix::errno::Errno;
+use nix::sys::signal::Signal;
 
 use crate::status::runs::identified_pages_of;
 
@@ -21,14 +23,14 @@ pub(super) fn stop(launcher: u32, inodes: &[u64]) -> String {
 /// signal cannot reach a later process with the same number.
 fn ask(launcher: u32, inodes: &[u64]) -> io::Result<bool> {
     let process = match pidfd_open(launcher) {
-        Err(error) if error.raw_os_error() == Some(nix::libc::ESRCH) => return Ok(false),
+        Err(error) if error.raw_os_error() == Some(Errno::ESRCH as i32) => return Ok(false),
         process => process?,
     };
     if !identified_pages_of(launcher).iter().any(|(inode, _)| inodes.contains(inode)) {
         return Ok(false);
     }
-    match pidfd_send_signal(&process, Signal::TERM) {
-        Err(rustix::io::Errno::SRCH) => Ok(false),
+    match pidfd_send_signal(process.as_fd(), Signal::SIGTERM) {
+        Err(Errno::ESRCH) => Ok(false),
         sent => sent.map(|()| true).map_err(io::Error::from),
     }
 }

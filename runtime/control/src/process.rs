@@ -194,6 +194,17 @@ pub fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
 }
 
+/// Sends a signal to the process of a pidfd, never to another one that has got the same number.
+///
+/// # Errors
+/// `ESRCH` if the process has ended, `EPERM` if it belongs to another user.
+pub fn pidfd_send_signal(process: BorrowedFd<'_>, signal: Signal) -> nix::Result<()> {
+    let (fd, info) = (process.as_raw_fd(), std::ptr::null::<libc::siginfo_t>());
+    // SAFETY: there is no information to pass, so the kernel reads no memory of this process.
+    let result = unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd, signal as libc::c_int, info, 0) };
+    Errno::result(result).map(drop)
+}
+
 /// True once the process of a [`pidfd_open`] has ended.
 pub fn has_ended(pidfd: &OwnedFd) -> bool {
     let mut fds = [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)];

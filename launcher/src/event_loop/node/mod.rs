@@ -27,7 +27,7 @@ use crate::nodes::{FromAgent, NcclCard, NodeCard, NodeLoss, NodeSettings, Order,
 use crate::orphans;
 use crate::output::Output;
 use crate::plan::LaunchPlan;
-use crate::supervisor::{Action, Outcome};
+use crate::supervisor::{Action, Outcome, StopCause};
 use nccl::NcclEndpoint;
 use network::{Input, Network};
 use ranks::ProgressReport;
@@ -70,6 +70,8 @@ pub(crate) fn run(
         hosts: Vec::new(),
         progress: ProgressReport::new(),
         told: None,
+        next_stop: job.supervision.stop_at,
+        stop_reported: false,
         is_interrupted: false,
         has_lost_coordinator: false,
         outcome: None,
@@ -94,6 +96,10 @@ struct Node<'a> {
     progress: ProgressReport,
     /// The last message about an outcome that was printed.
     told: Option<String>,
+    /// The time of `--stop-after`, until it is reported while no ranks run.
+    next_stop: Option<Instant>,
+    /// SIGUSR1 was reported while no ranks ran.
+    stop_reported: bool,
     /// A signal that ends the run has arrived.
     is_interrupted: bool,
     /// No coordinator decides about the ranks any more.
@@ -171,6 +177,7 @@ impl<'a> Node<'a> {
             self.network.next_deadline(),
             self.nccl.as_ref().and_then(NcclEndpoint::next_deadline),
             Some(self.progress.next_deadline()),
+            self.next_stop.filter(|_| self.attempt.is_none()),
         ];
         let deadline = deadlines.into_iter().flatten().min();
         let of_nccl = self.nccl.iter().flat_map(NcclEndpoint::fds);
@@ -261,8 +268,30 @@ impl<'a> Node<'a> {
         }
     }
 
+    /// Reports SIGUSR1, or the time of `--stop-after`, while no ranks run here: the attempt handles them otherwise.
+    fn report_stop(&mut self, signals: &[Signal], now: Instant) {
+        let runs = self.attempt.as_ref().is_some_and(|attempt| attempt.leftovers.is_none());
+        if runs {
+            return;
+        }
+        let asks = signals.contains(&Signal::SIGUSR1).then_some(StopCause::Signal(Signal::SIGUSR1));
+        let has_passed = self.next_stop.take_if(|at| *at <= now).is_some();
+        for cause in asks.into_iter().chain(has_passed.then_some(StopCause::Time)) {
+            if self.attempt.is_none() && !self.network.is_connected() {
+                return self.end(Outcome::stopped(cause));
+            }
+            let signal = match cause {
+                StopCause::Signal(signal) => Some(signal as i32),
+                StopCause::Time | StopCause::Rank => None,
+            };
+            self.stop_reported |= signal.is_some();
+            self.network.report(FromAgent::StopAsked { signal, can_stop: None }, now);
+        }
+    }
+
     /// Handles the signals of this process that concern the job and not its ranks.
     fn handle_signals(&mut self, signals: &[Signal], now: Instant) {
+        self.report_stop(signals, now);
         let guardian = self.shared.guardian_ended.then_some(Signal::SIGKILL);
         let ending = signals.iter().copied().filter(|signal| ends_the_run(*signal)).chain(guardian);
         for signal in ending {

@@ -51,7 +51,13 @@ impl<'a> Node<'a> {
         self.hosts.clone_from(&order.hosts);
         self.progress.snapshot = Snapshot::of(order.layout.local_ranks());
         match self.try_start(order) {
-            Ok(attempt) => self.attempt = Some(attempt),
+            Ok(mut attempt) => {
+                // The coordinator had not got the request when it sent the order.
+                if std::mem::take(&mut self.stop_reported) {
+                    attempt.hold_stop();
+                }
+                self.attempt = Some(attempt);
+            }
             Err(error) => {
                 self.network.report(FromAgent::Failed { why: error.to_string() }, now);
                 // The error says everything.
@@ -185,9 +191,10 @@ impl<'a> Node<'a> {
                 FromAgent::Signalled { signal: signal as i32, can_stop: true }
             }
             Event::StopAsked(StopCause::Signal(signal)) => {
-                FromAgent::StopAsked { signal: Some(signal as i32) }
+                FromAgent::StopAsked { signal: Some(signal as i32), can_stop: Some(true) }
             }
-            Event::StopAsked(StopCause::Time) => FromAgent::StopAsked { signal: None },
+            Event::StopAsked(StopCause::Time) => FromAgent::StopAsked { signal: None, can_stop: Some(true) },
+            Event::TimePassed => FromAgent::StopAsked { signal: None, can_stop: Some(false) },
             // The hub tells the coordinator.
             Event::StopAsked(StopCause::Rank) => return,
             // Whoever signals the agents of several nodes signals each of them.
@@ -228,6 +235,10 @@ impl<'a> Node<'a> {
             if let Some(culprit) = outcome.culprit.filter(|rank| attempt.local_ranks().contains(rank)) {
                 output.show_cause(culprit - attempt.first, error.as_ref());
             }
+        }
+        if attempt.holds_stop() {
+            let signal = Some(Signal::SIGUSR1 as i32);
+            self.network.report(FromAgent::StopAsked { signal, can_stop: None }, now);
         }
         self.network.report(FromAgent::Gone { reader_is_gone }, now);
         if self.has_lost_coordinator {

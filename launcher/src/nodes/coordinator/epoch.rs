@@ -116,6 +116,7 @@ impl Coordinator {
             has_made_a_step: false,
         });
         self.not_before = None;
+        self.failure = None;
         self.stage = Stage::Running;
     }
 
@@ -145,6 +146,7 @@ impl Coordinator {
                 let (next, most, seconds) = (self.restarts + 1, policy.max_restarts, pause.as_secs_f64());
                 let text = format!("restart {next} of {most} in {seconds} s");
                 self.outbox.push((OWN, ToAgent::Say { text }));
+                self.failure = Some(outcome);
                 self.stage = Stage::Pausing(now + pause);
             }
             decision => {

@@ -99,6 +99,8 @@ pub(crate) struct Coordinator {
     /// Processes of lost nodes may run until this time.
     not_before: Option<Instant>,
     epoch: Option<Epoch>,
+    /// How the last epoch failed, before the next one.
+    failure: Option<Outcome>,
     /// Node 0 has joined as if it were another node.
     has_met_itself: bool,
     /// The reader of this node's output has exited.
@@ -120,6 +122,7 @@ impl Coordinator {
             restarts: 0,
             not_before: None,
             epoch: None,
+            failure: None,
             has_met_itself: false,
             reader_is_gone: false,
             next_beat: now + HEARTBEAT,
@@ -199,13 +202,11 @@ impl Coordinator {
                 let signal = Signal::try_from(signal).map_err(|_| format!("sent signal {signal}"))?;
                 self.signalled(index, (signal, can_stop), now);
             }
-            FromAgent::StopAsked { signal } => {
+            FromAgent::StopAsked { signal, can_stop } => {
                 let signal = signal
                     .map(|signal| Signal::try_from(signal).map_err(|_| format!("sent signal {signal}")));
                 let cause = signal.transpose()?.map_or(StopCause::Time, StopCause::Signal);
-                if matches!(self.stage, Stage::Running) {
-                    self.supervise(Event::StopAsked(cause), now);
-                }
+                self.stop_asked(cause, can_stop, now);
             }
             FromAgent::Failed { why } => self.lose(index, &NodeLoss::Failed(why), now),
             // Only the heartbeat.
@@ -282,6 +283,32 @@ impl Coordinator {
             Stage::Ending(outcome) => outcome.interrupt(signal),
             Stage::Over => {}
             Stage::Gathering(_) | Stage::Pausing(_) => self.end(Outcome::interruption(signal)),
+        }
+    }
+
+    /// Handles a request to stop that is not a signal that ends the run. It does not count as the first of two.
+    fn stop_asked(&mut self, cause: StopCause, can_stop: Option<bool>, now: Instant) {
+        match (&mut self.stage, cause) {
+            // The agent gets the order to start its ranks, and asks again; or it takes no part in this epoch.
+            (Stage::Running, _) if can_stop.is_none() => {}
+            (Stage::Running, StopCause::Time) if can_stop == Some(false) => {
+                self.supervise(Event::TimePassed, now);
+            }
+            (Stage::Running, _) => self.supervise(Event::StopAsked(cause), now),
+            (Stage::Ending(outcome), _) => outcome.ask_to_stop(),
+            (Stage::Gathering(_) | Stage::Pausing(_), _) => {
+                let outcome = match self.failure.take() {
+                    Some(mut failure) => {
+                        let text = format!("not restarted, since a stop was asked for ({})", cause.name());
+                        self.outbox.push((OWN, ToAgent::Say { text }));
+                        failure.ask_to_stop();
+                        failure
+                    }
+                    None => Outcome::stopped(cause),
+                };
+                self.end(outcome);
+            }
+            (Stage::Over, _) => {}
         }
     }
 

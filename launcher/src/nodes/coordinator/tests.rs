@@ -3,6 +3,7 @@
 mod endings;
 mod hostile;
 mod scale;
+mod stops;
 
 use std::ops::Range;
 
@@ -422,8 +423,8 @@ fn all_agents_are_asked_once_to_stop_where_the_furthest_is() {
     };
     for asks in [
         sigterm.clone(),
-        FromAgent::StopAsked { signal: Some(Signal::SIGUSR1 as i32) },
-        FromAgent::StopAsked { signal: None },
+        FromAgent::StopAsked { signal: Some(Signal::SIGUSR1 as i32), can_stop: Some(true) },
+        FromAgent::StopAsked { signal: None, can_stop: Some(true) },
         FromAgent::Relay { messages: vec![RelayMessage::AskToStop] },
     ] {
         let mut job = Job::running(2, 2, 3);
@@ -432,7 +433,7 @@ fn all_agents_are_asked_once_to_stop_where_the_furthest_is() {
         assert_eq!(relayed(job.sent()), proposed);
         // The batch system signals the other agent, too, and both have reached the end of --stop-after.
         job.say(OWN, sigterm.clone());
-        job.say(OWN, FromAgent::StopAsked { signal: None });
+        job.say(OWN, FromAgent::StopAsked { signal: None, can_stop: Some(true) });
         assert_eq!(relayed(job.sent()), []);
         job.say(1, FromAgent::Relay { messages: vec![RelayMessage::StopBound { check: 8 }] });
         assert_eq!(relayed(job.sent()), []);

@@ -47,8 +47,9 @@ fn anything() -> impl Strategy<Value = FromAgent> {
         }),
         (any::<i32>(), any::<bool>())
             .prop_map(|(signal, can_stop)| FromAgent::Signalled { signal: signal % 70, can_stop }),
-        prop::option::of(any::<i32>())
-            .prop_map(|signal| FromAgent::StopAsked { signal: signal.map(|signal| signal % 70) }),
+        (prop::option::of(any::<i32>()), any::<Option<bool>>()).prop_map(|(signal, can_stop)| {
+            FromAgent::StopAsked { signal: signal.map(|signal| signal % 70), can_stop }
+        }),
         any::<bool>().prop_map(|reader_is_gone| FromAgent::Gone { reader_is_gone }),
         Just(FromAgent::Failed { why: "x".into() }),
     ]

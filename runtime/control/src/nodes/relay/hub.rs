@@ -136,7 +136,7 @@ impl Hub {
             RelayMessage::Left { ranks } => {
                 self.check_own(from, &ranks)?;
                 ranks.into_iter().for_each(|rank| self.leave(rank));
-                Ok(Vec::new())
+                Ok(self.decide_stop())
             }
             RelayMessage::Ended { ends } => {
                 let ranks: Vec<u32> = ends.iter().map(|end| end.rank).collect();
@@ -151,8 +151,8 @@ impl Hub {
                 Ok(actions)
             }
             RelayMessage::StopBound { check } => {
-                let agreed = self.stop.bound(from, check, self.layout.nodes())?;
-                Ok(agreed.map(|check| self.to_all(&RelayMessage::StopAt { check })).unwrap_or_default())
+                self.stop.bound(from, check)?;
+                Ok(self.decide_stop())
             }
             RelayMessage::Admit
             | RelayMessage::ProposeStop
@@ -171,6 +171,14 @@ impl Hub {
         if self.stop.begin() { self.to_all(&RelayMessage::ProposeStop) } else { Vec::new() }
     }
 
+    /// Tells all nodes where their ranks stop, once that can be decided.
+    fn decide_stop(&mut self) -> Vec<HubAction> {
+        let (layout, ended) = (&self.layout, &self.ended);
+        let has_left = |node| layout.ranks_of(node).all(|rank| ended[rank as usize] != Ended::No);
+        let check = self.stop.decide(layout.nodes(), has_left);
+        check.map(|check| self.to_all(&RelayMessage::StopAt { check })).unwrap_or_default()
+    }
+
     fn to_all(&self, message: &RelayMessage) -> Vec<HubAction> {
         let nodes = 0..self.layout.nodes();
         nodes.map(|node| HubAction::Send { node, message: message.clone() }).collect()
@@ -184,7 +192,9 @@ impl Hub {
         for end in ends.into_iter().filter(|end| end.rank < world_size) {
             self.note_end(bounded(end, world_size));
         }
-        if self.has_failed && !had_failed { self.flush() } else { Vec::new() }
+        let mut actions = if self.has_failed && !had_failed { self.flush() } else { Vec::new() };
+        actions.extend(self.decide_stop());
+        actions
     }
 
     fn note_end(&mut self, end: RankEnd) {
