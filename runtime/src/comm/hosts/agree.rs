@@ -95,7 +95,7 @@ impl HostsTransport {
         match header.kind {
             FrameKind::Arrival => self.receive_arrival(from, &header, Some(payload)),
             FrameKind::Announcement => self.receive_arrival(from, &header, None),
-            FrameKind::Bundle => self.receive_bundle(&header, &payload),
+            FrameKind::Bundle => self.receive_bundle(from, &header, &payload),
             FrameKind::Message | FrameKind::Offer => self.receive_incoming(from, &header, payload),
             FrameKind::Accept => self.receive_accept(from, header.sequence),
             FrameKind::Probe => self.receive_probe(from, &header, &payload),
@@ -151,6 +151,20 @@ impl HostsTransport {
             }
         }
         Ok(())
+    }
+
+    /// The same after all frames that have arrived are noted, if the calls that are known differ: who is at fault depends on
+    /// what most ranks call.
+    pub(super) fn check_calls(&mut self, call: &Signature) -> Result<()> {
+        let words = call.encode();
+        let differs = |peer: u32| {
+            self.peers[peer as usize].arrivals.at(self.sequence).is_some_and(|arrival| arrival.call != words)
+        };
+        let is_in_arrival = self.waiting.is_some_and(|wait| wait.awaited == Awaited::Arrivals);
+        if is_in_arrival && self.others().any(differs) {
+            self.note_arrived(call)?;
+        }
+        self.check_disagreement(call)
     }
 
     /// Whether the wait needs a frame of `peer` that depends on its call.

@@ -8,6 +8,9 @@
 //! `s − 2` before: nobody reads what belongs to `s − 2` any more. The leader writes its sheet for `s` after it has arrived
 //! there, so the same holds for sheets. How a rank learns of an arrival, from the board or by a frame, does not matter.
 //!
+//! **Slots and sheets are compared for equality.** While a rank is in `s`, nobody has left `s + 1`: no slot and no sheet that
+//! it reads is newer than `s`. They may be older by any number of collectives, because not all arrivals go over boards.
+//!
 //! **Order.** The sequence number of a slot or a sheet is written last and releases; whoever reads it acquires. Everything
 //! else in them is accessed only by whoever that order allows to.
 //!
@@ -212,10 +215,10 @@ impl Board {
 
     /// Whether all ranks of the house have arrived at collective `sequence`.
     pub(super) fn have_all_arrived(&self, memory: &SharedMemory, sequence: u32) -> bool {
-        (0..self.parts.len()).all(|rank| has_reached(self.arrival_flag(memory, rank, sequence), sequence))
+        (0..self.parts.len()).all(|rank| self.arrival_flag(memory, rank, sequence).load(Acquire) == sequence)
     }
 
-    /// Its value is the sequence number of the rank's arrival at collective `sequence`, or less.
+    /// Its value is the sequence number of the rank's arrival at collective `sequence`, or that of an earlier one.
     fn arrival_flag<'a>(&self, memory: &'a SharedMemory, rank: usize, sequence: u32) -> &'a AtomicU32 {
         &memory.view::<Slot>(self.slot_at(rank, sequence)).sequence
     }
@@ -249,7 +252,7 @@ impl Board {
 
     /// Whether the sheet of collective `sequence` is complete.
     pub(super) fn is_published(&self, memory: &SharedMemory, sequence: u32) -> bool {
-        has_reached(&memory.view::<Sheet>(self.sheet_at(sequence)).sequence, sequence)
+        memory.view::<Sheet>(self.sheet_at(sequence)).sequence.load(Acquire) == sequence
     }
 
     /// Location and contribution of a rank of another run on the sheet of collective `sequence`, which is complete.
@@ -297,31 +300,54 @@ impl Board {
     pub(super) fn watch_arrivals<'a>(&self, memory: &'a SharedMemory, sequence: u32) -> Watch<'a> {
         let others = (0..self.parts.len()).filter(|rank| *rank != self.own);
         let flags = others.map(|rank| self.arrival_flag(memory, rank, sequence)).collect();
-        Watch { flags, target: sequence, asleep: Some(&self.state(memory, self.own).asleep) }
+        Watch { flags, target: Target::Exactly(sequence), asleep: Some(&self.state(memory, self.own).asleep) }
     }
 
     /// A wait of this rank for the sheet of collective `sequence`.
     pub(super) fn watch_sheet<'a>(&self, memory: &'a SharedMemory, sequence: u32) -> Watch<'a> {
         let flag = &memory.view::<Sheet>(self.sheet_at(sequence)).sequence;
         let asleep = Some(&self.state(memory, self.own).asleep);
-        Watch { flags: SmallVec::from_slice(&[flag]), target: sequence, asleep }
+        Watch { flags: SmallVec::from_slice(&[flag]), target: Target::Exactly(sequence), asleep }
     }
 
     /// A wait of this rank for all others at a barrier.
     pub(super) fn watch_barrier<'a>(&self, memory: &'a SharedMemory, barrier: u32) -> Watch<'a> {
         let others = (0..self.parts.len()).filter(|rank| *rank != self.own);
         let flags = others.map(|rank| &self.state(memory, rank).barrier).collect();
-        Watch { flags, target: barrier, asleep: Some(&self.state(memory, self.own).asleep) }
+        Watch { flags, target: Target::AtLeast(barrier), asleep: Some(&self.state(memory, self.own).asleep) }
+    }
+}
+
+/// The number that a counter has to reach.
+enum Target {
+    /// A slot's or a sheet's sequence number.
+    Exactly(u32),
+    /// A barrier, which others may have left.
+    AtLeast(u32),
+}
+
+impl Target {
+    fn is_reached(&self, counter: &AtomicU32) -> bool {
+        match *self {
+            Target::Exactly(number) => counter.load(Acquire) == number,
+            Target::AtLeast(number) => has_reached(counter, number),
+        }
     }
 }
 
 /// What a wait watches beside the connections: whether counters on the board have all reached a number.
-#[derive(Default)]
 pub(super) struct Watch<'a> {
     flags: SmallVec<[&'a AtomicU32; 8]>,
-    target: u32,
+    target: Target,
     /// The flag of this rank's sleep.
     asleep: Option<&'a AtomicU32>,
+}
+
+impl Default for Watch<'_> {
+    /// Nothing to watch.
+    fn default() -> Self {
+        Watch { flags: SmallVec::new(), target: Target::AtLeast(0), asleep: None }
+    }
 }
 
 impl Watch<'_> {
@@ -332,7 +358,7 @@ impl Watch<'_> {
 
     /// Whether all counters have reached the number; false if there is none.
     pub(super) fn is_over(&self) -> bool {
-        !self.flags.is_empty() && self.flags.iter().all(|flag| has_reached(flag, self.target))
+        !self.flags.is_empty() && self.flags.iter().all(|flag| self.target.is_reached(flag))
     }
 
     /// Sleeps until it may be [over](Self::is_over), for at most `patience`. What arrives over connections does not end the

@@ -12,7 +12,11 @@
 //!
 //! Ranks that transfer a payload have agreed on what they do, and may well wait for each other in a cycle. Probes pass them
 //! all the same, again and again: every rank that receives one tells its origin whom it waits for, so that a rank which waits
-//! for a neighbour in a chain can name the one that blocks the chain.
+//! for a neighbour in a chain can name the one that blocks the chain. The same holds when all ranks have arrived at a
+//! collective, and some wait for what others know of it.
+//!
+//! A rank may have left a collective although another one does not know that it has arrived. It answers a probe with a note
+//! that it waits for itself: whoever should have told of its arrival is late.
 
 use std::time::{Duration, Instant};
 
@@ -43,7 +47,7 @@ enum Expected {
     Arrival(u32),
     Message(u32),
     Accept(u32),
-    /// Payload, or the end of another rank's transfer.
+    /// Payload, the end of another rank's transfer, or what it knows of the arrivals of others.
     Payload,
 }
 
@@ -89,6 +93,7 @@ impl HostsTransport {
     fn expected(&self, awaited: Awaited) -> Option<Expected> {
         let peer = |rank: u32| &self.peers[rank as usize];
         match awaited {
+            Awaited::Arrivals if self.have_all_announced() => Some(Expected::Payload),
             Awaited::Arrivals => Some(Expected::Arrival(self.sequence)),
             Awaited::Message { from } => Some(Expected::Message(peer(from).taken.wrapping_add(1))),
             Awaited::Accept { by } => Some(Expected::Accept(peer(by).sent)),
@@ -97,14 +102,22 @@ impl HostsTransport {
         }
     }
 
+    /// Whether all ranks are known to have arrived at the current collective, with their contributions or without.
+    fn have_all_announced(&self) -> bool {
+        self.others().all(|peer| self.peers[peer as usize].arrivals.at(self.sequence).is_some())
+    }
+
     /// Sends a probe to the ranks that this rank waits for, once in a wait; again and again in one for payload.
     pub(super) fn search_deadlock(&mut self, absent: &[u32]) {
         let Some(wait) = self.waiting else { return };
         let Some(awaited) = self.expected(wait.awaited) else { return };
+        // Ranks that were late have arrived: what others have said of them before is no longer true.
+        let has_changed = wait.awaited == Awaited::Arrivals && self.blocked_by != absent;
         self.blocked_by.clear();
         self.blocked_by.extend_from_slice(absent);
         let is_new = wait.number != self.probed.0;
-        let is_due = awaited == Expected::Payload && self.probed.1.is_none_or(|at| at.elapsed() >= PAUSE);
+        let is_late = || has_changed || self.probed.1.is_none_or(|at| at.elapsed() >= PAUSE);
+        let is_due = awaited == Expected::Payload && is_late();
         if !is_new && !is_due {
             return;
         }
@@ -129,7 +142,17 @@ impl HostsTransport {
         let probe = Probe::decode(payload, self.members.size()).ok_or("an invalid probe")?;
         let (own, peer) = (self.members.rank(), &self.peers[from as usize]);
         let is_sent = match probe.awaited {
-            Expected::Arrival(number) => has_reached(self.sequence, number),
+            Expected::Arrival(number) => {
+                let is_there = self.waiting.is_some_and(|wait| wait.awaited == Awaited::Arrivals)
+                    && self.sequence == number;
+                let has_arrived = has_reached(self.sequence, number);
+                // A rank that is there announces its call soon, and one that is further on does not.
+                if has_arrived && !is_there && probe.origin == from {
+                    let note = Header::new(FrameKind::Waiting, probe.wait, [0; SIGNATURE_WORDS]);
+                    self.wire.sender().queue(from, note.with_argument(own.into()), &[]);
+                }
+                has_arrived
+            }
             Expected::Message(number) => has_reached(peer.sent, number),
             Expected::Accept(number) => has_reached(peer.taken, number),
             Expected::Payload => false,
@@ -149,9 +172,9 @@ impl HostsTransport {
         let call = if from == probe.origin { wait.call } else { header.call };
         let passed_on =
             Probe { awaited: if is_of_payload { Expected::Payload } else { awaited }, ..probe }.encode();
-        let absent = match awaited {
-            Expected::Payload => self.blocked_by.clone(),
-            _ => self.absent(wait.awaited, &self.empty_transfer()),
+        let absent = match wait.awaited {
+            Awaited::Transfer | Awaited::Change { .. } | Awaited::House => self.blocked_by.clone(),
+            awaited => self.absent(awaited, &self.empty_transfer()),
         };
         let sender = self.wire.sender();
         if let Some(peer) = absent.first() {
@@ -177,7 +200,15 @@ impl HostsTransport {
 
     /// Those of `absent` that block the others: not the ranks that are late because they wait for another one, or for this
     /// rank. A rank that has to wait for a single one gets the rank that blocks that one.
+    ///
+    /// If one of them is further on, all have arrived: those block that should have told so.
     pub(super) fn blocking(&self, absent: &[u32]) -> Vec<u32> {
+        let is_ahead = |peer: &u32| self.peers[*peer as usize].waits_for == Some((self.waits, *peer));
+        let sources = match absent.iter().any(is_ahead) {
+            true => self.waiting.and_then(|wait| self.sources(wait.awaited)).unwrap_or_default(),
+            false => Vec::new(),
+        };
+        let absent = if sources.is_empty() { absent } else { &sources };
         if let [peer] = absent {
             return vec![self.end_of_wait_chain(*peer).unwrap_or(*peer)];
         }
@@ -200,6 +231,7 @@ impl HostsTransport {
         for _ in 0..self.members.size() {
             match self.peers[last as usize].waits_for {
                 Some((wait, next)) if wait == current && next == self.members.rank() => return None,
+                Some((_, next)) if next == last => break,
                 Some((wait, next)) if wait == current => last = next,
                 _ => break,
             }

@@ -117,9 +117,16 @@ impl HostsTransport {
     /// What to watch on the board during a wait.
     pub(super) fn watched(&self, awaited: Awaited) -> Watched {
         match awaited {
+            // A watch that is over would end every poll at once: what is left is to send what is queued.
+            Awaited::House if self.has_unsent() && self.others().all(|peer| self.has_come_home(peer)) => {
+                Watched::Nothing
+            }
             Awaited::House => Watched::Barrier(self.barriers),
             Awaited::Arrivals if !self.gathering.is_bundled => Watched::Nothing,
-            Awaited::Arrivals if !self.is_leader() => Watched::Sheet(self.sequence),
+            Awaited::Arrivals if !self.is_leader() => match self.has_all_arrivals() {
+                true => Watched::Nothing,
+                false => Watched::Sheet(self.sequence),
+            },
             Awaited::Arrivals if !self.is_complete(self.runs.own()) => Watched::Arrivals(self.sequence),
             _ => Watched::Nothing,
         }
@@ -128,6 +135,11 @@ impl HostsTransport {
     /// Whether all arrivals of these ranks at the current collective are known, with their contributions.
     fn is_complete(&self, mut ranks: std::ops::Range<u32>) -> bool {
         ranks.all(|rank| self.peers[rank as usize].arrivals.is_complete(self.sequence))
+    }
+
+    /// Whether the arrivals of all others are known, with their contributions.
+    pub(super) fn has_all_arrivals(&self) -> bool {
+        self.others().all(|peer| self.peers[peer as usize].arrivals.is_complete(self.sequence))
     }
 
     /// Does this rank's part in the gathering, as far as it can be done now.
@@ -145,6 +157,9 @@ impl HostsTransport {
             if !carried(step, own, runs).all(|run| self.is_complete(self.runs.run(run))) {
                 return Ok(());
             }
+            for run in carried(step, own, runs) {
+                self.check_lengths(self.runs.run(run), call)?;
+            }
             self.gathering.sent += 1;
             let to = self.runs.run(step.to).start;
             let header = Header::new(FrameKind::Bundle, self.sequence, call.encode());
@@ -156,6 +171,7 @@ impl HostsTransport {
         if self.gathering.is_published || !self.is_complete(0..self.members.size()) {
             return Ok(());
         }
+        self.check_lengths(0..self.members.size(), call)?;
         self.gathering.is_published = true;
         if let Some(House { board, memory, ranks, .. }) = &self.house {
             let others = self.entries(0..ranks.start).chain(self.entries(ranks.end..self.members.size()));
@@ -212,7 +228,7 @@ impl HostsTransport {
             });
             noted.map_err(|problem| self.bad_frame(BadFrame { from: rank, problem }, call))?;
         }
-        if any { self.check_disagreement(call) } else { Ok(()) }
+        if any { self.check_calls(call) } else { Ok(()) }
     }
 
     /// The ranks from which a wait for arrivals gets something that is missing; `None` if that are the absent ones.
@@ -250,19 +266,56 @@ impl HostsTransport {
         true
     }
 
-    /// Handles arrivals of several ranks.
+    /// Handles arrivals of several ranks, from the leader `from`.
     ///
     /// # Errors
-    /// If they are invalid.
-    pub(super) fn receive_bundle(&mut self, header: &Header, payload: &[u8]) -> Result<(), String> {
+    /// If they are invalid, or not for this rank.
+    pub(super) fn receive_bundle(
+        &mut self,
+        from: u32,
+        header: &Header,
+        payload: &[u8],
+    ) -> Result<(), String> {
+        if !self.bundles() || !self.is_leader() {
+            return Err("a bundle for a rank that leads no run".into());
+        }
         for entry in bundle::decode(payload) {
             let Entry { rank, location, payload } = entry?;
-            if rank >= self.members.size() || rank == self.members.rank() {
+            if !self.gets_from(rank, from) {
                 return Err(format!("an arrival of rank {rank}"));
+            }
+            if payload.len() > self.small_bytes() {
+                return Err(self.long_contribution(rank, payload.len()));
             }
             let (sequence, call, payload) = (header.sequence, header.call, Some(payload.to_vec()));
             self.note_arrival(rank, Arrival { sequence, call, location, payload })?;
         }
         Ok(())
+    }
+
+    /// Whether this leader gets the arrival of `rank` in bundles of `from`.
+    fn gets_from(&self, rank: u32, from: u32) -> bool {
+        if rank >= self.members.size() {
+            return false;
+        }
+        let (run, own) = (self.runs.index_of(rank), self.runs.position());
+        run != own && self.runs.run(source(run, own, self.runs.count())).start == from
+    }
+
+    fn long_contribution(&self, rank: u32, bytes: usize) -> String {
+        format!("a contribution of {bytes} bytes of rank {rank}; the maximum is {}", self.small_bytes())
+    }
+
+    /// Checks that the contributions of ranks have room in a bundle and on a sheet: a rank may have sent its own directly,
+    /// where they may be larger.
+    fn check_lengths(&self, ranks: std::ops::Range<u32>, call: &Signature) -> Result<()> {
+        let (own, most) = (self.members.rank(), self.small_bytes());
+        match self.entries(ranks).find(|entry| entry.rank != own && entry.payload.len() > most) {
+            None => Ok(()),
+            Some(Entry { rank, payload, .. }) => {
+                let problem = self.long_contribution(rank, payload.len());
+                Err(self.bad_frame(BadFrame { from: rank, problem }, call))
+            }
+        }
     }
 }

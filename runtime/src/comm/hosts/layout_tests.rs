@@ -3,8 +3,11 @@
 use std::sync::Barrier;
 use std::time::Duration;
 
+use super::arrivals::Arrival;
+use super::frame::{ARRIVAL_BYTES, FrameKind, Header};
 use super::tests::{mismatches, on_hosts, transport};
-use super::{Net, wire};
+use super::wait::{Awaited, Wait};
+use super::{HostsTransport, Net, bundle, wire};
 use crate::comm::call::Call;
 use crate::comm::signature::Signature;
 use crate::comm::{DType, shard};
@@ -258,4 +261,60 @@ fn ranks_leave_after_their_last_collective(net: Net) {
         });
         assert!(results.iter().all(Result::is_ok), "{hosts:?}: {results:?}");
     }
+}
+
+/// The call of a barrier.
+fn barrier() -> Signature {
+    Signature::of(&Call::Barrier, &Buffer::zeroed::<f32>(0))
+}
+
+/// Arrives at the first collective, without waiting.
+fn arrive(transport: &mut HostsTransport, call: &Signature) {
+    transport.sequence = 1;
+    transport.waiting = Some(Wait { awaited: Awaited::Arrivals, number: 1, call: call.encode() });
+    transport.arrive(call, 0, &[]);
+}
+
+/// What a rank sends for others is checked before it is passed on.
+#[test]
+fn bundles_and_contributions_that_cannot_be_are_rejected() {
+    let done = Barrier::new(4);
+    on_hosts(Net::Tcp, &[2, 2], |world| {
+        let (mut transport, call) = (transport(&world, 1), barrier());
+        let header = Header::new(FrameKind::Bundle, 1, call.encode());
+        arrive(&mut transport, &call);
+        let receive = |transport: &mut HostsTransport, from: u32, rank: u32, length: usize| {
+            let contribution = vec![0; length];
+            let entry = bundle::Entry { rank, location: 0, payload: &contribution };
+            let mut result = Ok(());
+            bundle::encode(std::iter::once(entry), &mut Vec::new(), |payload| {
+                result = transport.receive_bundle(from, &header, payload);
+            });
+            result
+        };
+        let most = transport.small_bytes();
+        if world.rank() == 1 {
+            assert!(receive(&mut transport, 2, 3, 0).unwrap_err().contains("leads no run"));
+        } else if world.rank() == 0 {
+            // Of its own run, from a rank that is no leader, and of nobody.
+            for (from, rank) in [(2, 0), (2, 1), (3, 3), (1, 3), (2, 4), (2, u32::MAX)] {
+                let error = receive(&mut transport, from, rank, 0).unwrap_err();
+                assert_eq!(error, format!("an arrival of rank {rank}"));
+            }
+            receive(&mut transport, 2, 2, most).unwrap();
+            // Rank 3 sends its contribution directly, where more is allowed, and the neighbour has arrived.
+            let long = Some(vec![0; ARRIVAL_BYTES]);
+            let arrival = Arrival { sequence: 1, call: call.encode(), location: 0, payload: long };
+            transport.note_arrival(3, arrival).unwrap();
+            let error = loop {
+                if let Err(error) = transport.gather(Awaited::Arrivals, &call) {
+                    break error;
+                }
+                std::thread::yield_now();
+            };
+            assert_eq!(error.culprit(), Some(3), "{error}");
+            assert!(error.to_string().contains(&format!("{ARRIVAL_BYTES} bytes of rank 3")), "{error}");
+        }
+        done.wait();
+    });
 }

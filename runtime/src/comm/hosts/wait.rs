@@ -11,7 +11,7 @@ use super::HostsTransport;
 use super::agree::Peer;
 use super::frame::{FrameKind, Header};
 use super::transfer::Transfer;
-use super::wire::BadFrame;
+use super::wire::{BadFrame, Watch};
 use crate::comm::signature::{SIGNATURE_WORDS, Signature};
 use crate::progress::Blame;
 use crate::{Error, Result};
@@ -103,30 +103,57 @@ impl HostsTransport {
     /// Handles what has arrived, without waiting.
     pub(super) fn read_arrived(&mut self, call: &Signature) -> Result<()> {
         let mut nothing = self.empty_transfer();
-        self.poll(&mut nothing, Duration::ZERO, Awaited::Transfer, call)
+        self.poll(&mut nothing, Duration::ZERO, Awaited::Transfer, call).map(drop)
     }
 
-    /// Waits for at most `patience` until anything moves, and handles what has arrived.
+    /// Waits for at most `patience` until anything moves, and handles what has arrived. Returns whether there was anything.
     fn poll(
         &mut self,
         transfer: &mut Transfer<'_>,
         patience: Duration,
         awaited: Awaited,
         call: &Signature,
-    ) -> Result<()> {
+    ) -> Result<bool> {
         let watched = self.watched(awaited);
         let watch = self.house.as_ref().map(|house| house.watch(watched)).unwrap_or_default();
         let polled = self.wire.poll(transfer, patience, &watch);
         drop(watch);
-        polled.map_err(|bad| self.bad_frame(bad, call))?;
-        self.handle_received(call)
+        let any = polled.map_err(|bad| self.bad_frame(bad, call))?;
+        self.handle_received(call)?;
+        Ok(any)
+    }
+
+    /// Uses what is still in the connections after an error that blames `culprit`: what is needed may be there, and calls
+    /// that differ are the better error, because a peer may have ended for them. Returns whether the wait is over.
+    fn drain(
+        &mut self,
+        awaited: Awaited,
+        call: &Signature,
+        transfer: &mut Transfer<'_>,
+        culprit: Option<u32>,
+    ) -> Result<bool> {
+        let culprit = self.others().find(|peer| Some(self.members.world_rank(*peer)) == culprit);
+        let begun = Instant::now();
+        loop {
+            let any = self.poll(transfer, Duration::ZERO, awaited, call)?;
+            self.wire.advance(transfer).map_err(|bad| self.bad_frame(bad, call))?;
+            self.handle_received(call)?;
+            self.gather(awaited, call)?;
+            if self.is_over(awaited, transfer) {
+                return Ok(true);
+            }
+            let has_ended = culprit.is_some_and(|peer| self.wire.ended(peer).is_some());
+            if !any || has_ended || begun.elapsed() >= GRACE {
+                return Ok(false);
+            }
+        }
     }
 
     fn drive(&mut self, awaited: Awaited, call: &Signature, transfer: &mut Transfer<'_>) -> Result<()> {
         let mut checked = Instant::now();
         let mut patience = Patience::new(checked);
         // Peers may have come before this rank.
-        self.check_disagreement(call)?;
+        self.check_calls(call)?;
         loop {
             self.wire.advance(transfer).map_err(|bad| self.bad_frame(bad, call))?;
             self.handle_received(call)?;
@@ -145,15 +172,12 @@ impl HostsTransport {
             }
             let absent = self.absent(awaited, transfer);
             let needed = self.sources(awaited).unwrap_or_else(|| absent.clone());
-            let waited = patience.waited(now, (transfer.left(), absent.len()));
+            let waited = patience.waited(now, (transfer.left(), &absent));
             if waited.is_zero() && transfer.left() > 0 {
                 self.membership.page().touch(self.membership.rank());
             }
             if let Err(error) = self.check_peers((&absent, &needed), call, waited) {
-                // Prefer the mismatch: a peer with another call may have ended because of it.
-                self.poll(transfer, Duration::ZERO, awaited, call)?;
-                self.gather(awaited, call)?;
-                if self.is_over(awaited, transfer) {
+                if self.drain(awaited, call, transfer, error.culprit())? {
                     return Ok(());
                 }
                 // A rank may leave after it has given what was needed of it.
@@ -203,15 +227,28 @@ impl HostsTransport {
         }
     }
 
-    /// Handles all small frames that have arrived.
+    /// Handles the frames that are in the connections, and does not compare calls.
+    pub(super) fn note_arrived(&mut self, call: &Signature) -> Result<()> {
+        let mut nothing = self.empty_transfer();
+        let polled = self.wire.poll(&mut nothing, Duration::ZERO, &Watch::default());
+        polled.map_err(|bad| self.bad_frame(bad, call))?;
+        self.note_received(call).map(drop)
+    }
+
+    /// Handles all small frames that have arrived, and compares calls.
     fn handle_received(&mut self, call: &Signature) -> Result<()> {
+        if self.note_received(call)? { self.check_disagreement(call) } else { Ok(()) }
+    }
+
+    /// Handles all small frames that have arrived. Returns whether there were any.
+    fn note_received(&mut self, call: &Signature) -> Result<bool> {
         let mut any = false;
         while let Some(frame) = self.wire.next_frame() {
             let from = frame.from;
             self.handle(frame).map_err(|problem| self.bad_frame(BadFrame { from, problem }, call))?;
             any = true;
         }
-        if any { self.check_disagreement(call) } else { Ok(()) }
+        Ok(any)
     }
 
     /// The error of a peer that sends something invalid.
@@ -257,7 +294,10 @@ impl HostsTransport {
         if let Some(error) = self.membership.lost_peer(&world_ranks, || self.operation(call)) {
             return Err(error);
         }
-        self.check_connections(needed, call)?;
+        // A rank that has all it needs waits until its frames are sent.
+        let mut used = needed.to_vec();
+        used.extend(self.unsent().filter(|peer| !needed.contains(peer)));
+        self.check_connections(&used, call)?;
         if waited < self.timeout {
             return Ok(());
         }
@@ -276,6 +316,16 @@ impl HostsTransport {
         waited_for.sort_unstable();
         waited_for.dedup();
         Err(Error::Timeout { rank, waited_for, operation: self.operation(call), after: waited })
+    }
+
+    /// The peers for which frames are queued.
+    fn unsent(&self) -> impl Iterator<Item = u32> + '_ {
+        self.others().filter(|peer| !self.wire.sender().is_flushed(*peer))
+    }
+
+    /// Whether frames are queued for any peer.
+    pub(super) fn has_unsent(&self) -> bool {
+        self.unsent().next().is_some()
     }
 
     /// Checks that the connections to `needed` are usable.
@@ -339,19 +389,23 @@ impl HostsTransport {
 /// Measures how long nothing that is missing has come.
 struct Patience {
     since: Instant,
-    missing: (usize, usize),
+    /// Bytes, and the ranks that are waited for.
+    missing: Option<(usize, Vec<u32>)>,
 }
 
 impl Patience {
     fn new(now: Instant) -> Self {
-        Patience { since: now, missing: (usize::MAX, usize::MAX) }
+        Patience { since: now, missing: None }
     }
 
-    fn waited(&mut self, now: Instant, missing: (usize, usize)) -> Duration {
-        if self.missing != missing && self.missing.0 != usize::MAX {
-            self.since = now;
+    fn waited(&mut self, now: Instant, (bytes, ranks): (usize, &[u32])) -> Duration {
+        let is_same = |missing: &(usize, Vec<u32>)| missing.0 == bytes && missing.1 == ranks;
+        if !self.missing.as_ref().is_some_and(is_same) {
+            if self.missing.is_some() {
+                self.since = now;
+            }
+            self.missing = Some((bytes, ranks.to_vec()));
         }
-        self.missing = missing;
         now.duration_since(self.since)
     }
 }
@@ -390,8 +444,19 @@ mod tests {
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
         let mut patience = Patience::new(start);
-        let waits = [(1, (10, 2)), (2, (10, 2)), (3, (9, 2)), (4, (9, 2)), (5, (9, 1)), (6, (9, 1))];
-        let waited = waits.map(|(seconds, missing)| patience.waited(at(seconds), missing).as_secs());
-        assert_eq!(waited, [1, 2, 0, 1, 0, 1]);
+        let waits: [(usize, &[u32]); 8] = [
+            (10, &[1, 2]),
+            (10, &[1, 2]),
+            (9, &[1, 2]),
+            (9, &[1, 2]),
+            (9, &[1]),
+            (9, &[1]),
+            // Another rank, as many as before.
+            (9, &[2]),
+            (9, &[2]),
+        ];
+        let waited =
+            (1..).zip(waits).map(|(seconds, missing)| patience.waited(at(seconds), missing).as_secs());
+        assert!(waited.eq([1, 2, 0, 1, 0, 1, 0, 1]));
     }
 }

@@ -61,7 +61,8 @@ pub(super) trait Wire: Send {
     fn advance(&mut self, transfer: &mut Transfer<'_>) -> Result<(), BadFrame>;
 
     /// Waits for at most `patience` until something can be sent or has arrived, or `watch` is over, and takes all that has
-    /// arrived. It may return earlier.
+    /// arrived. It may return earlier. Returns whether anything has moved, or may have; if not, nothing that had arrived before
+    /// is left to take.
     ///
     /// # Errors
     /// If a peer has sent something invalid.
@@ -70,7 +71,7 @@ pub(super) trait Wire: Send {
         transfer: &mut Transfer<'_>,
         patience: Duration,
         watch: &Watch<'_>,
-    ) -> Result<(), BadFrame>;
+    ) -> Result<bool, BadFrame>;
 
     /// The next small frame, in the order of their arrival.
     fn next_frame(&mut self) -> Option<Frame>;

@@ -237,7 +237,7 @@ impl Wire for TcpWire {
         transfer: &mut Transfer<'_>,
         patience: Duration,
         watch: &Watch<'_>,
-    ) -> Result<(), BadFrame> {
+    ) -> Result<bool, BadFrame> {
         // In large transfers attempts would find a little each time, which costs more than to be woken for more.
         let patience_to_spin = if transfer.left() <= PIECE_BYTES { patience } else { Duration::ZERO };
         let mut spin = self.spinner.begin(patience_to_spin);
@@ -245,7 +245,7 @@ impl Wire for TcpWire {
             // What a watch waits for comes first; then little is of use that comes from elsewhere.
             let reads = watch.is_idle() || attempt % WATCHED_ATTEMPTS == 0;
             if watch.is_over() || reads && self.try_all(transfer)? {
-                return Ok(());
+                return Ok(true);
             }
             if !self.spinner.again(&mut spin) {
                 break;
@@ -261,19 +261,19 @@ impl Wire for TcpWire {
             is_open && !is_flushed((peer, state))
         };
         if patience.is_zero() || (0..).zip(&self.peers).any(can_send) {
-            return Ok(());
+            return Ok(false);
         }
         let patience = match watch.is_idle() {
             true => patience,
             false if (0..).zip(&self.peers).all(is_flushed) => {
                 watch.sleep(patience);
-                return Ok(());
+                return Ok(true);
             }
             false => patience.min(FULL_PATIENCE),
         };
         // Rounded up: a wait of less than a millisecond must not become a busy loop.
         let milliseconds = u16::try_from(patience.as_micros().div_ceil(1000)).unwrap_or(u16::MAX);
-        self.move_ready(transfer, milliseconds).map(drop)
+        self.move_ready(transfer, milliseconds)
     }
 
     fn next_frame(&mut self) -> Option<Frame> {

@@ -323,9 +323,9 @@ impl Wire for UcxWire {
         transfer: &mut Transfer<'_>,
         patience: Duration,
         watch: &Watch<'_>,
-    ) -> Result<(), BadFrame> {
+    ) -> Result<bool, BadFrame> {
         if patience.is_zero() {
-            return self.turn(transfer).map(drop);
+            return self.turn(transfer);
         }
         let mut spin = self.spinner.begin(patience);
         while !watch.is_over() && !self.turn(transfer)? {
@@ -335,10 +335,10 @@ impl Wire for UcxWire {
                     false if watch.is_idle() => self.links.sleep(patience),
                     false => self.links.sleep(patience.min(FLUSH_PATIENCE)),
                 }
-                return self.turn(transfer).map(drop);
+                return self.turn(transfer);
             }
         }
-        Ok(())
+        Ok(true)
     }
 
     fn set_oversubscribed(&mut self) {
