@@ -1,7 +1,9 @@
 //! Hosts with different numbers of ranks: all collectives on each layout, and whoever makes a mistake is found in each place.
 
 use std::sync::Barrier;
-use std::time::Duration;
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::{Acquire, Release};
+use std::time::{Duration, Instant};
 
 use super::arrivals::Arrival;
 use super::frame::{ARRIVAL_BYTES, FrameKind, Header};
@@ -25,6 +27,9 @@ on_both_wires! {
     any_rank_that_receives_instead_is_named,
     a_rank_that_leaves_too_early_is_named,
     a_rank_that_is_late_is_named,
+    a_leader_that_hangs_after_the_announcements_is_named,
+    a_leader_that_tells_its_run_nothing_is_named,
+    a_late_rank_with_another_call_is_at_fault,
     ranks_leave_after_their_last_collective,
 }
 
@@ -265,7 +270,7 @@ fn ranks_leave_after_their_last_collective(net: Net) {
 
 /// The call of a barrier.
 fn barrier() -> Signature {
-    Signature::of(&Call::Barrier, &Buffer::zeroed::<f32>(0))
+    Signature::of(&Call::Barrier, &Buffer::zeroed::<u8>(0)).without_location()
 }
 
 /// Arrives at the first collective, without waiting.
@@ -273,6 +278,99 @@ fn arrive(transport: &mut HostsTransport, call: &Signature) {
     transport.sequence = 1;
     transport.waiting = Some(Wait { awaited: Awaited::Arrivals, number: 1, call: call.encode() });
     transport.arrive(call, 0, &[]);
+}
+
+/// All wait for rank 3, and know it; then its leader hangs, and rank 3 comes. Nobody waits for what rank 3 sends any more.
+fn a_leader_that_hangs_after_the_announcements_is_named(net: Net) {
+    let (hung, done) = (Barrier::new(2), Barrier::new(4));
+    let errors = on_hosts(net, &[2, 2], |mut world| {
+        let error = if world.rank() == 2 {
+            world.set_timeout(Duration::from_millis(300));
+            let mut transport = transport(&world, 1);
+            let error = transport.enter(&barrier(), &[]).unwrap_err();
+            assert_eq!(error.culprit(), Some(3), "{error}");
+            hung.wait();
+            done.wait();
+            return None;
+        } else {
+            world.set_timeout(Duration::from_millis(2500));
+            let mut comm = world.communicator().unwrap();
+            if world.rank() == 3 {
+                hung.wait();
+            }
+            comm.barrier().unwrap_err()
+        };
+        done.wait();
+        Some(error)
+    });
+    for error in errors.into_iter().flatten() {
+        assert_eq!(error.culprit(), Some(2), "{error}");
+    }
+}
+
+/// A leader has sent its bundle, and hangs before it writes its sheet: the other run goes on, and waits for it in the next
+/// collective. A rank of its run does not know that the others have arrived.
+fn a_leader_that_tells_its_run_nothing_is_named(net: Net) {
+    let done = Barrier::new(4);
+    let errors = on_hosts(net, &[2, 2], |mut world| {
+        world.set_timeout(Duration::from_millis(1500));
+        if world.rank() == 2 {
+            let (mut transport, call) = (transport(&world, 1), barrier());
+            arrive(&mut transport, &call);
+            // Reads nothing from connections.
+            while transport.watched(Awaited::Arrivals) != super::gathering::Watched::Nothing {
+                transport.gather(Awaited::Arrivals, &call).unwrap();
+                std::thread::yield_now();
+            }
+            transport.wire.advance(&mut transport.empty_transfer()).unwrap();
+            done.wait();
+            return None;
+        }
+        let mut comm = world.communicator().unwrap();
+        let error = comm.barrier().and_then(|()| comm.barrier()).unwrap_err();
+        done.wait();
+        Some(error)
+    });
+    for error in errors.into_iter().flatten() {
+        assert_eq!(error.culprit(), Some(2), "{error}");
+    }
+}
+
+/// A leader that comes last knows from the frames of other hosts that it alone makes another call, and blames nobody.
+fn a_late_rank_with_another_call_is_at_fault(net: Net) {
+    for culprit in [0, 2] {
+        let (waiting, done) = (AtomicU32::new(0), Barrier::new(4));
+        let results = on_hosts(net, &[2, 2], |mut world| {
+            let mut comm = world.communicator().unwrap();
+            let (rank, membership) = (world.rank(), world.membership().unwrap());
+            let error = if rank == culprit {
+                // The other hosts have sent all that they know when their ranks wait.
+                while waiting.load(Acquire) < 3 {
+                    std::thread::yield_now();
+                }
+                let page = membership.page();
+                let waits = || page.progress(rank + 1).operation.is_some_and(|last| last.waits_for.is_some());
+                let deadline = Instant::now() + Duration::from_secs(30);
+                while !waits() && Instant::now() < deadline {
+                    std::thread::yield_now();
+                }
+                comm.all_reduce(Buffer::zeroed::<f32>(100), ReduceOp::Sum).map(drop).unwrap_err()
+            } else {
+                waiting.fetch_add(1, Release);
+                comm.barrier().unwrap_err()
+            };
+            let blamed = membership.page().blame_of(rank).map(|blame| blame.culprit);
+            done.wait();
+            (error, blamed)
+        });
+        for (rank, (error, blamed)) in (0..).zip(results) {
+            if rank == culprit {
+                assert_eq!(blamed, None, "rank {rank}: {error}");
+            } else {
+                assert_eq!((error.culprit(), blamed), (Some(culprit), Some(culprit)), "rank {rank}: {error}");
+            }
+        }
+    }
 }
 
 /// What a rank sends for others is checked before it is passed on.
