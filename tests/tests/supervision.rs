@@ -322,13 +322,13 @@ fn a_timeout_inside_a_rank_also_prints_the_status_table() {
 fn incompatible_ranks_are_reported_by_rank() {
     let hello = env!("CARGO_BIN_EXE_t-hello");
     for (lists, code, said) in [
-        (["4,4", "2,2", "GPU-a,GPU-b", "570,570", "2.27,2.27"], 0, ""),
-        (["4,4", "2,2", "-,-", "-,-", "-,-"], 0, ""),
-        (["4,1", "2,2", "-,-", "-,-", "-,-"], 66, "rank 1 uses version 1 of the protocol"),
-        (["4,4", "2,3", "-,-", "-,-", "-,-"], 68, "claims to be rank 1 of 3 in a world of 2"),
-        (["4,4", "2,2", "GPU-a,GPU-a", "-,-", "-,-"], 69, "both use GPU-a: give each rank a GPU of its own"),
-        (["4,4", "2,2", "GPU-a,GPU-b", "570,550", "-,-"], 70, "uses NVIDIA driver 5"),
-        (["4,4", "2,2", "GPU-a,GPU-b", "-,-", "2.27,2.26"], 70, "uses NCCL 2.2"),
+        (["5,5", "2,2", "GPU-a,GPU-b", "570,570", "2.27,2.27"], 0, ""),
+        (["5,5", "2,2", "-,-", "-,-", "-,-"], 0, ""),
+        (["5,1", "2,2", "-,-", "-,-", "-,-"], 66, "rank 1 uses version 1 of the protocol"),
+        (["5,5", "2,3", "-,-", "-,-", "-,-"], 68, "claims to be rank 1 of 3 in a world of 2"),
+        (["5,5", "2,2", "GPU-a,GPU-a", "-,-", "-,-"], 69, "both use GPU-a: give each rank a GPU of its own"),
+        (["5,5", "2,2", "GPU-a,GPU-b", "570,550", "-,-"], 70, "uses NVIDIA driver 5"),
+        (["5,5", "2,2", "GPU-a,GPU-b", "-,-", "2.27,2.26"], 70, "uses NCCL 2.2"),
     ] {
         let folder = tempfile::tempdir().unwrap();
         let finished = run(launcher(folder.path()).args(["-n", "2", hello]).args(lists));
