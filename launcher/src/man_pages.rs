@@ -79,9 +79,16 @@ mod tests {
     fn every_command_has_a_page_with_its_options() {
         let pages = pages().unwrap();
         let names: Vec<&str> = pages.iter().map(|(name, _)| name.as_str()).collect();
-        let expected = ["mgpurun.1", "mgpurun-doctor.1", "mgpurun-ps.1", "mgpurun-sweep.1"];
-        assert_eq!(names[..4], expected);
-        for (page, option) in [(0, "max\\-restarts"), (1, "nodes"), (3, "vary")] {
+        let expected = [
+            "mgpurun.1",
+            "mgpurun-doctor.1",
+            "mgpurun-ps.1",
+            "mgpurun-stop.1",
+            "mgpurun-sweep.1",
+            "mgpurun-top.1",
+        ];
+        assert_eq!(names[..6], expected);
+        for (page, option) in [(0, "max\\-restarts"), (1, "nodes"), (3, "wait"), (4, "vary")] {
             assert!(pages[page].1.contains(&format!("\\-\\-{option}")), "{}", pages[page].1);
         }
     }
