@@ -112,7 +112,7 @@ fn what_cannot_be_started_is_named() {
     refused(&["true"], &[("PET_REDIRECTS", "7")]).expect(2, &["the variable PET_REDIRECTS is `7`"]);
     refused(&["--tee", "3"], &[]).expect(2, &["PROGRAM"]);
     let finished = refused(&["--print-completion", "bash"], &[]);
-    finished.expect(0, &["no completion scripts"]);
+    finished.expect(0, &["mgpurun completions SHELL prints a script"]);
     assert_eq!(finished.stdout, "");
 }
 

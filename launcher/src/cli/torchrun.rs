@@ -104,7 +104,7 @@ pub(super) struct TorchrunArgs {
     #[arg(long, alias = "start_method", value_name = "NAME", hide_short_help = true)]
     start_method: Option<String>,
 
-    /// Accepted without effect: mgpurun has no completion scripts.
+    /// Accepted without effect: `mgpurun completions SHELL` prints a script.
     #[arg(long, alias = "print_completion", value_name = "SHELL", exclusive = true, hide_short_help = true)]
     pub(super) print_completion: Option<String>,
 
@@ -404,7 +404,7 @@ pub(super) fn conf_without_effect(is_given: bool, surroundings: &Surroundings<'_
 
 /// What `--print-completion` does.
 pub(super) const NO_COMPLETION: &str =
-    "--print-completion has no effect here: there are no completion scripts";
+    "--print-completion has no effect here: mgpurun completions SHELL prints a script";
 
 #[cfg(test)]
 mod tests;
