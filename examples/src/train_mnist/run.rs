@@ -36,8 +36,7 @@ pub(super) struct Run {
     /// Identifier of the launch that saved it, the same after restarts; none without a launcher.
     #[serde(default)]
     pub(super) launch: Option<String>,
-    /// Of a run that was stopped in the evaluation after an epoch: the results of the epoch, which lack those of the
-    /// evaluation.
+    /// The results of the last epoch without those of its evaluation, if the run was stopped in that evaluation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) unevaluated: Option<EpochReport>,
     /// The rest, known once data and device are known.

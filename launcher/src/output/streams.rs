@@ -18,9 +18,9 @@ type Bits = u8;
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StreamMap {
-    /// Of the ranks that are not listed.
+    /// What holds for ranks that are not listed.
     others: Bits,
-    /// Of a local rank each; the last entry of a rank counts.
+    /// Local ranks and their streams; the last entry of a rank counts.
     listed: Vec<(u32, Bits)>,
 }
 

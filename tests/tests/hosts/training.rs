@@ -4,7 +4,7 @@ use std::path::Path;
 use std::thread::scope;
 
 use mgpu_tests::hosts::Hosts;
-use mgpu_tests::process::{Program, run};
+use mgpu_tests::process::{Finished, Program, run};
 use nix::sys::signal::{Signal, kill};
 
 use crate::job::{Job, MGPURUN, expect_all};
@@ -69,15 +69,7 @@ fn ranks_that_train_are_not_the_culprits_of_lost_packets() {
             [(2, &[(0, 1)][..]), (2, &[(1, 0)]), (2, &[(0, 1), (1, 0)]), (3, &[(0, 1)])]
         {
             scope.spawn(move || {
-                let Some(hosts) = Hosts::start(count) else { return };
-                let folder = tempfile::tempdir().unwrap();
-                let checkpoints = folder.path().to_str().unwrap();
-                let words = "--synthetic --steps 100000000 --batch 4 --threads 1 --checkpoint-every 4";
-                let words: Vec<&str> = words.split(' ').chain(["--checkpoint-dir", checkpoints]).collect();
-                let mut job = Job::start(&hosts, &["-n", "1"], &[&[TRAIN], &words[..]].concat());
-                job.wait_until(|_| newest_checkpoint(folder.path()).is_some());
-                directions.iter().for_each(|(from, to)| hosts.drop_packets(*from, *to));
-                let finished = job.finish();
+                let Some(finished) = train_and_drop_packets(count, directions) else { return };
                 for survivor in (0..count).filter(|host| *host != 1) {
                     finished[survivor].expect(71, &["host b does not answer; its rank 1 is lost"]);
                 }
@@ -91,19 +83,25 @@ fn ranks_that_train_are_not_the_culprits_of_lost_packets() {
 #[test]
 fn a_dead_link_between_two_hosts_is_named_by_their_ranks() {
     for directions in [&[(1, 2), (2, 1)][..], &[(2, 1)]] {
-        let Some(hosts) = Hosts::start(3) else { return };
-        let folder = tempfile::tempdir().unwrap();
-        let checkpoints = folder.path().to_str().unwrap();
-        let words = "--synthetic --steps 100000000 --batch 4 --threads 1 --checkpoint-every 4";
-        let words: Vec<&str> = words.split(' ').chain(["--checkpoint-dir", checkpoints]).collect();
-        let mut job = Job::start(&hosts, &["-n", "1"], &[&[TRAIN], &words[..]].concat());
-        job.wait_until(|_| newest_checkpoint(folder.path()).is_some());
-        directions.iter().for_each(|(from, to)| hosts.drop_packets(*from, *to));
-        let finished = job.finish();
+        let Some(finished) = train_and_drop_packets(3, directions) else { return };
         let text = "does not answer: its host has acknowledged nothing for";
         assert!(finished.iter().any(|finished| finished.stderr.contains(text)), "{finished:#?}");
         finished[0].expect(1, &["the other ranks are stopped"]);
     }
+}
+
+/// Trains with one rank on each of `count` hosts, and drops the packets of these directions once the ranks have made some
+/// steps. Returns how each host's `mgpurun` has ended; nothing where hosts are forbidden.
+fn train_and_drop_packets(count: usize, directions: &[(usize, usize)]) -> Option<Vec<Finished>> {
+    let hosts = Hosts::start(count)?;
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = folder.path().to_str().unwrap();
+    let words = "--synthetic --steps 100000000 --batch 4 --threads 1 --checkpoint-every 4";
+    let words: Vec<&str> = words.split(' ').chain(["--checkpoint-dir", checkpoints]).collect();
+    let mut job = Job::start(&hosts, &["-n", "1"], &[&[TRAIN], &words[..]].concat());
+    job.wait_until(|_| newest_checkpoint(folder.path()).is_some());
+    directions.iter().for_each(|(from, to)| hosts.drop_packets(*from, *to));
+    Some(job.finish())
 }
 
 /// The step of the newest checkpoint in a folder.

@@ -96,7 +96,7 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// Of the board of a communicator of `ranks` ranks.
+    /// The layout of the board of a communicator of `ranks` ranks.
     pub(super) fn new(ranks: u32) -> Self {
         Layout { ranks, most: most_bytes(ranks) }
     }
@@ -176,7 +176,7 @@ impl Board {
             place.store(word, Relaxed);
         }
         slot.sequence.store(arrival.sequence, Release);
-        // Of the two ranks that arrive last, one at least sees that all have.
+        // At least one of the two ranks that arrive last sees that all have arrived.
         fence(SeqCst);
     }
 
