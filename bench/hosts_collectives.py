@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures all-reduce over hosts, which are namespaces of this machine, beside MPI libraries and gloo over TCP.
 
-    hosts_collectives.py [--layouts 2x1,2x2,4x1] [--rounds 3] [--min 4] [--max 67108864] [--only mgpu,impi,raw] [--tbf RATE]
+    hosts_collectives.py [--layouts 2x1,2x2,4x1] [--rounds 3] [--min 4] [--max 67108864] [--only mgpu,impi,raw] [--tbf RATE] [--congestion NAME]
                          [--ours NAME=VARIABLE=VALUE[,VARIABLE=VALUE]] [--out FILE.json]
     hosts_collectives.py --table FILE.json
 
@@ -9,7 +9,7 @@ A layout is HOSTS x RANKS of each host. Contenders take turns: in every round ea
 figures are medians of the rounds. `--ours` adds a contender of ours with variables of the environment (--ours ucx=MGPU_NET=ucx);
 `mgpu` itself runs without any. The bound is plain TCP, measured in the same round: neighbours in a chain of the same hosts exchange
 as many bytes in both directions at once (bench/peers/raw_tcp.c). --tbf gives every host's link a rate in both directions, such as
-1gbit, by token bucket filters.
+1gbit, by token bucket filters. --congestion gives every host another congestion control than cubic, the default of Linux.
 
 It needs root, gcc, and target/release with `mgpurun` and `allreduce_perf`. The MPI libraries are those of bench/allreduce.sh in
 $MGPU_PEERS (target/peers); gloo is that of the Python in TORCH ($MGPU_PEERS/v/bin/python). What is not there is skipped with a line.
@@ -62,9 +62,9 @@ def torch():
 class Contenders:
     """What is there to be measured, with versions; and what is not, and why."""
 
-    def __init__(self, only=None, variants=()):
+    def __init__(self, only=None, variants=(), congestion_control="cubic"):
         self.starts, self.versions, self.skipped = {}, {}, []
-        self.variants = dict(variants)
+        self.variants, self.congestion_control = dict(variants), congestion_control
         os.makedirs(BUILT, exist_ok=True)
         for program in ("mgpurun", "allreduce_perf"):
             if not os.access(os.path.join(launchers.BIN, program), os.X_OK):
@@ -152,7 +152,7 @@ class Contenders:
     def run(self, name, layout, sizes, rate=None):
         """The lines of one run on a layout; none, and a line that says why, if it failed."""
         count, ranks = layout
-        with Hosts(count, rate) as hosts:
+        with Hosts(count, rate, self.congestion_control) as hosts:
             before = sum(hosts.sent_bytes())
             codes, texts = launchers.finish(self.starts[name](hosts, ranks, [*sizes]), LIMIT)
             sent = sum(hosts.sent_bytes()) - before
@@ -293,6 +293,7 @@ def parse():
     parser.add_argument("--only", type=lambda text: text.split(","), help=f"contenders: {OURS}, {', '.join(launchers.OVER_TCP)}, gloo, {RAW}")
     parser.add_argument("--ours", type=variant, action="append", default=[])
     parser.add_argument("--tbf", metavar="RATE", type=rate)
+    parser.add_argument("--congestion", metavar="NAME", default="cubic", help="such as bbr; mgpurun replaces bbr by cubic")
     parser.add_argument("--out")
     parser.add_argument("--table", metavar="FILE.json")
     args = parser.parse_args()
@@ -306,11 +307,12 @@ def main():
     if args.table:
         with open(args.table) as file:
             return print(report(json.load(file)))
-    contenders = Contenders(args.only, args.ours)
+    contenders = Contenders(args.only, args.ours, args.congestion)
     path = args.out or provenance.result_path(f"hosts-rate-{args.tbf}" if args.tbf else "hosts-collectives")
     sizes = ["--min", str(args.min), "--max", str(args.max)]
     result = {"what": "p50 of an all-reduce in microseconds, f32 sum in place, the median of several rounds",
               **provenance.record(versions=contenders.versions), "bound": BOUND, "tbf": args.tbf,
+              "congestion_control": args.congestion,
               "ours": [OURS, *contenders.variants], "variables": contenders.variants, "rounds": args.rounds}
     lines, names = [], list(contenders.starts)
     for turn in range(args.rounds):

@@ -42,7 +42,6 @@ TABLE_NETS = ["lenet5", "deep", "keras", "conv6", "layers", "ensemble2400"]
 TABLE_HOSTS = [8, 64, 1024]
 TABLE_RANKS = 8
 FLOAT = 4
-SUBNET = "10.97.0.0/24"
 DEFAULT_BUCKET = 1 << 20
 # Networks on paper: latency and overhead are assumed, as they are usual for TCP at 25 Gbit/s and for RDMA at 400.
 LINKS = {25: (20e-6, 2e-6), 400: (5e-6, 0.5e-6)}
@@ -60,9 +59,7 @@ def measured_gamma():
 def run(layout, sizes, rate):
     """The lines of one run on a layout."""
     count, ranks = layout
-    with Hosts(count, rate) as hosts:
-        for namespaces in hosts.hosts:
-            namespaces.ip(f"route replace {SUBNET} dev eth0 congctl {CONGESTION_CONTROL}")
+    with Hosts(count, rate, CONGESTION_CONTROL) as hosts:
         program = [os.path.join(launchers.BIN, "allreduce_perf"), *sizes]
         agents = launchers.start_mgpurun(hosts, ranks, program, ["--no-prefix", "--backend", "cpu"])
         codes, texts = launchers.finish(agents, LIMIT)

@@ -22,6 +22,9 @@ ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.starts
 SECRET = "a secret of the benchmark"
 
 
+SUBNET = "10.97.0.0/24"
+
+
 def address(host):
     return f"10.97.0.{host + 1}"
 
@@ -94,9 +97,11 @@ class Namespaces:
 
 
 class Hosts:
-    """Hosts n0, n1, … on a bridge. `rate`, such as 100mbit, limits each host's link in both directions."""
+    """Hosts n0, n1, … on a bridge. `rate`, such as 100mbit, limits each host's link in both directions. TCP's congestion control is
+    cubic, the default of Linux, whatever this machine's is."""
 
-    def __init__(self, count, rate=None):
+    def __init__(self, count, rate=None, congestion_control="cubic"):
+        self.congestion_control = congestion_control
         self.folder = tempfile.TemporaryDirectory()
         self.switch = Namespaces(["--net"])
         self.switch.ip("link add br0 type bridge", "link set br0 up", "link set lo up")
@@ -120,7 +125,9 @@ class Hosts:
         others = (other for other in range(count) if other != host)
         namespaces.ip(f"address add {address(host)}/24 dev eth0", "link set eth0 up",
                       *(f"neighbour add {address(other)} lladdr {hardware_address(other)} dev eth0 nud permanent"
-                        for other in others))
+                        for other in others),
+                      # A new namespace may not have it as its default, but a route may name it.
+                      f"route replace {SUBNET} dev eth0 congctl {self.congestion_control}")
         if rate:
             namespaces.limit("eth0", rate)
             self.switch.limit(f"port{host}", rate)

@@ -17,7 +17,7 @@ use nix::sys::socket::{Backlog, listen};
 
 use super::frame::Stamp;
 use super::hello::{HELLO_BYTES, Hello, Ticket, may_be_hello};
-use super::wire::tcp::configure;
+use super::wire::tcp::{configure, congestion};
 use crate::{Error, Result};
 
 /// How long a connection has for its hello.
@@ -94,6 +94,7 @@ fn bind(address: IpAddr) -> io::Result<(TcpListener, SocketAddr)> {
     })?;
     // Once more, for a longer queue than the standard library's.
     listen(&listener, Backlog::new(BACKLOG)?)?;
+    congestion::choose(&listener)?;
     listener.set_nonblocking(true)?;
     let port = listener.local_addr()?.port();
     Ok((listener, SocketAddr::new(address, port)))

@@ -22,7 +22,7 @@ use super::acceptor::{Acceptor, Invited};
 use super::frame::Stamp;
 use super::hello::{ANSWER_BYTES, HELLO_BYTES, Hello, TICKET_BYTES, Ticket};
 use super::wire::spin::Spinner;
-use super::wire::tcp::{Streams, configure};
+use super::wire::tcp::{Streams, configure, congestion};
 use crate::comm::Members;
 use crate::membership::Membership;
 use crate::{Error, Result};
@@ -338,6 +338,7 @@ impl Dial {
 fn begin_connect(address: SocketAddr) -> io::Result<TcpStream> {
     let family = if address.is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };
     let stream = TcpStream::from(socket(family, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?);
+    congestion::choose(&stream)?;
     configure(&stream)?;
     let address = match address {
         SocketAddr::V4(address) => SockaddrStorage::from(address),

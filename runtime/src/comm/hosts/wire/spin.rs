@@ -19,8 +19,9 @@ use nix::unistd::{Pid, SysconfVar, sysconf};
 const BUSY_TIME: Duration = Duration::from_micros(50);
 /// How long a wait tries: longer than ranks that do the same work are apart, and much shorter than a step.
 const SPIN_TIME: Duration = Duration::from_micros(200);
-/// If an offer of the core takes longer although waits offer it at once, another task computes there.
-const LONG_OFFER: Duration = Duration::from_micros(50);
+/// If an offer of the core takes longer although waits offer it at once, another task computes there, and has used up its time. Another
+/// rank takes less for its part of a small collective.
+const LONG_OFFER: Duration = Duration::from_millis(1);
 /// If this many offers in a row take longer than this, another task uses the same core.
 const TAKEN_OFFERS: (u32, Duration) = (8, Duration::from_micros(2));
 /// How long waits offer the core at once after another task has taken it: a rank, or one that computes.

@@ -7,6 +7,7 @@
 //! A piece of payload for which nothing is posted yet stays in the connection, which is not read until then: its sender
 //! is ahead of this rank, and waits when the kernel's buffers are full.
 
+pub(in super::super) mod congestion;
 mod dead_link;
 mod input;
 mod sender;
