@@ -157,6 +157,10 @@ fn of_pair(from: &Arc<Device>, to: &Arc<Device>, copied: bool) -> Result<Line> {
     let refused = if can { from.enable_access(to).err().map(|error| error.to_string()) } else { None };
     let (mut intact, mut gbps) = (None, None);
     if copied {
+        // The driver copies directly if either GPU has access. A refusal is reported with the pair in the other direction.
+        if to.can_access(from)? {
+            let _ = to.enable_access(from);
+        }
         step(format!("copying from GPU {a} to GPU {b}"), &[a, b]);
         let (kept, rate) = copy(from, to)?;
         (intact, gbps) = (Some(kept), Some(rate));
