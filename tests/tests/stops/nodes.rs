@@ -90,7 +90,10 @@ fn a_request_to_an_agent_whose_ranks_have_ended_stops_the_others() {
         page::wait(agents[0], |page| page.checks_for_stops(0));
         page::wait(agents[1], |page| page.state(1) == RankState::Left);
         // The agent has reaped the process.
-        until(|| fs::read_to_string(format!("/proc/{0}/task/{0}/children", agents[1])).is_ok_and(|ids| ids.is_empty()));
+        until(|| {
+            fs::read_to_string(format!("/proc/{0}/task/{0}/children", agents[1]))
+                .is_ok_and(|ids| ids.is_empty())
+        });
         if by_command {
             run(hosts.command(1, LAUNCHER).arg("stop")).expect(0, &["asked to stop: launcher "]);
         } else {

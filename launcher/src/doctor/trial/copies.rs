@@ -66,6 +66,9 @@ struct Pair {
     fastest: f64,
 }
 
+/// A pair with the numbers of its GPUs.
+type NumberedPair = ((u32, u32), Pair);
+
 /// The findings, and the number of GPUs that can be used.
 pub(super) struct Found {
     pub(super) items: Vec<Item>,
@@ -145,7 +148,7 @@ fn copies(host: &Host, gpu: u32, bus: &str, [to_device, to_host, within]: [f64; 
 /// The findings on all pairs: one for those that have the same connection, for the same reason.
 fn connections(host: &Host, buses: &BTreeMap<u32, String>, pairs: BTreeMap<(u32, u32), Pair>) -> Vec<Item> {
     let count = pairs.len();
-    let mut groups: BTreeMap<(Connection, bool, String), Vec<((u32, u32), Pair)>> = BTreeMap::new();
+    let mut groups: BTreeMap<(Connection, bool, String), Vec<NumberedPair>> = BTreeMap::new();
     for ((one, other), pair) in pairs {
         let bus = |gpu| buses.get(&gpu).map_or("", String::as_str);
         let mut why = pair.why.clone().unwrap_or_default();
@@ -155,7 +158,7 @@ fn connections(host: &Host, buses: &BTreeMap<u32, String>, pairs: BTreeMap<(u32,
         }
         groups.entry((pair.connection, pair.atomics, why)).or_default().push(((one, other), pair));
     }
-    let item = |((connection, atomics, why), pairs): (_, Vec<((u32, u32), Pair)>)| {
+    let item = |((connection, atomics, why), pairs): (_, Vec<NumberedPair>)| {
         let slowest = pairs.iter().map(|(_, pair)| pair.slowest).fold(f64::NAN, f64::min);
         let fastest = pairs.iter().map(|(_, pair)| pair.fastest).fold(f64::NAN, f64::max);
         let rate = match slowest.round() == fastest.round() {

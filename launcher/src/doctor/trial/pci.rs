@@ -220,7 +220,7 @@ mod tests {
         let host = host(root.path());
         assert_eq!(link(&host, "0000:03:00.0"), None);
         let put = |name: &str, text: &str| {
-            write(root.path(), &format!("sys/bus/pci/devices/0000:03:00.0/{name}"), text)
+            write(root.path(), &format!("sys/bus/pci/devices/0000:03:00.0/{name}"), text);
         };
         put("max_link_speed", "32.0 GT/s PCIe\n");
         put("max_link_width", "16\n");
