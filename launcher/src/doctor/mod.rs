@@ -82,8 +82,8 @@ pub(crate) struct Args {
     #[arg(long, hide = true, conflicts_with_all = ["nodes", "nodes_probe"])]
     ucx_probe: bool,
 
-    /// Seconds for all nodes to join.
-    #[arg(long, value_name = "SECONDS", value_parser = parse_seconds, requires = "nodes")]
+    /// Seconds for all nodes to join, or for all tests (18).
+    #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
     timeout: Option<Duration>,
 
     #[command(flatten)]
@@ -113,6 +113,10 @@ pub(crate) fn main(arguments: &[OsString]) -> Result<ExitCode, Box<dyn std::erro
         let text = "options of several nodes need --nodes";
         return stdout::refuse(&Args::command().error(ErrorKind::MissingRequiredArgument, text));
     }
+    if args.timeout.is_some() && !args.test {
+        let text = "--timeout needs --nodes or --test";
+        return stdout::refuse(&Args::command().error(ErrorKind::MissingRequiredArgument, text));
+    }
     let host = Host::detect();
     let (mut report, mut healthy) = examine(&host);
     if args.test {
@@ -127,6 +131,7 @@ pub(crate) fn main(arguments: &[OsString]) -> Result<ExitCode, Box<dyn std::erro
             driver: NCCL_IS_BUILT && found("libcuda.so.1"),
             nccl: found(nccl_sys::LIBRARY_NAME),
             gpus: nvidia::section(&host).1,
+            time: args.timeout.unwrap_or(trial::TIME),
         };
         let tested = trial::sections(&host, &executable, parts);
         healthy &= tested.iter().flat_map(|section| &section.items).all(|item| item.mark != Mark::Failed);

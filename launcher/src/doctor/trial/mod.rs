@@ -31,11 +31,11 @@ use crate::program::find;
 use command::Run;
 use limits::{Enforced, Happened, causes};
 
-/// All tests end within this time, so that the whole report takes less than 20 s.
-const ALL: Duration = Duration::from_secs(18);
-/// The ranks on the CPU and the copies are killed after this time. NCCL gets what is left.
-const CPU: Duration = Duration::from_secs(8);
-const COPIES: Duration = Duration::from_secs(7);
+/// All tests end within this time, unless the user says otherwise, so that the whole report takes less than 20 s.
+pub(super) const TIME: Duration = Duration::from_secs(18);
+/// The ranks on the CPU and the copies are killed after this share of the time. NCCL gets what is left.
+const CPU_SHARE: f64 = 0.45;
+const COPIES_SHARE: f64 = 0.4;
 /// Ranks give up a collective this long before they are killed, so that they can say in which one.
 const REPORTING: Duration = Duration::from_secs(2);
 
@@ -53,12 +53,14 @@ pub(super) struct Parts {
     pub(super) nccl: bool,
     /// The GPUs that the driver lists in `/proc`.
     pub(super) gpus: usize,
+    /// All tests end within it.
+    pub(super) time: Duration,
 }
 
 /// Runs the tests. `executable` is this program.
 pub(super) fn sections(host: &Host, executable: &Path, parts: Parts) -> Vec<Section> {
-    let tests = Tests { host, executable, deadline: Instant::now() + ALL };
-    let limit = if parts.driver { CPU } else { ALL };
+    let tests = Tests { host, executable, deadline: Instant::now() + parts.time };
+    let limit = if parts.driver { parts.time.mul_f64(CPU_SHARE) } else { parts.time };
     let mut sections =
         vec![Section { title: "Test on the CPU", items: tests.on_the_cpu(parts.cores, limit) }];
     if parts.driver {
@@ -95,7 +97,7 @@ impl Tests<'_> {
             command.arg("--links");
             Ok(command)
         };
-        let copies = self.test("copies", COPIES, links, |run| {
+        let copies = self.test("copies", parts.time.mul_f64(COPIES_SHARE), links, |run| {
             let found = copies::read(self.host, run, parts.gpus);
             (gpus, all_access) = (found.gpus, found.all_access);
             found.items
@@ -124,7 +126,8 @@ impl Tests<'_> {
             Ok(command)
         };
         let variable = |name: &str| std::env::var(name).ok();
-        let tested = self.test("NCCL", ALL, ranks, |run| all_reduce::read(gpus, all_access, run, variable));
+        let tested =
+            self.test("NCCL", parts.time, ranks, |run| all_reduce::read(gpus, all_access, run, variable));
         items.extend(tested.unwrap_or_else(|failed| vec![failed]));
         items
     }
@@ -186,7 +189,7 @@ mod tests {
     #[test]
     fn missing_programs_are_named() {
         let folder = tempfile::tempdir().unwrap();
-        let parts = Parts { cores: 2, driver: true, nccl: true, gpus: 1 };
+        let parts = Parts { cores: 2, driver: true, nccl: true, gpus: 1, time: TIME };
         let host = host(folder.path());
         let sections = sections(&host, &folder.path().join("mgpurun"), parts);
         let items: Vec<&Item> = sections.iter().flat_map(|section| &section.items).collect();
