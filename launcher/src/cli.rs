@@ -56,7 +56,7 @@ pub fn main() -> ExitCode {
         Some("completions") => completions::main(&arguments[1..]),
         Some("man") => man_pages::main(&arguments[1..]),
         _ => {
-            let words = torchrun::join_tee_values(arguments);
+            let words = torchrun::join_tee_values(torchrun::expand(arguments));
             stdout::parse(words.iter().cloned())
                 .and_then(|line| line.map_or_else(Ok, |line| run(line, &words)))
         }

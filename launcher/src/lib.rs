@@ -72,6 +72,7 @@ pub mod program;
 pub mod ranks;
 mod reservation;
 mod restart;
+mod running_launcher;
 mod spawn;
 mod status;
 mod stdout;

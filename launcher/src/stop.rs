@@ -7,17 +7,15 @@
 use std::error::Error;
 use std::ffi::OsString;
 use std::fs;
-use std::os::fd::AsFd;
 use std::process::ExitCode;
 
 use clap::Parser;
-use mgpu_control::process::{pidfd_open, pidfd_send_signal};
 use mgpu_control::progress::{ProgressPage, RankState};
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::Signal;
 
 use crate::interrupt::signal_mask;
-use crate::status::runs::{OWN_ENTRY, identified_pages_of, pages, title};
+use crate::running_launcher::{RunningLauncher, signal_failure};
+use crate::status::runs::{OWN_ENTRY, pages, title};
 use crate::stdout;
 
 /// Ask a running job to save its work and stop.
@@ -50,15 +48,11 @@ pub(crate) fn main(arguments: &[OsString]) -> Result<ExitCode, Box<dyn Error>> {
     })?;
     let pages: Vec<ProgressPage> = pages().collect();
     let launcher = choose(&pages, args.process)?;
-    // A pidfd first: the launcher may end at any time, and its number may be reused.
-    let ended = pidfd_open(launcher).map_err(|error| format!("launcher {launcher} has ended: {error}"))?;
-    // The process of the descriptor is the one whose pages are found now, unless it has ended, and then no signal arrives.
-    let of_launcher: Vec<ProgressPage> =
-        identified_pages_of(launcher).into_iter().map(|(_, page)| page).collect();
-    if of_launcher.is_empty() {
-        return Err(format!("launcher {launcher} has ended").into());
-    }
-    if let Some(page) = of_launcher.iter().find(|page| !can_stop(page)) {
+    let running = RunningLauncher::open(launcher).map_err(|error| signal_failure(launcher, &error))?;
+    let ended = || format!("launcher {launcher} has ended");
+    let running = running.ok_or_else(ended)?;
+    let of_launcher = || running.pages.iter().map(|(_, page)| page);
+    if let Some(page) = of_launcher().find(|page| !can_stop(page)) {
         return Err(format!(
             "{}: not all of its ranks can stop by themselves (yet); kill {} ends it",
             title(&page.run()),
@@ -69,20 +63,19 @@ pub(crate) fn main(arguments: &[OsString]) -> Result<ExitCode, Box<dyn Error>> {
     let status = fs::read_to_string(format!("/proc/{launcher}/status"))
         .map_err(|error| format!("launcher {launcher} has ended: {error}"))?;
     if !handles_stops(&status) {
-        let title = title(&of_launcher[0].run());
+        let title = of_launcher().next().map_or_else(String::new, |page| title(&page.run()));
         return Err(
             format!("{title}: process {launcher} does not handle SIGUSR1; kill {launcher} ends it").into()
         );
     }
-    pidfd_send_signal(ended.as_fd(), Signal::SIGUSR1)
-        .map_err(|error| format!("cannot signal launcher {launcher}: {error}"))?;
+    if !running.signal(Signal::SIGUSR1).map_err(|error| signal_failure(launcher, &error))? {
+        return Err(ended().into());
+    }
     let asked: String =
-        of_launcher.iter().map(|page| format!("asked to stop: {}\n", title(&page.run()))).collect();
+        of_launcher().map(|page| format!("asked to stop: {}\n", title(&page.run()))).collect();
     let code = stdout::print(&asked, ExitCode::SUCCESS)?;
     if args.wait {
-        while poll(&mut [PollFd::new(ended.as_fd(), PollFlags::POLLIN)], PollTimeout::NONE).is_err() {
-            // Interrupted by a signal.
-        }
+        running.wait();
     }
     Ok(code)
 }
@@ -128,8 +121,6 @@ fn can_stop(page: &ProgressPage) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::process::Command;
-
     use super::*;
 
     #[test]
@@ -143,15 +134,5 @@ mod tests {
         assert!(!handles_stops(&status(!usr1, !usr1, 0)));
         assert!(!handles_stops(&status(0, usr1, usr1)));
         assert!(!handles_stops(""));
-    }
-
-    #[test]
-    fn the_signal_goes_to_the_process_of_the_descriptor() {
-        let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
-        let pidfd = pidfd_open(child.id()).unwrap();
-        pidfd_send_signal(pidfd.as_fd(), Signal::SIGUSR1).unwrap();
-        let ended = std::os::unix::process::ExitStatusExt::signal(&child.wait().unwrap());
-        assert_eq!(ended, Some(Signal::SIGUSR1 as i32));
-        assert_eq!(pidfd_send_signal(pidfd.as_fd(), Signal::SIGUSR1), Err(nix::errno::Errno::ESRCH));
     }
 }

@@ -19,6 +19,7 @@
 //! | [`Sampler`] | which samples are mine? |
 //! | [`checkpoint`] | how does a run resume after it has ended? |
 //! | [`timeline`] | what did every rank do when? |
+//! | [`nvtx`] | what do NVIDIA's profilers show of that? |
 //! | [`output_file`] | how are by-product files of a training written without losing data? |
 //!
 //! ```
@@ -70,6 +71,7 @@ pub use mgpu_control::progress::Phase;
 pub use mgpu_control::protocol;
 pub use mgpu_control::rendezvous::Store;
 pub(crate) use mgpu_control::{control_group, inject, process, progress, rendezvous, shm};
+pub use nvtx;
 
 pub use comm::{Algorithm, Buffer, Communicator, DType, Element, Pending, ReduceOp};
 #[cfg(feature = "cuda")]

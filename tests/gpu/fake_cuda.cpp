@@ -160,11 +160,6 @@ API CUresult cuDeviceComputeCapability(int* major, int* minor, CUdevice device) 
     return is_device(device) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
 }
 
-API CUresult cuDeviceCanAccessPeer(int* can, CUdevice, CUdevice) {
-    *can = 0;
-    return CUDA_SUCCESS;
-}
-
 // ---- Contexts: only the primary context of each device ----
 
 API CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
@@ -412,6 +407,8 @@ const char* name_of(CUresult result) {
         NAMED(CUDA_ERROR_NOT_FOUND);
         NAMED(CUDA_ERROR_NOT_READY);
         NAMED(CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES);
+        NAMED(CUDA_ERROR_PEER_ACCESS_UNSUPPORTED);
+        NAMED(CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED);
         NAMED(CUDA_ERROR_NOT_PERMITTED);
         NAMED(CUDA_ERROR_NOT_SUPPORTED);
         NAMED(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);

@@ -264,9 +264,6 @@ API CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes
 API CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
     return cuMemcpyDtoDAsync_v2(to, from, bytes, stream);
 }
-API CUresult cuMemcpyPeerAsync(CUdeviceptr to, CUcontext, CUdeviceptr from, CUcontext, size_t bytes, CUstream stream) {
-    return cuMemcpyDtoDAsync_v2(to, from, bytes, stream);
-}
 
 // ---- Fills ----
 

@@ -24,6 +24,8 @@
 // FAKE_NCCL_TRACE=FILE: calls append their names to the file; those on a stream that is being captured end in
 // " captured".
 //
+// NCCL_DEBUG=INFO prints the version and the connections of a ring, with the transport in FAKE_NCCL_VIA.
+//
 // FAKE_NCCL_FIRST_MS (0): the first call of each kind of operation takes so long, as the real library then connects
 // the ranks.
 #include "fake_nccl.h"
@@ -306,6 +308,28 @@ ncclResult_t issue(ncclComm_t handle, CUstream stream, const Op& op) {
     return ncclSuccess;
 }
 
+// Prints what the real library prints with NCCL_DEBUG=INFO about the version and about a ring of the ranks.
+void describe(const Comm& comm) {
+    const char* level = getenv("NCCL_DEBUG");
+    if (level == nullptr || strcmp(level, "INFO") != 0) return;
+    const char* transport = getenv("FAKE_NCCL_VIA");
+    if (transport == nullptr) transport = fake::env_number("FAKE_GPU_PEERS", 0) != 0 ? "P2P/CUMEM/read" : "SHM/direct/direct";
+    const int peer = (comm.rank + 1) % comm.world, version = (int)fake::env_number("FAKE_NCCL_VERSION", 22809);
+    char lines[512];
+    int length = 0;
+    if (comm.rank == 0) {
+        length = snprintf(lines, sizeof lines, "fake:%d:%d [%d] NCCL INFO NCCL version %d.%d.%d+cuda13.0\n", getpid(),
+                          getpid(), comm.device, version / 10000, version / 100 % 100, version % 100);
+    }
+    if (comm.world > 1) {
+        length += snprintf(lines + length, sizeof lines - (size_t)length,
+                           "fake:%d:%d [%d] NCCL INFO Channel 00/01 : %d[%d] -> %d[%d] via %s\n", getpid(), getpid(),
+                           comm.device, comm.rank, comm.device, peer, peer, transport);
+    }
+    fwrite(lines, 1, (size_t)length, stdout);
+    fflush(stdout);
+}
+
 ncclResult_t initialize(const CommPtr& comm, const ncclUniqueId& id) {
     if (is_faulty("hang_init", comm->rank)) {
         comm->wait_for_abort();
@@ -315,6 +339,7 @@ ncclResult_t initialize(const CommPtr& comm, const ncclUniqueId& id) {
     std::string why;
     const CUuuid device = fake::device_uuid(comm->device);
     const ncclResult_t result = comm->transport.join(id, comm->rank, comm->world, device, comm->aborted, why);
+    if (result == ncclSuccess) describe(*comm);
     return result == ncclSuccess ? result : fail(result, why);
 }
 

@@ -452,3 +452,39 @@ fn assert_rows_add_up(summary: &Value) {
     assert!((layers + rows - step).abs() < 0.01, "{layers} and {rows} of {step} ms");
     assert!(rest.values().all(|ms| number(ms) >= 0.0), "{rest:#?}");
 }
+
+/// A profiler gets a range for each step, pass and collective of every rank.
+#[test]
+fn a_profiler_gets_nested_ranges() {
+    let folder = tempfile::tempdir().unwrap();
+    let trace = folder.path().join("ranges");
+    let profiler = fake_gpu::folder().join("libcuda.so.1");
+    let mut program = TRAIN.launched(2);
+    program.env("NVTX_INJECTION64_PATH", profiler).env("FAKE_NVTX_TRACE", &trace);
+    run(program.args(["--synthetic", "--threads", "1", "--steps", "3", "--skip-test"])).expect(0, &[]);
+    let text = fs::read_to_string(&trace).unwrap();
+    for rank in 0..2 {
+        let ranges: Vec<(u32, &str)> = text
+            .lines()
+            .filter_map(|line| line.strip_prefix(&format!("{rank} mgpu ")))
+            .map(|line| line.split_once(' ').unwrap())
+            .map(|(depth, name)| (depth.parse().unwrap(), name))
+            .collect();
+        for step in 1..=3 {
+            assert!(ranges.contains(&(0, &format!("step {step}"))), "{text}");
+        }
+        for (name, depth) in [("gather", 1), ("forward", 1), ("backward", 1), ("optimizer", 1)] {
+            let found: Vec<u32> =
+                ranges.iter().filter(|(_, range)| *range == name).map(|(depth, _)| *depth).collect();
+            assert_eq!(found, [depth; 3], "{name} in {text}");
+        }
+        // Reductions run within the backward pass.
+        let bucket = |(depth, name): &&(u32, &str)| *depth == 2 && name.starts_with("all_reduce, bucket 0 [");
+        assert_eq!(ranges.iter().filter(bucket).count(), 3, "{text}");
+        assert!(ranges.iter().any(|(_, name)| name.starts_with("broadcast")), "{text}");
+    }
+    // One that cannot be opened is ignored.
+    let mut program = TRAIN.launched(1);
+    program.env("NVTX_INJECTION64_PATH", folder.path());
+    run(program.args(["--synthetic", "--steps", "1", "--skip-test"])).expect(0, &[]);
+}

@@ -34,6 +34,10 @@ pub(super) struct Args {
     /// form) for every layer of the networks, pass and precision, beside the least time that the GPU allows.
     #[arg(long, conflicts_with_all = ["quick", "bandwidth", "compile_only"])]
     pub(super) layers: bool,
+    /// Instead of the checks, measure copies between the host and every GPU and between GPUs, and check which GPUs access
+    /// each other's memory. Prints one JSON object per line.
+    #[arg(long, conflicts_with_all = ["quick", "bandwidth", "layers", "compile_only", "list", "json"])]
+    pub(super) links: bool,
     /// With --layers: batch sizes, in images [default: 1024 and 128; 2 on a fake GPU].
     #[arg(long, value_name = "N", num_args = 1.., value_delimiter = ',', requires = "layers", value_parser = positive)]
     pub(super) batch: Vec<usize>,

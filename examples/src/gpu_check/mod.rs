@@ -24,6 +24,7 @@ mod gather;
 mod gelu;
 mod harness;
 mod layers;
+mod links;
 mod loss;
 mod network_layers;
 mod norm;
@@ -73,6 +74,9 @@ fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
     }
     if args.compile_only {
         return Ok(compile::run(args.table)?);
+    }
+    if args.links {
+        return Ok(links::run()?);
     }
     let device = Device::open(args.device)?;
     let machine = Machine::of(&device, compiler_version().ok());

@@ -257,6 +257,7 @@ impl<E: Storage> Net<E> {
             Mode::Train { dropout } => ForwardPass::Train { buffers, dropout, ranks },
             Mode::Eval => ForwardPass::Eval { buffers },
         };
+        let _range = mgpu::nvtx::range("forward", self.span_number.map(u64::from));
         self.run(params, images, pass)?;
         profile::end(&self.profile, ("forward", self.span_number));
         Ok(())
@@ -392,6 +393,7 @@ impl<E: Storage> Net<E> {
 
     /// The backward passes of all stages, after the gradient of the last slot was written.
     fn propagate(&mut self, params: &[f32], sink: &mut dyn GradientSink) -> Result<()> {
+        let _range = mgpu::nvtx::range("backward", self.span_number.map(u64::from));
         let Net { plan, threads, batches, cpu_layers, bias, scratch, profile, .. } = self;
         let BatchInFlight { images, vectors, states, len: n, mode } = &mut batches[self.current];
         let (image_gradients, vector_gradients) = (&mut self.image_gradients, &mut self.vector_gradients);

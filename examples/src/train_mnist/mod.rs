@@ -211,6 +211,7 @@ impl<'a> Session<'a> {
         report: &mut EpochReport,
         tested: &mut Option<TestResult>,
     ) -> Result<bool, Box<dyn Error>> {
+        let _range = mgpu::nvtx::range("evaluation", None);
         let begin = self.timeline.begin();
         let Some(result) = self.evaluate(trainer)? else { return Ok(false) };
         report.set_test(tested.insert(result));

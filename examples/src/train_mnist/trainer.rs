@@ -394,6 +394,7 @@ impl Trainer {
     pub(super) fn save(&mut self) -> Result<(), Box<dyn Error>> {
         let steps_per_epoch = self.steps_per_epoch();
         let Some(checkpoints) = &mut self.checkpoints else { return Ok(()) };
+        let _range = mgpu::nvtx::range("checkpoint", None);
         let begin = self.timeline.begin();
         checkpoints.save(&mut *self.engine, &self.run, steps_per_epoch)?;
         self.is_saved_unevaluated = self.run.unevaluated.is_some();

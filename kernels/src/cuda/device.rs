@@ -182,6 +182,11 @@ impl Device {
         unsafe { driver::set_context(self.context) }.context("cuCtxSetCurrent")
     }
 
+    /// The context, retained until the end of the process.
+    pub(super) fn context(&self) -> sys::CUcontext {
+        self.context
+    }
+
     /// Ordinal of the GPU among those that CUDA sees.
     pub fn ordinal(&self) -> u32 {
         self.ordinal

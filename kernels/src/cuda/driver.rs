@@ -26,6 +26,7 @@ pub(super) struct DriverError(pub(super) u32);
 impl DriverError {
     pub(super) const OUT_OF_MEMORY: Self = DriverError(2);
     pub(super) const NOT_READY: Self = DriverError(600);
+    pub(super) const PEER_ACCESS_ALREADY_ENABLED: Self = DriverError(704);
 
     /// Its name and description.
     pub(super) fn text(self) -> String {
@@ -99,6 +100,15 @@ libraries::functions! {
         launch_graph = cuGraphLaunch(sys::CUgraphExec, sys::CUstream) -> Status;
         destroy_graph = cuGraphDestroy(sys::CUgraph) -> Status;
         destroy_exec = cuGraphExecDestroy(sys::CUgraphExec) -> Status;
+        can_access_peer = cuDeviceCanAccessPeer(*mut c_int, sys::CUdevice, sys::CUdevice) -> Status;
+        enable_peer_access = cuCtxEnablePeerAccess(sys::CUcontext, c_uint) -> Status;
+        copy_peer = cuMemcpyPeerAsync(
+            sys::CUdeviceptr, sys::CUcontext, sys::CUdeviceptr, sys::CUcontext, usize, sys::CUstream
+        ) -> Status;
+        bus_id = cuDeviceGetPCIBusId(*mut c_char, c_int, sys::CUdevice) -> Status;
+        peer_attribute = cuDeviceGetP2PAttribute(
+            *mut c_int, sys::CUdevice_P2PAttribute, sys::CUdevice, sys::CUdevice
+        ) -> Status;
         device_uuid = cuDeviceGetUuid_v2(*mut sys::CUuuid, sys::CUdevice) -> Status;
         instantiate = cuGraphInstantiateWithFlags(*mut sys::CUgraphExec, sys::CUgraph, c_ulonglong) -> Status;
     }
@@ -176,6 +186,58 @@ pub(super) fn device_uuid(device: sys::CUdevice) -> Outcome<[c_char; 16]> {
     // SAFETY: a writable UUID; the driver checks the device.
     check(unsafe { (functions().device_uuid)(&mut uuid, device) })?;
     Ok(uuid.bytes)
+}
+
+/// The PCI address of a GPU, such as `0000:3b:00.0`.
+pub(super) fn device_bus(device: sys::CUdevice) -> Outcome<String> {
+    let mut text = [0u8; 32];
+    // SAFETY: the driver writes at most as many bytes as given, and checks the device.
+    check(unsafe { (functions().bus_id)(text.as_mut_ptr().cast(), text.len() as c_int, device) })?;
+    let bus = CStr::from_bytes_until_nul(&text).map(CStr::to_string_lossy);
+    Ok(bus.map_or_else(|_| String::new(), |bus| bus.to_ascii_lowercase()))
+}
+
+/// Whether a GPU can be given access to the memory of another.
+pub(super) fn can_access_peer(device: sys::CUdevice, peer: sys::CUdevice) -> Outcome<bool> {
+    let mut can = 0;
+    // SAFETY: a writable integer; the driver checks the devices.
+    check(unsafe { (functions().can_access_peer)(&mut can, device, peer) })?;
+    Ok(can != 0)
+}
+
+/// An attribute of the connection from one GPU to another.
+pub(super) fn peer_attribute(
+    attribute: sys::CUdevice_P2PAttribute,
+    from: sys::CUdevice,
+    to: sys::CUdevice,
+) -> Outcome<c_int> {
+    let mut value = 0;
+    // SAFETY: a writable integer; the driver checks the devices.
+    check(unsafe { (functions().peer_attribute)(&mut value, attribute, from, to) })?;
+    Ok(value)
+}
+
+/// Gives the thread's context access to the memory of another context.
+///
+/// # Safety
+/// The other context is retained.
+pub(super) unsafe fn enable_peer_access(peer: sys::CUcontext) -> Outcome<()> {
+    // SAFETY: as the caller guarantees.
+    check(unsafe { (functions().enable_peer_access)(peer, 0) })
+}
+
+/// Enqueues a copy from the memory of one GPU to that of another.
+///
+/// # Safety
+/// As for [`copy_to_device`]; each context is retained and is that of its memory.
+pub(super) unsafe fn copy_peer(
+    (to, to_context): (sys::CUdeviceptr, sys::CUcontext),
+    (from, from_context): (sys::CUdeviceptr, sys::CUcontext),
+    bytes: usize,
+    stream: sys::CUstream,
+) -> Outcome<()> {
+    // SAFETY: as the caller guarantees.
+    check(unsafe { (functions().copy_peer)(to, to_context, from, from_context, bytes, stream) })
 }
 
 /// The primary context of a GPU, retained.

@@ -32,6 +32,7 @@ mod error;
 mod graph;
 pub mod libraries;
 mod memory;
+mod peer;
 mod sources;
 mod state;
 mod stream;

@@ -7,6 +7,7 @@
 //! executable, and output that `--log-dir` logs is shown, too. Variables make no line one of torchrun's, since engines
 //! set them for any program.
 
+mod abbreviations;
 mod signals;
 mod variables;
 mod words;
@@ -26,6 +27,7 @@ use crate::nodes::{SettingsError, Surroundings};
 use crate::output::{StreamChoice, StreamMap};
 use crate::placement::Bind;
 use crate::ranks::RankSet;
+pub(super) use abbreviations::expand;
 use signals::SignalList;
 use variables::Variables;
 pub(super) use words::join_tee_values;

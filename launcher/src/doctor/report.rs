@@ -21,6 +21,8 @@ pub(super) enum Mark {
     Note,
     /// Missing.
     Missing,
+    /// It was tested, and failed.
+    Failed,
 }
 
 impl Mark {
@@ -29,6 +31,7 @@ impl Mark {
             Mark::Ok => "ok",
             Mark::Note => "note",
             Mark::Missing => "missing",
+            Mark::Failed => "failed",
         }
     }
 }

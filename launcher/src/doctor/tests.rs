@@ -7,14 +7,14 @@ use super::system::Probe;
 use super::*;
 use crate::placement::{CoreSet, Topology};
 
-fn write(root: &Path, path: &str, text: &str) {
+pub(super) fn write(root: &Path, path: &str, text: &str) {
     let path = root.join(path);
     fs::create_dir_all(path.parent().unwrap()).unwrap();
     fs::write(path, text).unwrap();
 }
 
 /// A machine with nothing but the files in `root`.
-fn host(root: &Path) -> Host {
+pub(super) fn host(root: &Path) -> Host {
     let probe =
         Probe { name: "pidfd", purpose: "to notice an end", outcome: Ok(()), remedy: "a newer kernel" };
     Host {

@@ -20,6 +20,7 @@ use nix::unistd::Pid;
 
 use crate::error::LaunchError;
 use crate::events::{Event, EventLog};
+use crate::exit_code;
 use crate::interrupt::Signals;
 use crate::metrics::Board;
 use crate::orphans;
@@ -111,16 +112,23 @@ pub(crate) struct EventLoop<'a> {
     adopts_orphans: bool,
     /// The first job that failed for good.
     failed: Option<usize>,
-    /// The first job that ended because somebody asked for it.
-    stopped: Option<usize>,
 }
 
 /// The end of a launch.
 pub(crate) struct LaunchEnd {
-    /// The outcome of the first job that failed, or else of the first one that was stopped; success if there is none.
+    /// The outcome of the first job that failed, or else of a stopped one ([`decisive_stop`]); success if there is none.
     pub(crate) outcome: Outcome,
     /// The index of that job.
     pub(crate) job: Option<usize>,
+}
+
+/// The job that decides the exit code if no job has failed and some were stopped, whichever ended first: the first one that
+/// did not stop by itself, since code 74 says that all work was saved, or else the first one.
+fn decisive_stop<'a>(outcomes: impl Iterator<Item = Option<&'a Outcome>>) -> Option<usize> {
+    let stopped = outcomes.enumerate().filter_map(|(job, outcome)| {
+        outcome.filter(|outcome| outcome.is_interruption()).map(|outcome| (job, outcome.exit_code))
+    });
+    stopped.min_by_key(|(job, code)| (*code == exit_code::STOPPED, *job)).map(|(job, _)| job)
 }
 
 impl<'a> EventLoop<'a> {
@@ -139,7 +147,7 @@ impl<'a> EventLoop<'a> {
         let mut shared = Shared::new(output, events, board);
         let jobs = plans.iter().map(|plan| Job::start(plan, &mut shared)).collect::<Result<_, _>>()?;
         let adopts_orphans = plans.iter().any(|plan| plan.supervision.adopts_orphans);
-        Ok(EventLoop { jobs, signals, shared, fail, adopts_orphans, failed: None, stopped: None })
+        Ok(EventLoop { jobs, signals, shared, fail, adopts_orphans, failed: None })
     }
 
     /// Runs until all jobs are over: all ranks and their groups have ended and all their output has been read.
@@ -168,7 +176,8 @@ impl<'a> EventLoop<'a> {
                 self.handle_job(index, ready, &signals)?;
             }
         }
-        let job = self.failed.or(self.stopped);
+        let stopped = || decisive_stop(self.jobs.iter().map(Job::outcome));
+        let job = self.failed.or_else(stopped);
         let outcome = job.and_then(|job| self.jobs[job].outcome().cloned());
         Ok(LaunchEnd { outcome: outcome.unwrap_or_else(Outcome::success), job })
     }
@@ -204,17 +213,11 @@ impl<'a> EventLoop<'a> {
         Ok(())
     }
 
-    /// Notes the first job that has failed, and ends the others if they should not run on. Jobs that were stopped are kept
-    /// apart: they neither hide the failure of another one nor prevent its restart.
+    /// Notes the first job that has failed, and ends the others if they should not run on. Jobs that were stopped do not
+    /// count: they neither hide the failure of another one nor prevent its restart.
     fn judge(&mut self, index: usize) {
         let Some(failure) = self.jobs[index].failure() else { return };
-        if failure.is_interruption() {
-            if self.jobs[index].outcome().is_some() {
-                self.stopped.get_or_insert(index);
-            }
-            return;
-        }
-        if self.failed.is_some() {
+        if failure.is_interruption() || self.failed.is_some() {
             return;
         }
         // A signal has reached all jobs.
@@ -278,5 +281,22 @@ impl<'a> EventLoop<'a> {
             self.shared.awake_since = progress::now();
         }
         ready
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::supervisor::StopCause;
+
+    #[test]
+    fn the_code_of_several_stopped_jobs_does_not_depend_on_their_order_of_ending() {
+        let saved = Outcome::stopped(StopCause::Time);
+        let killed = Outcome::interruption(Signal::SIGTERM);
+        let decisive = |outcomes: &[Option<&Outcome>]| decisive_stop(outcomes.iter().copied());
+        let finished = Outcome::success();
+        assert_eq!(decisive(&[Some(&saved), Some(&killed), Some(&killed)]), Some(1));
+        assert_eq!(decisive(&[Some(&finished), Some(&saved), Some(&saved)]), Some(1));
+        assert_eq!(decisive(&[Some(&finished), None]), None);
     }
 }

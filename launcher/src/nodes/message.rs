@@ -110,6 +110,8 @@ pub(crate) struct StartOrder {
 pub(crate) enum Order {
     /// Send a signal to a rank's process group.
     Send { rank: u32, signal: i32 },
+    /// Ask the ranks to stop because of this signal, if they stop by themselves: the agent that got it runs none.
+    PassStop { signal: i32 },
     /// Print the table of what every rank is doing.
     Report,
     /// The outcome is final: print it.

@@ -5,15 +5,25 @@
 //! they can print what they were doing. Then they get SIGTERM, and after the grace time SIGKILL. If the first rank to
 //! end blames another rank, and that rank fails within `ERROR_TIME`, the blamed rank counts as the first.
 
+mod culprit;
+mod event;
+mod exit;
+mod hosts;
+mod outcome;
 mod stop;
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
+use culprit::Failure;
 use mgpu_control::rendezvous::{Blame, ProcessEnd};
 use nix::sys::signal::Signal;
-use serde::{Deserialize, Serialize};
 use stop::Stop;
+
+pub use event::{Action, Event};
+pub use exit::Exit;
+pub use hosts::RankHosts;
+pub use outcome::Outcome;
 pub use stop::StopCause;
 
 use crate::exit_code;
@@ -21,189 +31,6 @@ use crate::interrupt::ends_the_run;
 
 /// Time between the first failure and SIGTERM to the others: enough to print their errors.
 const ERROR_TIME: Duration = Duration::from_millis(200);
-
-/// How a rank's process ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Exit {
-    /// It exited with this code.
-    Code(i32),
-    /// It was killed by this signal.
-    Signal(i32),
-}
-
-impl Exit {
-    pub(crate) fn code(self) -> u8 {
-        match self {
-            Exit::Code(code) => code as u8,
-            Exit::Signal(signal) => exit_code::signalled(signal),
-        }
-    }
-
-    /// As [`describe`](Self::describe), for a rank to which the launcher has sent signals: says so, because the end is
-    /// not the rank's own failure.
-    pub(crate) fn describe_signalled(self) -> String {
-        match self {
-            Exit::Signal(signal) if Signal::try_from(signal).is_ok_and(ends_the_run) => {
-                format!("{}, which mgpurun sent", self.describe())
-            }
-            _ => self.describe(),
-        }
-    }
-
-    /// A predicate: "exited with code 3".
-    pub fn describe(self) -> String {
-        match self {
-            Exit::Code(code) => format!("exited with code {code}"),
-            Exit::Signal(signal) => match Signal::try_from(signal) {
-                Ok(name) => format!("was killed by {name}"),
-                Err(_) => format!("was killed by signal {signal}"),
-            },
-        }
-    }
-}
-
-/// An input of the state machine.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Event {
-    /// A rank joined the rendezvous.
-    Joined(u32),
-    /// A rank is incompatible with the run.
-    Incompatible {
-        /// The rank.
-        rank: u32,
-        /// Exit code for this kind of incompatibility.
-        exit_code: u8,
-        /// The difference.
-        why: String,
-    },
-    /// A rank has exceeded the progress timeout.
-    Silent {
-        /// The rank.
-        rank: u32,
-        /// For how long.
-        idle: Duration,
-        /// Its last known action.
-        doing: String,
-    },
-    /// The guardian was killed.
-    GuardianEnded,
-    /// A rank's process ended.
-    Exited {
-        /// The rank.
-        rank: u32,
-        /// How.
-        exit: Exit,
-        /// The rank that it blamed.
-        blame: Option<Blame>,
-    },
-    /// The launcher got a signal.
-    Signalled(Signal),
-    /// The ranks, which stop by themselves when they are asked to, are to be asked.
-    StopAsked(StopCause),
-    /// The time of `--stop-after` has passed, and not all ranks stop by themselves.
-    TimePassed,
-    /// The ranks have to end because of something outside their world, as the text says.
-    Stopped(String),
-    /// A host is lost, and with it its ranks.
-    NodeLost {
-        /// The ranks on it.
-        ranks: Range<u32>,
-        /// How they ended for their peers, as a predicate.
-        how: String,
-        /// What happened, as the message of the outcome.
-        message: String,
-    },
-    /// A deadline may have passed.
-    Tick,
-}
-
-/// An output of the state machine.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Action {
-    /// Tell the peers that a rank has ended or failed.
-    Announce(u32, ProcessEnd),
-    /// Send a signal to a rank's process group.
-    Send(u32, Signal),
-    /// Ask all ranks to stop at the same place, if that was not done before.
-    AskToStop,
-    /// Print a message.
-    Say(String),
-    /// The outcome is final, though ranks may still run: print it. Occurs once, before the end of a run that did not
-    /// succeed.
-    Settle(Outcome),
-    /// Print the table of what every rank is doing.
-    Report,
-    /// All ranks have ended.
-    Finish(Outcome),
-}
-
-/// How the run ended.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Outcome {
-    /// Exit code of the launcher; see [`crate::exit_code`].
-    pub exit_code: u8,
-    /// The culprit.
-    pub culprit: Option<u32>,
-    /// The ranks are incompatible: a restart would not help.
-    pub incompatible: bool,
-    /// What happened, in one line; `None` if all ranks finished.
-    pub message: Option<String>,
-    /// A signal or an [`Interrupter`](crate::Interrupter) asked for the end.
-    pub interrupted: bool,
-}
-
-impl Outcome {
-    /// Changes the outcome for a `signal` that arrived after all ranks had ended, while leftover processes were running.
-    pub(crate) fn interrupt(&mut self, signal: Signal) {
-        self.interrupted = true;
-        if self.exit_code == exit_code::SUCCESS {
-            self.exit_code = exit_code::signalled(signal as i32);
-            self.message = Some(format!("stopped by {signal}"));
-        }
-    }
-
-    /// Notes a request to stop that came too late for the ranks: they are not restarted.
-    pub(crate) fn ask_to_stop(&mut self) {
-        self.interrupted |= self.culprit.is_some();
-    }
-
-    /// True if the ranks ended because somebody asked for it, and not because of a failure.
-    pub(crate) fn is_interruption(&self) -> bool {
-        self.interrupted && self.culprit.is_none()
-    }
-
-    pub(crate) fn success() -> Self {
-        Outcome {
-            exit_code: exit_code::SUCCESS,
-            culprit: None,
-            incompatible: false,
-            message: None,
-            interrupted: false,
-        }
-    }
-
-    fn failure(exit_code: u8, culprit: u32, message: String) -> Self {
-        Outcome {
-            exit_code,
-            culprit: Some(culprit),
-            incompatible: false,
-            message: Some(message),
-            interrupted: false,
-        }
-    }
-
-    /// The outcome of a run that `signal` interrupts.
-    pub(crate) fn interruption(signal: Signal) -> Self {
-        Outcome {
-            exit_code: exit_code::signalled(signal as i32),
-            culprit: None,
-            incompatible: false,
-            message: Some(format!("stopped by {signal}")),
-            interrupted: true,
-        }
-    }
-}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum RankStatus {
@@ -220,14 +47,6 @@ struct Rank {
     joined: bool,
 }
 
-/// The end of a rank, and the rank that it blamed.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct Failure {
-    rank: u32,
-    exit: Exit,
-    blame: Option<Blame>,
-}
-
 /// The stage of the shutdown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
@@ -241,24 +60,6 @@ enum Stage {
     Terminating(Instant),
     /// The ranks were killed.
     Killed,
-}
-
-/// The hosts of the ranks, if there are several: messages name them.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct RankHosts {
-    /// The first rank of each host and the name of the host, in ascending order.
-    pub hosts: Vec<(u32, String)>,
-}
-
-impl RankHosts {
-    /// "rank 5", or "rank 5 (host b)" if there are several hosts.
-    pub fn name(&self, rank: u32) -> String {
-        let host = self.hosts.iter().rev().find(|(first, _)| *first <= rank);
-        match host.filter(|_| self.hosts.len() > 1) {
-            Some((_, host)) => format!("rank {rank} (host {host})"),
-            None => format!("rank {rank}"),
-        }
-    }
 }
 
 /// The state of a run.
@@ -428,79 +229,6 @@ impl Supervisor {
         }
         actions.extend(self.finish_if_all_ended());
         actions
-    }
-
-    /// Determines the outcome from a failure; provisional if the failure blames a rank that is still running.
-    fn decide(&mut self, failure: Failure, now: Instant) {
-        let Failure { rank, exit, blame } = &failure;
-        self.outcome = Some(self.outcome_of(*rank, *exit, blame.clone(), now));
-        self.accusation = self.running_culprit(&failure).is_some().then_some(failure);
-    }
-
-    /// Handles the end of a rank soon after the first failure, before any rank was asked to end.
-    ///
-    /// Processes may end in another order than they fail: a rank that panics tells its peers before it has unwound and
-    /// exited, and a peer may exit earlier. If the blamed rank fails by itself within [`ERROR_TIME`], it was the cause.
-    fn reconsider(&mut self, ended: Failure, now: Instant) {
-        let is_accused =
-            |accusation: &Failure| accusation.blame.as_ref().map(|blame| blame.culprit) == Some(ended.rank);
-        if !self.accusation.as_ref().is_some_and(is_accused) {
-            return;
-        }
-        let Some(accusation) = self.accusation.take() else { return };
-        // A rank that blames a rank that had failed before is a victim, too.
-        let is_victim = ended.blame.as_ref().is_some_and(|blame| {
-            !blame.timed_out
-                && self.ranks.get(blame.culprit as usize).map(|rank| rank.status) == Some(RankStatus::Failed)
-        });
-        if self.finished(ended.rank).is_some() {
-            self.decide(accusation, now);
-        } else if !is_victim {
-            self.decide(ended, now);
-        }
-    }
-
-    /// The rank that a failure blames, if it is still running.
-    fn running_culprit(&self, failure: &Failure) -> Option<u32> {
-        let blame = failure.blame.as_ref().filter(|blame| !blame.timed_out)?;
-        self.running().find(|rank| *rank == blame.culprit)
-    }
-
-    /// The outcome if `rank` is the first to fail.
-    fn outcome_of(&self, rank: u32, exit: Exit, blame: Option<Blame>, now: Instant) -> Outcome {
-        let others = if self.running().next().is_some() { "; the other ranks are stopped" } else { "" };
-        let after = (now - self.started).as_secs_f64();
-        // Shared memory may contain anything: a rank that does not exist cannot be the culprit.
-        let blame = blame.filter(|blame| (blame.culprit as usize) < self.ranks.len());
-        let finish = blame.as_ref().and_then(|blame| self.finished(blame.culprit));
-        match (blame, finish) {
-            (Some(blame), _) if blame.timed_out => Outcome::failure(
-                exit_code::NO_PROGRESS,
-                blame.culprit,
-                format!("{} made no progress: {}{others}", self.hosts.name(blame.culprit), blame.message),
-            ),
-            (Some(blame), Some(finish)) => Outcome::failure(
-                exit.code(),
-                blame.culprit,
-                format!(
-                    "{} {} while others needed it: {}{others}",
-                    self.hosts.name(blame.culprit),
-                    finish.describe(),
-                    blame.message
-                ),
-            ),
-            _ => Outcome::failure(
-                exit.code(),
-                rank,
-                format!("{} {} after {after:.1} s{others}", self.hosts.name(rank), exit.describe()),
-            ),
-        }
-    }
-
-    /// How a rank ended, if it has not failed.
-    fn finished(&self, rank: u32) -> Option<Exit> {
-        let rank = self.ranks.get(rank as usize)?;
-        rank.exit.filter(|_| rank.status == RankStatus::Finished)
     }
 
     fn signalled(&mut self, signal: Signal, now: Instant) -> Vec<Action> {

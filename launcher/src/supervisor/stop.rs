@@ -78,20 +78,6 @@ impl Stop {
     }
 }
 
-impl Outcome {
-    /// The outcome of a run that is asked to stop before its ranks are started.
-    pub(crate) fn stopped(cause: StopCause) -> Self {
-        let message = Some(format!("stopped on request ({})", cause.name()));
-        Outcome {
-            exit_code: exit_code::STOPPED,
-            culprit: None,
-            incompatible: false,
-            message,
-            interrupted: true,
-        }
-    }
-}
-
 impl Supervisor {
     /// Asks the ranks to stop by themselves. A second signal that ends the run kills them.
     pub(super) fn stop_asked(&mut self, cause: StopCause, now: Instant) -> Vec<Action> {

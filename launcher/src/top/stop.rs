@@ -1,13 +1,10 @@
 //! Asks a run to end.
 
 use std::io;
-use std::os::fd::AsFd;
 
-use mgpu_control::process::{pidfd_open, pidfd_send_signal};
-use nix::errno::Errno;
 use nix::sys::signal::Signal;
 
-use crate::status::runs::identified_pages_of;
+use crate::running_launcher::{RunningLauncher, signal_failure};
 
 /// Asks the launcher of a run to end it, as Ctrl-C does. Returns what to tell the user. `inodes` are those of the pages by
 /// which this launcher was found.
@@ -15,31 +12,22 @@ pub(super) fn stop(launcher: u32, inodes: &[u64]) -> String {
     match ask(launcher, inodes) {
         Ok(true) => format!("asked launcher {launcher} to end its ranks"),
         Ok(false) => format!("launcher {launcher} has ended or restarted its ranks; nothing was sent"),
-        Err(error) => format!("cannot signal launcher {launcher}: {error}"),
+        Err(error) => signal_failure(launcher, &error),
     }
 }
 
-/// Sends the signal if the process still holds one of these pages. The process is opened before that is checked, so the
-/// signal cannot reach a later process with the same number.
+/// Sends the signal if the process still holds one of these pages.
 fn ask(launcher: u32, inodes: &[u64]) -> io::Result<bool> {
-    let process = match pidfd_open(launcher) {
-        Err(error) if error.raw_os_error() == Some(Errno::ESRCH as i32) => return Ok(false),
-        process => process?,
-    };
-    if !identified_pages_of(launcher).iter().any(|(inode, _)| inodes.contains(inode)) {
-        return Ok(false);
-    }
-    match pidfd_send_signal(process.as_fd(), Signal::SIGTERM) {
-        Err(Errno::ESRCH) => Ok(false),
-        sent => sent.map(|()| true).map_err(io::Error::from),
-    }
+    let running = RunningLauncher::open(launcher)?;
+    let running = running.filter(|running| running.pages.iter().any(|(inode, _)| inodes.contains(inode)));
+    running.map_or(Ok(false), |running| running.signal(Signal::SIGTERM))
 }
 
 #[cfg(test)]
 mod tests {
     use std::process::{Command, Stdio};
 
-    use mgpu_control::process::has_ended;
+    use mgpu_control::process::{has_ended, pidfd_open};
 
     use super::*;
 

@@ -8,7 +8,7 @@ use super::background::Background;
 use super::call::{Call, Request, SegmentUpdate, Update, check_counts};
 use super::exchange::{CountMismatch, Counts};
 use super::observer::{NoObserver, ObservedOperation, Observer, UpdateTiming};
-use super::rules::{ProgressEntry, Rules};
+use super::rules::{Begun, ProgressEntry, Rules};
 use super::solo::Solo;
 use super::split::{SplitArguments, SplitGroup, form_group, group_number};
 use super::{Algorithm, Buffer, Capabilities, DType, Members, Pending, ReduceOp, Transport, bytes_of};
@@ -209,7 +209,7 @@ impl Communicator {
                 group.as_ref().map(alone)
             }),
         };
-        let connected = self.rules.end(None, connected, &*self.transport)?;
+        let connected = self.rules.end(Begun::NOTED, connected, &*self.transport)?;
         // All members have mapped the group's memory, or one of them has failed.
         self.barrier()?;
         let title = group.map(|group| group.title().into());

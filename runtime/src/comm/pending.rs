@@ -59,7 +59,9 @@ impl InFlight {
     fn wait(self) -> Result<Buffer> {
         let InFlight { result, observer } = self;
         let begin = now();
+        let range = nvtx::range("wait for reductions", None);
         let result = result.recv();
+        drop(range);
         if let Some(observer) = observer {
             observer.waited(begin, now());
         }

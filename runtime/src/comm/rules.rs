@@ -9,7 +9,7 @@ use crate::membership::Membership;
 use crate::progress::{NewCollective, OpenRecord, Operation, RecordedCommunicator};
 use crate::{Error, Result};
 
-/// Fault injection, the progress page and poisoning. Every operation calls [`begin`](Self::begin) and
+/// Fault injection, the progress page, ranges for profilers and poisoning. Every operation calls [`begin`](Self::begin) and
 /// [`end`](Self::end).
 #[derive(Debug)]
 pub(crate) struct Rules {
@@ -24,6 +24,8 @@ pub(crate) struct Rules {
     begun: AtomicBool,
     /// Shared by a communicator and all groups that were split from it: an error in one makes all unusable.
     poison: Arc<Poison>,
+    /// The profiler that records ranges of operations.
+    profiler: Option<&'static nvtx::Profiler>,
 }
 
 /// The state of a communicator that an error makes unusable.
@@ -47,8 +49,28 @@ pub(crate) struct ProgressEntry {
     pub(crate) on_device: bool,
 }
 
-/// The record of an operation that has begun; `None` if none is kept.
-pub(crate) type Begun = Option<OpenRecord>;
+/// An operation that has begun.
+#[derive(Debug)]
+#[must_use = "an operation runs until it ends"]
+pub(crate) struct Begun {
+    /// Its record; `None` if none is kept.
+    record: Option<OpenRecord>,
+    /// Its range in a profiler, which ends with it.
+    _range: nvtx::Range,
+}
+
+impl Begun {
+    /// An operation that is only [noted](Rules::note).
+    pub(crate) const NOTED: Begun = Begun { record: None, _range: nvtx::Range::NONE };
+}
+
+impl ProgressEntry {
+    /// The name of its range in a profiler: the operation, and the bucket if it has one.
+    fn range_name(&self) -> String {
+        let name = self.operation.name();
+        self.tag.map_or_else(|| name.to_owned(), |tag| format!("{name}, bucket {tag}"))
+    }
+}
 
 /// What a transport does on a failure. Most do nothing.
 pub(crate) trait FailureHandler {
@@ -74,6 +96,7 @@ impl Rules {
             communicator: AtomicU64::new(RecordedCommunicator::World(number).to_word()),
             begun: AtomicBool::new(false),
             poison: Arc::default(),
+            profiler: nvtx::profiler(),
         }
     }
 
@@ -91,6 +114,7 @@ impl Rules {
             transport_touches: false,
             begun: AtomicBool::new(true),
             poison: Arc::clone(&self.poison),
+            profiler: self.profiler,
         }
     }
 
@@ -116,17 +140,20 @@ impl Rules {
     #[inline]
     pub(crate) fn begin(&self, entry: ProgressEntry) -> Result<Begun> {
         self.check_usable()?;
-        let Some(membership) = &self.membership else { return Ok(None) };
+        let range = self.profiler.map_or(nvtx::Range::NONE, |profiler| {
+            profiler.range(entry.range_name(), Some(entry.bytes as u64))
+        });
+        let Some(membership) = &self.membership else { return Ok(Begun { record: None, _range: range }) };
         if !self.begun.load(Ordering::Relaxed) && !self.begun.swap(true, Ordering::Relaxed) {
             membership.inject_faults(InjectionPoint::Collective);
         }
         self.note(entry);
-        Ok(self.record(entry))
+        Ok(Begun { record: self.record(entry), _range: range })
     }
 
     /// Begins a record of the flight recorder.
     #[inline]
-    fn record(&self, entry: ProgressEntry) -> Begun {
+    fn record(&self, entry: ProgressEntry) -> Option<OpenRecord> {
         let ProgressEntry { operation, number, bytes, tag, on_device } = entry;
         let communicator = self.communicator.load(Ordering::Relaxed);
         let new = NewCollective { communicator, operation, sequence: number, bytes, tag, on_device };
@@ -166,7 +193,7 @@ impl Rules {
     ) -> Result<R> {
         match result {
             Ok(value) => {
-                match (&self.membership, begun) {
+                match (&self.membership, begun.record) {
                     (Some(membership), Some(record)) => membership.page().leave_collective(self.rank, record),
                     _ => self.leave(),
                 }
@@ -282,13 +309,14 @@ mod tests {
         let operation = Operation::Barrier;
         let entry = ProgressEntry { operation, number: 1, bytes: 0, tag: None, on_device: false };
         let refusal = Error::InvalidArgument { operation: "broadcast", problem: "no".into() };
-        rules.begin(entry).unwrap();
-        assert!(rules.end::<()>(None, Err(refusal), &transport).is_err());
+        let begun = rules.begin(entry).unwrap();
+        assert!(rules.end::<()>(begun, Err(refusal), &transport).is_err());
         // Invalid arguments do not poison.
-        rules.begin(entry).unwrap();
-        assert_eq!(rules.end(None, Ok(7), &transport).unwrap(), 7);
+        let begun = rules.begin(entry).unwrap();
+        assert_eq!(rules.end(begun, Ok(7), &transport).unwrap(), 7);
         for reason in ["first", "second"] {
-            let error = rules.end::<()>(None, Err(Error::system("wait", reason)), &transport).unwrap_err();
+            let error =
+                rules.end::<()>(Begun::NOTED, Err(Error::system("wait", reason)), &transport).unwrap_err();
             assert!(error.to_string().contains(reason));
         }
         assert_eq!(*transport.1.borrow(), [("stop", false), ("abort", true)]);

@@ -269,6 +269,7 @@ impl DataParallel {
     ) -> Result<bool> {
         self.whole_parameters("step")?;
         let begin = self.reducer.comm.observer().begin();
+        let _step = nvtx::range("step", Some(self.steps() + 1));
         let Some(participation) = self.agree_on_participation(has_data)? else { return Ok(false) };
         self.apply_gradient_order()?;
         let Self { reducer, parameters, buffers, .. } = self;
@@ -277,7 +278,9 @@ impl DataParallel {
             compute(MicroBatch { index, parameters, buffers, gradients })
         })?;
         let updating = self.reducer.comm.observer().begin();
+        let range = nvtx::range("optimizer", None);
         self.update()?;
+        drop(range);
         self.reducer.comm.observer().end(updating, "optimizer", None);
         if self.verify_every.is_some_and(|every| self.steps().is_multiple_of(every)) {
             self.verify()?;

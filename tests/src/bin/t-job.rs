@@ -1,5 +1,7 @@
 //! A well-behaved job with all phases in which faults are injected: `t-job [STEPS]`. It joins, creates a
 //! communicator, and makes steps with an all-reduce each; after the third step it simulates writing a checkpoint.
+//!
+//! `t-job until-stopped`: all ranks but rank 0 join and leave; rank 0 asks whether it should stop until it should.
 
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -8,14 +10,32 @@ use mgpu::Phase;
 use mgpu::{ReduceOp, Result, World};
 
 fn main() -> ExitCode {
-    let steps = std::env::args().nth(1).map_or(5, |steps| steps.parse().expect("STEPS is a number"));
-    match run(steps) {
-        Ok(()) => ExitCode::SUCCESS,
+    let argument = std::env::args().nth(1);
+    let done = match argument.as_deref() {
+        Some("until-stopped") => wait_for_stop(),
+        argument => {
+            let steps = argument.map_or(5, |steps| steps.parse().expect("STEPS is a number"));
+            run(steps).map(|()| ExitCode::SUCCESS)
+        }
+    };
+    match done {
+        Ok(code) => code,
         Err(error) => {
             eprintln!("error: {error}");
             ExitCode::from(9)
         }
     }
+}
+
+fn wait_for_stop() -> Result<ExitCode> {
+    let world = World::from_env()?;
+    if world.rank() > 0 {
+        return Ok(ExitCode::SUCCESS);
+    }
+    while !world.stop_requested()? {
+        std::thread::yield_now();
+    }
+    Ok(ExitCode::from(mgpu::protocol::EXIT_STOPPED))
 }
 
 fn run(steps: u64) -> Result<()> {

@@ -1,7 +1,9 @@
 //! Jobs on several hosts, with an agent on each, or with ranks that an engine has started there.
 
+use std::fs;
 use std::path::Path;
 
+use mgpu_control::progress::RankState;
 use mgpu_tests::hosts::Hosts;
 use mgpu_tests::page;
 use mgpu_tests::process::{Finished, finish, run, until};
@@ -75,6 +77,32 @@ fn the_command_stops_a_job_from_any_of_its_hosts() {
     wait_for_step(&mut job, &hosts, 5);
     run(hosts.command(1, LAUNCHER).arg("stop")).expect(0, &["asked to stop: launcher "]);
     job.finish().iter().for_each(|agent| _ = agent.expect(74, &["stopped on request (SIGUSR1)"]));
+}
+
+/// All ranks of one host have ended; its agent passes the request on, and does not signal what it does not run.
+#[test]
+fn a_request_to_an_agent_whose_ranks_have_ended_stops_the_others() {
+    let Some(hosts) = Hosts::start(2) else { return };
+    for by_command in [false, true] {
+        let options = ["-n", "1", "--backend", "cpu", "--no-prefix"];
+        let mut job = Job::start(&hosts, &options, &[env!("CARGO_BIN_EXE_t-job"), "until-stopped"]);
+        let agents = [0, 1].map(|host| job.mgpuruns(host)[1].as_raw() as u32);
+        page::wait(agents[0], |page| page.checks_for_stops(0));
+        page::wait(agents[1], |page| page.state(1) == RankState::Left);
+        // The agent has reaped the process.
+        until(|| {
+            fs::read_to_string(format!("/proc/{0}/task/{0}/children", agents[1]))
+                .is_ok_and(|ids| ids.is_empty())
+        });
+        if by_command {
+            run(hosts.command(1, LAUNCHER).arg("stop")).expect(0, &["asked to stop: launcher "]);
+        } else {
+            kill(job.mgpuruns(1)[0], Signal::SIGUSR1).unwrap();
+        }
+        let stopped = job.finish();
+        stopped.iter().for_each(|agent| _ = agent.expect(74, &["stopped on request (SIGUSR1)"]));
+        stopped[1].expect(74, &["SIGUSR1: no rank of this host is running any more"]);
+    }
 }
 
 #[test]

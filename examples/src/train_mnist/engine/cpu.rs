@@ -131,7 +131,9 @@ impl<E: Storage> Engine for Cpu<E> {
                 let part = division.micro_batch(index);
                 let (images, labels) = (&mut images[..part.len() * IMAGE_LEN], &mut labels[..part.len()]);
                 let (begin, gathering) = (Instant::now(), timeline.begin());
+                let range = mgpu::nvtx::range("gather", None);
                 data.gather(&samples[part.clone()], images, labels);
+                drop(range);
                 timeline.end(gathering, Name::new("gather"));
                 gathered += begin.elapsed();
                 let first_sample = first_of_rank + part.start as u64;

@@ -13,7 +13,7 @@ use crate::output::StreamMap;
 const TEE: &str = "tee";
 
 /// What a word of a command line is, before the program.
-enum Word {
+pub(super) enum Word {
     /// `--tee` or `-t`.
     Tee,
     /// `-t3`, with its value.
@@ -52,7 +52,7 @@ pub(in super::super) fn join_tee_values(words: Vec<OsString>) -> Vec<OsString> {
     joined
 }
 
-fn classify(command: &Command, word: &OsStr) -> Word {
+pub(super) fn classify(command: &Command, word: &OsStr) -> Word {
     let Some(word) = word.to_str() else {
         // Only a value can have such bytes, behind a `=`.
         return if word.as_encoded_bytes().starts_with(b"-") { Word::Whole } else { Word::End };
@@ -93,7 +93,7 @@ fn has_value(option: &Arg) -> bool {
     option.get_action().takes_values() && !option.is_require_equals_set()
 }
 
-fn is_streams(word: &OsStr) -> bool {
+pub(super) fn is_streams(word: &OsStr) -> bool {
     word.to_str().is_some_and(|word| word.parse::<StreamMap>().is_ok())
 }
 

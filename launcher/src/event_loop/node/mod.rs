@@ -227,7 +227,7 @@ impl<'a> Node<'a> {
                 }
             }
             ToAgent::Do { orders } => {
-                let actions = orders.into_iter().filter_map(|order| self.action(order)).collect();
+                let actions = orders.into_iter().filter_map(|order| self.action(order, now)).collect();
                 self.carry_out(actions, now);
             }
             ToAgent::Say { text } => self.shared.output.say(&text),
@@ -254,8 +254,12 @@ impl<'a> Node<'a> {
     }
 
     /// The action of an order.
-    fn action(&mut self, order: Order) -> Option<Action> {
+    fn action(&mut self, order: Order, now: Instant) -> Option<Action> {
         match order {
+            Order::PassStop { signal } => {
+                self.pass_stop(signal, now);
+                None
+            }
             Order::Send { rank, signal } => {
                 Signal::try_from(signal).ok().map(|signal| Action::Send(rank, signal))
             }
@@ -270,8 +274,7 @@ impl<'a> Node<'a> {
 
     /// Reports SIGUSR1, or the time of `--stop-after`, while no ranks run here: the attempt handles them otherwise.
     fn report_stop(&mut self, signals: &[Signal], now: Instant) {
-        let runs = self.attempt.as_ref().is_some_and(|attempt| attempt.leftovers.is_none());
-        if runs {
+        if self.attempt.as_ref().is_some_and(Attempt::runs_ranks) {
             return;
         }
         let asks = signals.contains(&Signal::SIGUSR1).then_some(StopCause::Signal(Signal::SIGUSR1));
@@ -285,7 +288,22 @@ impl<'a> Node<'a> {
                 StopCause::Time | StopCause::Rank => None,
             };
             self.stop_reported |= signal.is_some();
+            if self.attempt.as_ref().is_some_and(|attempt| attempt.leftovers.is_none()) && signal.is_some() {
+                let text = format!(
+                    "{}: no rank of this host is running any more; those of other hosts are asked to stop if they can",
+                    cause.name()
+                );
+                self.shared.output.say(&text);
+            }
             self.network.report(FromAgent::StopAsked { signal, can_stop: None }, now);
+        }
+    }
+
+    /// Asks the ranks to stop because of a signal that an agent without running ranks has got. Ranks that do not stop by
+    /// themselves are not sent it: whoever signals the agents of several nodes signals each of them.
+    fn pass_stop(&mut self, signal: i32, now: Instant) {
+        if self.attempt.as_ref().is_some_and(Attempt::can_stop) {
+            self.network.report(FromAgent::StopAsked { signal: Some(signal), can_stop: Some(true) }, now);
         }
     }
 

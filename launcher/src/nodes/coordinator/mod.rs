@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::Signal;
 
 use super::card::NodeCard;
-use super::message::{FromAgent, HEARTBEAT, ToAgent};
+use super::message::{FromAgent, HEARTBEAT, Order, ToAgent};
 use crate::exit_code;
 use crate::restart::RestartPolicy;
 use crate::supervisor::{Event, Outcome, StopCause};
@@ -289,7 +289,11 @@ impl Coordinator {
     /// Handles a request to stop that is not a signal that ends the run. It does not count as the first of two.
     fn stop_asked(&mut self, cause: StopCause, can_stop: Option<bool>, now: Instant) {
         match (&mut self.stage, cause) {
-            // The agent gets the order to start its ranks, and asks again; or it takes no part in this epoch.
+            // The agent gets the order to start its ranks, and asks again; or its ranks have ended; or it takes no part in
+            // this epoch. The time of `--stop-after` comes on every node.
+            (Stage::Running, StopCause::Signal(signal)) if can_stop.is_none() => {
+                self.order_all(&Order::PassStop { signal: signal as i32 });
+            }
             (Stage::Running, _) if can_stop.is_none() => {}
             (Stage::Running, StopCause::Time) if can_stop == Some(false) => {
                 self.supervise(Event::TimePassed, now);

@@ -160,7 +160,7 @@ impl Coordinator {
     }
 
     /// Sends an order to all nodes that take part in this epoch.
-    fn order_all(&mut self, order: &Order) {
+    pub(super) fn order_all(&mut self, order: &Order) {
         for member in self.members.iter().filter(|member| member.node.is_some()) {
             self.outbox.push((member.id, ToAgent::Do { orders: vec![order.clone()] }));
         }

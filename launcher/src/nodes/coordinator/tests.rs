@@ -131,13 +131,18 @@ impl Job {
         lines.collect::<Vec<_>>().join("\n")
     }
 
-    /// The signals that agents were told to send.
-    fn signals(&mut self) -> Vec<(MemberId, u32, Signal)> {
+    /// The orders to agents.
+    fn orders(&mut self) -> Vec<(MemberId, Order)> {
         let orders = self.sent().into_iter().filter_map(|(id, message)| match message {
             ToAgent::Do { orders } => Some(orders.into_iter().map(move |order| (id, order))),
             _ => None,
         });
-        let signals = orders.flatten().filter_map(|(id, order)| match order {
+        orders.flatten().collect()
+    }
+
+    /// The signals that agents were told to send.
+    fn signals(&mut self) -> Vec<(MemberId, u32, Signal)> {
+        let signals = self.orders().into_iter().filter_map(|(id, order)| match order {
             Order::Send { rank, signal } => Some((id, rank, Signal::try_from(signal).unwrap())),
             _ => None,
         });

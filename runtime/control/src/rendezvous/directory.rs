@@ -162,20 +162,28 @@ fn holds_nothing_else(path: &Path) -> bool {
     entries.all(|entry| entry.is_ok_and(|entry| is_ours(&entry)))
 }
 
-/// True for the socket and for error files.
+/// True for the socket, and for what has the name of an error file. A rank may have put a link, a pipe, a socket or a
+/// folder there: removing the name loses nothing, unless the folder holds something.
 fn is_ours(entry: &fs::DirEntry) -> bool {
     let (name, (before, after)) = (entry.file_name(), ERROR_FILE);
     let number =
         name.to_str().and_then(|name| name.strip_prefix(before)).and_then(|name| name.strip_suffix(after));
     let is_error_file = number.is_some_and(|number| number.parse::<u32>().is_ok());
     // The type is that of the entry itself, not of what a link refers to.
-    entry.file_type().is_ok_and(|kind| name == SOCKET && kind.is_socket() || is_error_file && kind.is_file())
+    entry.file_type().is_ok_and(|kind| match () {
+        () if name == SOCKET => kind.is_socket(),
+        () if !is_error_file => false,
+        () if kind.is_dir() => fs::read_dir(entry.path()).is_ok_and(|mut entries| entries.next().is_none()),
+        () => kind.is_file() || kind.is_symlink() || kind.is_fifo() || kind.is_socket(),
+    })
 }
 
 /// Removes the socket and the error files of a folder, and then the folder, if nothing else is in it.
 fn remove(path: &Path) -> io::Result<()> {
     for entry in fs::read_dir(path)?.flatten().filter(is_ours) {
-        fs::remove_file(entry.path())?;
+        let is_folder = entry.file_type()?.is_dir();
+        // Neither follows a link, and a folder with something in it is not removed.
+        if is_folder { fs::remove_dir(entry.path()) } else { fs::remove_file(entry.path()) }?;
     }
     fs::remove_dir(path)
 }
@@ -309,9 +317,41 @@ mod tests {
         let directory = PrivateDirectory::create_in(base.path(), lock).unwrap();
         let (folder, other) = (directory.path.clone(), directory.path.join("error-0.json.tmp"));
         fs::write(&other, "kept").unwrap();
-        symlink(&other, directory.error_file(0)).unwrap();
+        fs::write(directory.error_file(0), "{}").unwrap();
         drop(directory);
-        assert!(other.exists() && folder.join("error-0.json").exists());
+        assert_eq!(paths(&folder), [other]);
+    }
+
+    /// A rank may replace its error file by anything.
+    #[test]
+    fn what_replaces_an_error_file_is_removed_unless_it_holds_something() {
+        let (base, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        fs::write(outside.path().join("file"), "kept").unwrap();
+        let replaced = || {
+            let directory = PrivateDirectory::create_in(base.path(), lock).unwrap();
+            put_socket(&directory.socket());
+            symlink(outside.path(), directory.error_file(0)).unwrap();
+            symlink(outside.path().join("file"), directory.error_file(1)).unwrap();
+            nix::unistd::mkfifo(&directory.error_file(2), nix::sys::stat::Mode::S_IRWXU).unwrap();
+            put_socket(&directory.error_file(3));
+            fs::create_dir(directory.error_file(4)).unwrap();
+            symlink("nowhere", directory.error_file(5)).unwrap();
+            directory
+        };
+        drop(replaced());
+        assert_eq!(count(base.path()), 0);
+        // The same for a launcher that was killed.
+        let killed = replaced();
+        let path = killed.path.clone();
+        drop(std::mem::ManuallyDrop::new(killed).lock.take());
+        assert_eq!((remove_abandoned_in(base.path()), path.exists()), (1, false));
+        let directory = replaced();
+        let kept = directory.error_file(4).join("kept");
+        fs::write(&kept, "kept").unwrap();
+        drop(directory);
+        assert!(kept.exists());
+        assert_eq!(remove_abandoned_in(base.path()), 0);
+        assert!(kept.exists() && outside.path().join("file").exists());
     }
 
     /// Launchers start and clean up concurrently: none loses a folder in use.
@@ -367,9 +407,9 @@ mod tests {
             let Kept::Folder(0o700, entries) = self else { return false };
             let is_error_file = |name: &str| ["error-0.json", "error-17.json"].contains(&name);
             let left = entries.iter().all(|(name, entry)| match entry {
-                Kept::Socket => name == SOCKET,
-                Kept::File => is_error_file(name),
-                Kept::Link | Kept::Folder(..) => false,
+                Kept::Socket => name == SOCKET || is_error_file(name),
+                Kept::File | Kept::Link => is_error_file(name),
+                Kept::Folder(_, entries) => is_error_file(name) && entries.is_empty(),
             });
             let is_digit = |c: char| "0123456789abcdef".contains(c);
             let digits = name.strip_prefix("mgpurun-socket-").unwrap_or_default();

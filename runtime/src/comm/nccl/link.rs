@@ -14,7 +14,7 @@ use super::family::Family;
 use super::owner::{Owner, Reply};
 use super::remote::Statement;
 use crate::comm::Members;
-use crate::comm::rules::{FailureHandler, ProgressEntry, Rules};
+use crate::comm::rules::{Begun, FailureHandler, ProgressEntry, Rules};
 use crate::membership::Membership;
 use crate::process;
 use crate::progress::{CollectiveCounter, Operation, RankState};
@@ -134,7 +134,7 @@ impl Link {
     /// Runs `wait` with an entry on the progress page. Its error poisons the communicator.
     pub(super) fn during<R>(&self, context: &WaitContext, wait: impl FnOnce() -> Result<R>) -> Result<R> {
         self.rules.note(context.progress_entry());
-        self.rules.end(None, wait(), self)
+        self.rules.end(Begun::NOTED, wait(), self)
     }
 
     /// Aborts the communicator because of `error`.

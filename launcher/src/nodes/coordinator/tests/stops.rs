@@ -43,6 +43,27 @@ fn an_agent_without_ranks_does_not_signal_those_of_others() {
     }
 }
 
+/// The agents whose ranks can stop answer, and all ranks are asked.
+#[test]
+fn a_request_to_an_agent_without_ranks_is_passed_on() {
+    let mut job = Job::running(2, 2, 0);
+    (2..4).for_each(|rank| job.exit(1, rank, 0));
+    let passed = |job: &mut Job| {
+        let orders = job.orders().into_iter();
+        orders.filter(|(_, order)| matches!(order, Order::PassStop { .. })).count()
+    };
+    job.say(1, asked(TIME, None));
+    assert_eq!(passed(&mut job), 0, "its time comes on every node");
+    job.say(1, asked(USR1, None));
+    assert_eq!(passed(&mut job), 2);
+    job.say(OWN, asked(USR1, Some(true)));
+    let said = job.said();
+    assert!(said.contains("stopping (SIGUSR1)"), "{said}");
+    (0..2).for_each(|rank| job.exit(OWN, rank, 74));
+    [1, OWN].into_iter().for_each(|id| job.say(id, FromAgent::Gone { reader_is_gone: false }));
+    assert_eq!(job.end().1.exit_code, exit_code::STOPPED);
+}
+
 #[test]
 fn a_request_after_a_failure_prevents_the_restart() {
     for signal in [TIME, USR1] {

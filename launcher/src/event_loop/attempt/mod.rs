@@ -2,6 +2,9 @@
 //!
 //! It passes events to the [`Supervisor`] and carries out its actions. It never blocks: all waiting is in the loop.
 
+mod progress;
+mod stop_requests;
+
 use std::cell::RefCell;
 use std::collections::HashSet;
 use std::ops::Range;
@@ -9,7 +12,6 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use mgpu_control::inject::Injection;
-use mgpu_control::progress::{self, ProgressEntry, RankState};
 use mgpu_control::protocol::MGPU_RUN_ID;
 use mgpu_control::rendezvous::{Server, ServerEvent};
 use nix::sys::signal::Signal;
@@ -28,19 +30,12 @@ use crate::mpi::MpiWatch;
 use crate::output::Output;
 use crate::restart::Reached;
 use crate::spawn::{Process, Sent, send};
-use crate::status::{Histories, Row, is_stopped, table};
 use crate::supervisor::{Action, Event, Outcome, StopCause, Supervisor};
-use crate::watch::{self, Verdict, WatchedRank};
 use crate::{exit_code, mpi, orphans};
+use stop_requests::TIME_TO_FIRST_CHECK;
 
 /// Interval at which the ranks' steps are polled if events are recorded.
 const STEP_POLL_INTERVAL: Duration = Duration::from_secs(1);
-
-/// How long after their start ranks have time for their first stop check, before SIGUSR1 is forwarded to them: it would
-/// end a program that is about to ask whether it should stop.
-const TIME_TO_FIRST_CHECK: Duration = Duration::from_secs(5);
-/// Interval at which their first stop check is polled while SIGUSR1 is held.
-const HELD_STOP_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// What a job is called, and where its output goes.
 #[derive(Debug, Clone, Copy)]
@@ -345,7 +340,8 @@ impl<'a> Attempt<'a> {
     /// The events of the ready sources, in the order in which the supervisor should see them.
     fn events(&mut self, ready: &[JobSource], signals: &[Signal], shared: &mut Shared<'_>) -> Vec<Event> {
         let mut events: Vec<Event> = signals.iter().filter_map(|signal| self.event_of(*signal)).collect();
-        if self.next_stop.take_if(|at| *at <= Instant::now()).is_some() {
+        // Without a rank here there is nothing to ask: the agent of a node reports the request.
+        if self.next_stop.take_if(|at| *at <= Instant::now()).is_some() && self.runs_ranks() {
             events.push(match self.can_stop() {
                 true => Event::StopAsked(StopCause::Time),
                 false => Event::TimePassed,
@@ -382,54 +378,6 @@ impl<'a> Attempt<'a> {
         events
     }
 
-    /// The event of a signal to this process. Ranks that stop by themselves are asked to instead of being sent it. SIGUSR1
-    /// for ranks that have just been started is held.
-    fn event_of(&mut self, signal: Signal) -> Option<Event> {
-        if ends_the_run(signal) {
-            self.held_stop = None;
-        }
-        let asks = ends_the_run(signal) && signal != Signal::SIGKILL || signal == Signal::SIGUSR1;
-        if asks && self.can_stop() {
-            return Some(Event::StopAsked(StopCause::Signal(signal)));
-        }
-        if signal == Signal::SIGUSR1 && Instant::now() < self.hold_until {
-            self.held_stop = Some(Instant::now() + HELD_STOP_POLL_INTERVAL);
-            return None;
-        }
-        Some(Event::Signalled(signal))
-    }
-
-    /// Holds SIGUSR1, which has arrived before the start of the ranks.
-    pub(super) fn hold_stop(&mut self) {
-        self.held_stop = Some(Instant::now());
-    }
-
-    /// True if SIGUSR1 is held, and neither the ranks nor the supervisor knows of it.
-    pub(super) fn holds_stop(&self) -> bool {
-        self.held_stop.is_some()
-    }
-
-    /// The event of a SIGUSR1 that is held, once the ranks stop by themselves or have had the time for it.
-    fn release_held_stop(&mut self) -> Option<Event> {
-        let now = Instant::now();
-        self.held_stop.filter(|at| *at <= now)?;
-        let event = match self.can_stop() {
-            true => Event::StopAsked(StopCause::Signal(Signal::SIGUSR1)),
-            false if now >= self.hold_until => Event::Signalled(Signal::SIGUSR1),
-            false => {
-                self.held_stop = Some(now + HELD_STOP_POLL_INTERVAL);
-                return None;
-            }
-        };
-        self.held_stop = None;
-        Some(event)
-    }
-
-    /// True if all ranks of this host that still run stop by themselves when they are asked to.
-    fn can_stop(&self) -> bool {
-        self.server.can_stop(|rank| self.process_of(rank).is_none_or(|process| process.ended.is_some()))
-    }
-
     /// Tells the user if the ranks are MPI programs.
     fn check_for_mpi(&mut self, shared: &mut Shared<'_>) {
         match self.ranks.first().filter(|rank| !rank.reaped) {
@@ -438,59 +386,6 @@ impl<'a> Attempt<'a> {
             }
             Some(_) => {}
             None => self.mpi.end(),
-        }
-    }
-
-    /// The event of a rank that has exceeded the progress timeout, if a check is due.
-    fn check_progress(&mut self, shared: &Shared<'_>) -> Option<Event> {
-        let timeout = self
-            .supervision
-            .progress_timeout
-            .filter(|_| self.next_progress_check.is_some_and(|at| at <= Instant::now()))?;
-        let (page, now) = (self.server.page(), progress::now());
-        let watched = |rank: u32| {
-            let mut progress = page.progress(rank);
-            progress.changed = progress.changed.max(shared.awake_since);
-            WatchedRank { rank, progress }
-        };
-        let mut ranks: Vec<WatchedRank> = (0..page.world_size()).map(watched).collect();
-        if ranks.iter().any(|rank| rank.progress.state == RankState::Absent) {
-            // The ranks that have joined wait for the others: the join timeout covers this.
-            self.next_progress_check = Instant::now().checked_add(timeout);
-            return None;
-        }
-        let has_ended = |rank: u32| self.process_of(rank).is_some_and(|process| process.ended.is_some());
-        ranks.retain(|rank| rank.progress.state == RankState::Joined && !has_ended(rank.rank));
-        let stopped = |rank: u32| self.is_stopped(rank);
-        match watch::find_silent_rank(&ranks, timeout, now, stopped) {
-            Verdict::Healthy(next) => {
-                let wait = next.map_or(timeout, |next| next.saturating_sub(now));
-                self.next_progress_check = Instant::now().checked_add(wait);
-                None
-            }
-            Verdict::Silent(rank, idle) => {
-                self.next_progress_check = None;
-                Some(Event::Silent { rank, idle, doing: self.row(rank).doing() })
-            }
-        }
-    }
-
-    /// Records the steps that have changed since the last call.
-    fn record_steps(&mut self, shared: &mut Shared<'_>) {
-        for (rank, process) in (self.first..).zip(&mut self.ranks) {
-            let step = self.server.page().progress(rank).step;
-            if std::mem::replace(&mut process.step, step) != step {
-                shared.events.record_of(self.job.number, events::Event::Step { rank, step });
-            }
-        }
-    }
-
-    /// The row of a rank in the table.
-    fn row(&self, rank: u32) -> Row {
-        let page = self.server.page();
-        match self.process_of(rank) {
-            Some(process) => Row::of(page, rank, Some(self.pid_of(process, rank)), process.ended.clone()),
-            None => Row::of(page, rank, None, page.process_end_description(rank)),
         }
     }
 
@@ -507,14 +402,6 @@ impl<'a> Attempt<'a> {
         }
     }
 
-    /// True if the process of a rank is stopped, by SIGSTOP for instance.
-    pub(super) fn is_stopped(&self, rank: u32) -> bool {
-        match self.process_of(rank) {
-            Some(process) => is_stopped(self.pid_of(process, rank)),
-            None => self.stopped_elsewhere.contains(&rank),
-        }
-    }
-
     /// The ranks of this host.
     pub(super) fn local_ranks(&self) -> Range<u32> {
         self.first..self.first + self.ranks.len() as u32
@@ -524,22 +411,6 @@ impl<'a> Attempt<'a> {
     pub(super) fn ended_ranks(&self) -> Vec<u32> {
         let ranks = (self.first..).zip(&self.ranks);
         ranks.filter(|(_, process)| process.ended.is_some()).map(|(rank, _)| rank).collect()
-    }
-
-    /// Notes the progress of the ranks of another node, and which of their processes are stopped.
-    pub(super) fn note_progress_elsewhere(
-        &mut self,
-        node: u32,
-        entries: &[(u32, ProgressEntry)],
-        stopped: Vec<u32>,
-    ) {
-        for (rank, entry) in entries {
-            // The coordinator has checked the ranks.
-            let _ = self.server.page().apply(*rank, entry);
-        }
-        let ranks = self.server.layout().ranks_of(node);
-        self.stopped_elsewhere.retain(|rank| !ranks.contains(rank));
-        self.stopped_elsewhere.extend(stopped);
     }
 
     /// The events that the coordinator has not been told.
@@ -553,20 +424,6 @@ impl<'a> Attempt<'a> {
     /// Sends a signal to all ranks of this host.
     pub(super) fn signal_all(&mut self, signal: Signal) {
         self.local_ranks().for_each(|rank| self.send(rank, signal));
-    }
-
-    /// Prints the table of what every rank is doing.
-    pub(super) fn report(&self, shared: &mut Shared<'_>) {
-        if self.job.number.is_some() {
-            self.job.say(shared, &self.server.page().run().program);
-        }
-        let rows: Vec<Row> = (0..self.server.page().world_size()).map(|rank| self.row(rank)).collect();
-        for line in table(&rows, progress::now()).lines() {
-            shared.output.say(line);
-        }
-        for line in Histories::of(self.server.page()).divergence(progress::now()) {
-            shared.output.say(&line);
-        }
     }
 
     fn serve(&mut self, shared: &mut Shared<'_>) -> Vec<Event> {
