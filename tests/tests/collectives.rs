@@ -56,6 +56,14 @@ fn messages_wait_while_a_ring_runs() {
 }
 
 #[test]
+fn large_private_buffers() {
+    for ranks in [1, 2, 3, 5] {
+        in_threads(ranks, collectives::large_private);
+        in_processes(ranks, "large-private");
+    }
+}
+
+#[test]
 fn memory_of_the_program_is_adopted_in_place() {
     for ranks in [1, 2, 3, 5] {
         let program = env!("CARGO_BIN_EXE_t-adopt");

@@ -15,6 +15,7 @@
 //! its own part | 2 |
 //! | reduction to a root that does all of it, in an arena | [`direct`]: the root reads all buffers | 2 |
 //! | private | [`staged`]: through staging memory, in blocks that overlap ([`stream`]) | 1 per block |
+//! | private, from 4 MiB on, where the kernel permits | [`remote`]: read in the peers' memory | 2 or 3 |
 //! | on request | [`ring`]: from rank to rank, over [`channel`]s | 1, then pairwise |
 
 mod agree;
@@ -26,6 +27,7 @@ mod eager;
 mod lines;
 mod prefetch;
 mod region;
+mod remote;
 mod ring;
 mod staged;
 mod stream;
@@ -84,6 +86,10 @@ pub(crate) struct CpuTransport {
     queued: Vec<u32>,
     /// Number of blocks that earlier operations have passed through staging memory.
     streamed: u32,
+    /// Whether all ranks can read each other's private memory; `None` before that was tried.
+    reads_peers: Option<bool>,
+    /// Memory for parts of peers' buffers.
+    scratch: Option<Buffer>,
     /// Number of chunks sent to and received from each rank; at this rank's own index, those of the ring.
     sent: Vec<u32>,
     received: Vec<u32>,
@@ -138,6 +144,8 @@ pub(crate) fn connect(
         unsettled: SmallVec::new(),
         queued: vec![0; size as usize],
         streamed: 0,
+        reads_peers: None,
+        scratch: None,
         sent: vec![0; size as usize],
         received: vec![0; size as usize],
         arenas: 0,
@@ -438,6 +446,8 @@ impl Transport for CpuTransport {
             unsettled: SmallVec::new(),
             queued: vec![0; size as usize],
             streamed: 0,
+            reads_peers: None,
+            scratch: None,
             sent: vec![0; size as usize],
             received: vec![0; size as usize],
             arenas: 0,

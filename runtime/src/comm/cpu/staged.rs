@@ -22,7 +22,7 @@ use super::region::SLOT_BYTES;
 use super::stream::{NoFetch, Stages};
 use crate::Result;
 use crate::comm::exchange::{Exchange, Partition};
-use crate::comm::signature::Signature;
+use crate::comm::signature::{Path, Signature};
 use crate::comm::{Buffer, ReduceOp};
 
 /// Cuts `0..len` into ranges of at most `most`; at least one, so that an empty operation synchronises, too.
@@ -100,6 +100,9 @@ impl CpuTransport {
         op: ReduceOp,
         call: &Signature,
     ) -> Result<()> {
+        if self.reads_peers(call.bytes(), call)? {
+            return self.remote_all_reduce(buffer, op, &call.with_path(Path::Remote));
+        }
         if self.size == 2 {
             self.exchange_and_reduce(buffer, op, call)
         } else {
@@ -204,6 +207,9 @@ impl CpuTransport {
         op: ReduceOp,
         call: &Signature,
     ) -> Result<()> {
+        if self.reads_peers(call.bytes(), call)? {
+            return self.remote_reduce_scatter(buffer, op, &call.with_path(Path::Remote));
+        }
         let element = call.dtype.size();
         let piece = self.piece_bytes();
         let blocks = Blocks { len: self.shard(0, call).1, most: piece / element };
@@ -236,6 +242,9 @@ impl CpuTransport {
         root: Option<u32>,
         call: &Signature,
     ) -> Result<()> {
+        if root.is_none() && self.reads_peers(call.bytes(), call)? {
+            return self.remote_all_gather(buffer, shares, &call.with_path(Path::Remote));
+        }
         let element = call.dtype.size();
         let blocks = Blocks { len: shares.longest(), most: self.block_bytes() / element };
         let part = |rank: u32, index: usize| {
