@@ -128,7 +128,7 @@ impl Communicator {
     ) -> Result<AdoptedMemory> {
         let (address, size, bytes, page) =
             (base.as_ptr() as usize, dtype.size(), super::bytes_of(dtype, len)?, page_size());
-        assert!(address % size == 0, "{base:?} is not aligned for {dtype}");
+        assert!(address.is_multiple_of(size), "{base:?} is not aligned for {dtype}");
         let [head, tail] = edges(address, bytes, page);
         let at =
             |byte: usize| NonNull::new(base.as_ptr().wrapping_add(byte)).expect("memory of the caller's");

@@ -219,7 +219,7 @@ impl Buffer {
     /// # Panics
     /// If `base` is not aligned for the element type.
     pub unsafe fn from_raw_parts(dtype: DType, base: NonNull<u8>, len: usize) -> Buffer {
-        assert!(base.as_ptr() as usize % dtype.size() == 0, "{base:?} is not aligned for {dtype}");
+        assert!((base.as_ptr() as usize).is_multiple_of(dtype.size()), "{base:?} is not aligned for {dtype}");
         Buffer { allocation: Arc::new(Allocation::Private { base, layout: None }), dtype, offset: 0, len }
     }
 

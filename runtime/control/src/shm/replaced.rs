@@ -53,7 +53,9 @@ impl SharedMemory {
         len: NonZeroUsize,
     ) -> Result<ReplacedPages> {
         let page = page_size();
-        assert!([offset, address.as_ptr() as usize, len.get()].iter().all(|number| number % page == 0));
+        assert!(
+            [offset, address.as_ptr() as usize, len.get()].iter().all(|number| number.is_multiple_of(page))
+        );
         assert!(offset + len.get() <= self.size(), "pages past the end of shared memory");
         let failed = |errno: nix::errno::Errno| {
             Error::system(format!("map {len} bytes of shared memory over private memory"), errno)

@@ -123,8 +123,11 @@ impl CpuTransport {
             self.count(bytes, 1);
             return Ok(());
         };
-        // A peer that has ended or failed never finishes the phase, and the wait says so. One that lives is not to blame.
-        self.await_steps_of([peer].into_iter(), self.streamed.wrapping_add(phase), call)?;
+        // The memory of a peer is gone if it has ended or failed. No peer gets beyond this phase without this rank, so a wait
+        // for that ends with an error that names the culprit.
+        let is_gone = matches!(errno, Errno::ESRCH | Errno::EFAULT);
+        let target = self.streamed.wrapping_add(phase + u32::from(is_gone));
+        self.await_steps_of([peer].into_iter(), target, call)?;
         let what = format!("read the memory of rank {}", self.members.world_rank(peer));
         Err(Error::system(what, errno))
     }
