@@ -3,7 +3,7 @@
 //! # The contract of every backend
 //! - **Collective.** All ranks call the same operations in the same order, with the same element type, length,
 //!   reduction and root. Otherwise every rank gets an [`Error::Mismatch`](crate::Error::Mismatch) that names a rank
-//!   that differs. On shared memory the ranks of a broadcast of at most 4 KiB only wait for the root, which may be up to 8
+//!   that differs. On shared memory the ranks of a broadcast of at most 4 KiB (768 bytes in an arena) may only wait for the root, which may be up to 8
 //!   broadcasts ahead: whoever has left one before a mismatch shows gets the error in a later call. [`send`] and [`recv`]
 //!   only concern two ranks. A message that can never match, because the other
 //!   rank waits in another call, is a mismatch, too, reported by the ranks that wait for it. (Under `nccl` this is

@@ -7,7 +7,7 @@
 //! | payload | path | synchronisations |
 //! |---|---|---|
 //! | up to 48 bytes | within the arrival line | 1 |
-//! | a broadcast of up to 4 KiB | [`eager`]: within the arrival line or through a small slot; only the root is waited for | 1 |
+//! | such a broadcast, up to 4 KiB | [`eager`]: within the arrival line or through a small slot; only the root is waited for | 1 |
 //! | up to about 1 KiB, or 16 KiB if private | [`eager`]: through small slots, every rank reduces everything itself |
 //! 1 |
 //! | in an arena | [`direct`]: in place, in blocks; ranks help late ranks | 2 |
@@ -316,13 +316,13 @@ impl CpuTransport {
 
     #[inline(never)]
     fn broadcast(&mut self, buffer: &Buffer, root: u32, call: Signature) -> Result<()> {
-        if buffer.bytes() <= AHEAD_BYTES {
-            let path = if buffer.bytes() <= INLINE_BYTES { Path::Inline } else { Path::Eager };
-            return self.broadcast_ahead(buffer, root, &call.with_path(path));
-        }
-        self.settle(0)?;
         let path = self.by_size(buffer, buffer.bytes());
         let call = &call.with_path(path);
+        let is_ahead = matches!(path, Path::Inline | Path::Eager) && buffer.bytes() <= AHEAD_BYTES;
+        if is_ahead {
+            return self.broadcast_ahead(buffer, root, call);
+        }
+        self.settle(0)?;
         match path {
             Path::Inline | Path::Eager => self.eager_broadcast(buffer, root, call),
             Path::Direct => self.direct_broadcast(buffer, root, call),
