@@ -486,6 +486,32 @@ fn all_of(comm: &mut Communicator, kinds: &[BufferKind], algorithms: &[Algorithm
     comm.barrier()
 }
 
+/// Private buffers that are so large that ranks read them in each other's memory, if they can. Panics at the first wrong
+/// element.
+///
+/// # Errors
+/// As the collectives.
+pub fn large_private(mut world: World) -> Result<()> {
+    let mut comm = world.communicator()?;
+    let mut test = CollectiveTest {
+        comm: &mut comm,
+        kinds: &[BufferKind::Private],
+        algorithms: &[Algorithm::Auto],
+        offset: 3,
+    };
+    for len in [(1 << 20) - 1, 1 << 20, (1 << 20) + 5] {
+        test.all_reduce::<f32>(len, ReduceOp::Sum)?;
+        test.reduce_scatter::<f32>(len, ReduceOp::Avg)?;
+        test.all_gather::<f32>(len)?;
+    }
+    // Of another element size, with small operations in between.
+    test.all_gather_v::<bf16>(1 << 20)?;
+    test.broadcast::<f64>(3, 0)?;
+    test.all_reduce::<bf16>((2 << 20) + 1, ReduceOp::Avg)?;
+    test.all_reduce::<i32>(100_000, ReduceOp::Max)?;
+    comm.barrier()
+}
+
 /// Alternates between two communicators of one world, with memory of either. Panics at the first wrong element.
 ///
 /// # Errors

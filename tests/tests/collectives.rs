@@ -55,6 +55,31 @@ fn messages_wait_while_a_ring_runs() {
     }
 }
 
+#[test]
+fn large_private_buffers() {
+    for ranks in [1, 2, 3, 5] {
+        in_threads(ranks, collectives::large_private);
+        in_processes(ranks, "large-private");
+    }
+}
+
+#[test]
+fn memory_of_the_program_is_adopted_in_place() {
+    for ranks in [1, 2, 3, 5] {
+        let program = env!("CARGO_BIN_EXE_t-adopt");
+        run(command(program).arg(ranks.to_string())).expect(0, &[]);
+        let mut launcher = command(env!("CARGO_BIN_EXE_t-mgpurun"));
+        run(launcher.args(["-n", &ranks.to_string(), program])).expect(0, &[]);
+    }
+}
+
+#[test]
+fn adopted_memory_is_private_again_after_a_rank_was_lost() {
+    let mut launcher = command(env!("CARGO_BIN_EXE_t-mgpurun"));
+    launcher.args(["-n", "3", env!("CARGO_BIN_EXE_t-adopt"), "--lose", "1"]);
+    run(&mut launcher).expect(9, &["rank 1"]);
+}
+
 /// In processes only, because a rank inspects its own process.
 #[test]
 fn a_memory_shortage_is_an_error_and_survivable() {
@@ -145,6 +170,74 @@ fn mismatch_errors(ranks: u32, call: impl Fn(&mut Communicator) -> Result<()> + 
         assert!(matches!(error, Error::Mismatch { .. }), "{error}");
         Some(error.to_string())
     })
+}
+
+/// The root of a small broadcast waits for nobody, so it is told in its next operation.
+#[test]
+fn a_mismatch_in_a_small_broadcast_is_told_later() {
+    for (len, path) in [(8, "inline"), (1000, "eager")] {
+        let broadcast = |comm: &mut Communicator, root| {
+            comm.broadcast(Buffer::zeroed::<f32>(len), root)?.wait().map(drop)
+        };
+        // Rank 1 differs from the root and from rank 2.
+        let errors = mismatch_errors(3, |comm| match comm.rank() {
+            1 => comm.all_reduce(Buffer::zeroed::<f32>(3), ReduceOp::Sum)?.wait().map(drop),
+            _ => {
+                broadcast(comm, 0).expect("the root sends to itself, and to rank 2");
+                comm.barrier()
+            }
+        });
+        for error in errors {
+            let error = error.expect("every rank gets an error");
+            assert!(error.contains("rank 1 calls all_reduce(3 f32, sum, inline)"), "{error}");
+            assert!(error.contains(&format!(" calls broadcast({len} f32, root 0, {path})")), "{error}");
+            assert!(error.contains("operation 1:"), "{error}");
+        }
+        // Everybody is a root.
+        let errors = mismatch_errors(2, |comm| {
+            let rank = comm.rank();
+            (0..3).for_each(|_| broadcast(comm, rank).expect("a root waits for nobody"));
+            comm.barrier()
+        });
+        for error in errors {
+            let error = error.expect("every rank gets an error");
+            let call = |rank: u32| format!("rank {rank} calls broadcast({len} f32, root {rank}, {path})");
+            assert!(error.contains(&call(0)) && error.contains(&call(1)), "{error}");
+            assert!(error.contains("operation 1:"), "{error}");
+        }
+    }
+}
+
+/// The root of small broadcasts is ahead of its peers, by a limited number; each receives what was sent.
+#[test]
+fn a_root_runs_ahead_within_a_window() {
+    use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+    const WINDOW: usize = 8;
+    const ROUNDS: usize = 100;
+    for len in [3, 500] {
+        let sent = AtomicUsize::new(0);
+        in_threads(3, |mut world| {
+            let mut comm = world.communicator()?;
+            for round in 0..ROUNDS {
+                let mut values = vec![0; len];
+                if comm.rank() == 0 {
+                    values = (0..len).map(|index| (round * len + index) as i32).collect();
+                } else {
+                    // The root needs this rank only after as many broadcasts.
+                    while sent.load(SeqCst) < (round + WINDOW).min(ROUNDS) && comm.rank() == 1 {
+                        std::thread::yield_now();
+                    }
+                    assert!(comm.rank() != 1 || sent.load(SeqCst) <= round + WINDOW);
+                }
+                comm.broadcast_slice(&mut values, 0)?;
+                if comm.rank() == 0 {
+                    sent.fetch_add(1, SeqCst);
+                }
+                assert!((0..len).all(|index| values[index] == (round * len + index) as i32));
+            }
+            comm.barrier()
+        });
+    }
 }
 
 /// No timeout is needed for calls that can never match.

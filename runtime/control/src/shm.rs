@@ -4,6 +4,8 @@
 //! when the last process that maps it has ended, however it ended. The seals make it safe to map a file of another
 //! process: without them that process could shrink the file, and our next access would raise SIGBUS.
 
+mod replaced;
+
 use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
@@ -16,6 +18,8 @@ use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, munmap};
 use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::stat::fstat;
 use nix::unistd::ftruncate;
+
+pub use replaced::{ReplacedPages, is_private};
 
 use crate::{Error, Result};
 

@@ -114,7 +114,11 @@ impl Arena {
 
 #[derive(Debug)]
 enum Allocation {
-    Private { base: NonNull<u8>, layout: Layout },
+    /// Allocated with this layout, or the caller's own memory if there is none.
+    Private {
+        base: NonNull<u8>,
+        layout: Option<Layout>,
+    },
     Arena(Arena),
 }
 
@@ -129,7 +133,7 @@ impl Allocation {
 
 impl Drop for Allocation {
     fn drop(&mut self) {
-        if let Allocation::Private { base, layout } = self {
+        if let Allocation::Private { base, layout: Some(layout) } = self {
             // SAFETY: allocated with this layout in `zeroed`; this drops its only owner.
             unsafe { dealloc(base.as_ptr(), *layout) };
         }
@@ -181,7 +185,12 @@ impl Buffer {
         if bytes >= HUGE_PAGE {
             advise_huge_pages(base, layout.size());
         }
-        Buffer { allocation: Arc::new(Allocation::Private { base, layout }), dtype, offset: 0, len }
+        Buffer {
+            allocation: Arc::new(Allocation::Private { base, layout: Some(layout) }),
+            dtype,
+            offset: 0,
+            len,
+        }
     }
 
     /// A private copy of `values`.
@@ -189,6 +198,29 @@ impl Buffer {
         let mut buffer = Self::zeroed::<T>(values.len());
         buffer.as_mut_slice().copy_from_slice(values);
         buffer
+    }
+
+    /// The caller's own memory: `len` elements of `dtype` from `base` on. Dropping the buffer does not free it.
+    ///
+    /// ```
+    /// let mut own = vec![1.5f32; 100];
+    /// let base = std::ptr::NonNull::new(own.as_mut_ptr()).unwrap().cast();
+    /// // SAFETY: `own` outlives the buffer and is not used meanwhile.
+    /// let buffer = unsafe { mgpu::Buffer::from_raw_parts(mgpu::DType::F32, base, own.len()) };
+    /// assert_eq!(buffer.as_slice::<f32>()[99], 1.5);
+    /// drop(buffer);
+    /// ```
+    ///
+    /// # Safety
+    /// The memory is valid for reads and writes of `len` elements, which are initialised, until all buffers made of it are
+    /// dropped. An operation that takes one and fails keeps it: then it stays valid until the communicator is dropped.
+    /// Nothing else accesses it meanwhile.
+    ///
+    /// # Panics
+    /// If `base` is not aligned for the element type.
+    pub unsafe fn from_raw_parts(dtype: DType, base: NonNull<u8>, len: usize) -> Buffer {
+        assert!((base.as_ptr() as usize).is_multiple_of(dtype.size()), "{base:?} is not aligned for {dtype}");
+        Buffer { allocation: Arc::new(Allocation::Private { base, layout: None }), dtype, offset: 0, len }
     }
 
     /// The whole of this rank's part of `arena`, which holds at least `len` elements of `dtype`.

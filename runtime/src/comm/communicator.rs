@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
+use super::adopt::Adoption;
 use super::background::Background;
 use super::call::{Call, Request, SegmentUpdate, Update, check_counts};
 use super::exchange::{CountMismatch, Counts};
@@ -15,6 +16,7 @@ use super::{Algorithm, Buffer, Capabilities, DType, Members, Pending, ReduceOp, 
 use crate::clock::now;
 use crate::membership::Membership;
 use crate::progress::Operation;
+use crate::shm::ReplacedPages;
 use crate::{Error, Result};
 
 /// Collectives over the ranks of a world, or of a [group](Self::split) of them. The [module](super) describes the contract of all operations.
@@ -303,17 +305,40 @@ impl Communicator {
         if self.delegates {
             return self.transport.allocate(dtype, len);
         }
+        self.allocate_with(bytes, |transport| transport.allocate(dtype, len))
+    }
+
+    /// Whether the transport can put arenas in the place of a program's own pages.
+    pub(super) fn replaces_pages(&self) -> bool {
+        !self.delegates && self.transport.replaces_pages()
+    }
+
+    /// Whether a call that has returned uses the caller's memory no more.
+    pub(super) fn releases_memory(&self) -> bool {
+        !self.delegates && self.transport.releases_memory()
+    }
+
+    /// Puts an arena in the place of pages of the caller's own. Collective.
+    pub(super) fn adopt_pages(&mut self, adoption: &Adoption<'_>) -> Result<(Buffer, ReplacedPages)> {
+        let bytes = bytes_of(adoption.dtype, adoption.len)?;
+        self.allocate_with(bytes, |transport| transport.adopt_pages(adoption))
+    }
+
+    /// Allocates `bytes` bytes, with the rules of all operations.
+    fn allocate_with<R>(
+        &mut self,
+        bytes: usize,
+        allocate: impl FnOnce(&mut dyn Transport) -> Result<R>,
+    ) -> Result<R> {
         self.number = self.number.wrapping_add(1).max(1);
         let operation = Operation::Allocate;
         let entry = ProgressEntry { operation, number: self.number, bytes, tag: None, on_device: false };
         let begun = self.rules.begin(entry)?;
         let result = match &self.observer {
-            None => self.transport.allocate(dtype, len),
+            None => allocate(&mut *self.transport),
             Some(observer) => {
                 let origin = Origin { group: self.group.as_deref(), background: self.background };
-                observe(&**observer, origin, (operation, None, bytes), |_| {
-                    self.transport.allocate(dtype, len)
-                })
+                observe(&**observer, origin, (operation, None, bytes), |_| allocate(&mut *self.transport))
             }
         };
         self.rules.end(begun, result, &*self.transport)

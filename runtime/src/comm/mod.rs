@@ -3,7 +3,9 @@
 //! # The contract of every backend
 //! - **Collective.** All ranks call the same operations in the same order, with the same element type, length,
 //!   reduction and root. Otherwise every rank gets an [`Error::Mismatch`](crate::Error::Mismatch) that names a rank
-//!   that differs. [`send`] and [`recv`] only concern two ranks. A message that can never match, because the other
+//!   that differs. On shared memory the ranks of a broadcast of at most 4 KiB (768 bytes in an arena) may only wait for the root, which may be up to 8
+//!   broadcasts ahead: whoever has left one before a mismatch shows gets the error in a later call. [`send`] and [`recv`]
+//!   only concern two ranks. A message that can never match, because the other
 //!   rank waits in another call, is a mismatch, too, reported by the ranks that wait for it. (Under `nccl` this is
 //!   detected if the other rank waits in a collective; cyclic waits of messages time out.)
 //! - **Ownership.** An operation takes its [`Buffer`] and returns a [`Pending`] that gives it back. Until then peers
@@ -25,6 +27,8 @@
 //! - **Buffers.** Memory from [`allocate`] is fastest, since peers access it in place; for that, all ranks pass the
 //!   same part of the same allocation. Or all ranks pass private buffers. Allocated memory can only be used by the
 //!   rank that allocated it, with any communicator of the same world whose ranks all took part in the allocation.
+//!   Memory that exists already can become such memory: [`adopt`](Communicator::adopt),
+//!   [`adopt_in_place`](Communicator::adopt_in_place).
 //!
 //! # Modules
 //! | file | question |
@@ -33,6 +37,7 @@
 //! | `call` | what does a call consist of, and are its arguments valid? |
 //! | `rules` | fault injection, progress page, poisoning: for host buffers and device memory |
 //! | `observer` | how are operations traced? |
+//! | `adopt` | how does memory of the program's own become reachable for peers? |
 //! | `transport` | what does a backend supply? `solo`, `cpu`, `hosts`, `nccl` and `background` do |
 //! | `signature` | which properties of a call must be the same on all ranks? |
 //! | `exchange` | which elements go from which rank to which? |
@@ -49,6 +54,7 @@
 //! [`allocate`]: Communicator::allocate
 //! [`split`]: Communicator::split
 
+mod adopt;
 mod background;
 mod buffer;
 mod call;
@@ -70,6 +76,7 @@ mod values;
 
 use std::ops::Range;
 
+pub use adopt::AdoptedMemory;
 pub use buffer::Buffer;
 pub use call::Update;
 pub use communicator::Communicator;

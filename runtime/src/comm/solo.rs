@@ -29,6 +29,10 @@ impl Transport for Solo {
         Ok(Buffer::zeroed_of(dtype, len))
     }
 
+    fn releases_memory(&self) -> bool {
+        true
+    }
+
     fn connect_group(&mut self, _: &SplitGroup, _: Rules) -> Result<Communicator> {
         unreachable!("a group of several ranks has a parent of several ranks")
     }

@@ -17,11 +17,13 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
+use super::adopt::Adoption;
 use super::call::Request;
 use super::rules::{FailureHandler, Rules};
 use super::split::SplitGroup;
 use super::{Algorithm, Buffer, Communicator, DType};
 use crate::Result;
+use crate::shm::ReplacedPages;
 
 /// Properties of a communicator's buffers and reductions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,6 +46,22 @@ pub(crate) trait Transport: FailureHandler + Send {
 
     /// Memory for `len` zeroed elements. Collective.
     fn allocate(&mut self, dtype: DType, len: usize) -> Result<Buffer>;
+
+    /// Whether it can put arenas in the place of a program's own pages: [`adopt_pages`](Self::adopt_pages).
+    fn replaces_pages(&self) -> bool {
+        false
+    }
+
+    /// Puts an arena in the place of pages of the caller's own, as the caller of
+    /// [`adopt_in_place`](Communicator::adopt_in_place) has promised. Collective.
+    fn adopt_pages(&mut self, _: &Adoption<'_>) -> Result<(Buffer, ReplacedPages)> {
+        unreachable!("a transport that replaces no pages")
+    }
+
+    /// Whether it is done with the caller's memory when [`submit`](Self::submit) returns, also with an error.
+    fn releases_memory(&self) -> bool {
+        false
+    }
 
     /// Executes a call to its end, unless it sets [`Request::pending`]. By reference: moving requests and results
     /// would take longer than a small operation.

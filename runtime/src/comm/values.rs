@@ -1,19 +1,36 @@
 //! Collectives on slices instead of buffers.
 
+use std::ptr::NonNull;
+
 use super::exchange::Partition;
 use super::{Buffer, Communicator, DType, Element, ReduceOp, bytes_of};
 use crate::Result;
 
-/// Conveniences for slices; each copies in and out.
+/// Conveniences for slices.
 impl Communicator {
     /// All-reduces a slice in place.
     ///
     /// # Errors
     /// As [`Self::all_reduce`].
     pub fn all_reduce_slice<T: Element>(&mut self, values: &mut [T], op: ReduceOp) -> Result<()> {
-        let reduced = self.all_reduce(Buffer::from_slice(values), op)?.wait()?;
-        values.copy_from_slice(reduced.as_slice());
-        Ok(())
+        self.on_slice(values, |comm, buffer| comm.all_reduce(buffer, op)?.wait())
+    }
+
+    /// Runs an operation in place on a slice, or on a copy of it if the transport may use the memory for longer.
+    fn on_slice<T: Element>(
+        &mut self,
+        values: &mut [T],
+        operation: impl FnOnce(&mut Self, Buffer) -> Result<Buffer>,
+    ) -> Result<()> {
+        if !self.releases_memory() {
+            let result = operation(self, Buffer::from_slice(values))?;
+            values.copy_from_slice(result.as_slice());
+            return Ok(());
+        }
+        let base = NonNull::from(&mut *values).cast();
+        // SAFETY: the slice is borrowed until the operation has returned; then the transport does not use it any more.
+        let buffer = unsafe { Buffer::from_raw_parts(T::DTYPE, base, values.len()) };
+        operation(self, buffer).map(drop)
     }
 
     /// Replaces a slice by that of rank `root`.
@@ -21,9 +38,7 @@ impl Communicator {
     /// # Errors
     /// As [`Self::broadcast`].
     pub fn broadcast_slice<T: Element>(&mut self, values: &mut [T], root: u32) -> Result<()> {
-        let copy = self.broadcast(Buffer::from_slice(values), root)?.wait()?;
-        values.copy_from_slice(copy.as_slice());
-        Ok(())
+        self.on_slice(values, |comm, buffer| comm.broadcast(buffer, root)?.wait())
     }
 
     /// Gathers the values of all ranks, in rank order. All ranks pass the same number of values.

@@ -10,6 +10,7 @@ fn main() -> ExitCode {
         Some("all") => collectives::all,
         Some("two-communicators") => collectives::two_communicators,
         Some("messages-during-a-ring") => collectives::messages_during_a_ring,
+        Some("large-private") => collectives::large_private,
         Some("groups") => collectives::groups,
         Some("shortage") => collectives::shortage,
         other => panic!("unknown body {other:?}"),

@@ -10,6 +10,16 @@ use crate::clock::now;
 use crate::comm::signature::{Path, SIGNATURE_WORDS, Signature, describe};
 use crate::{Error, Result};
 
+/// Bytes of a payload to prefetch.
+const FETCHED_BYTES: usize = 256;
+
+/// Prefetches the first lines of a peer's slot while waiting for its arrival, so that they come together with its flag. Only
+/// a few: fetching a line that the peer is about to write delays the peer.
+fn fetch(slot: *const u8, call: &Signature) {
+    let bytes = call.bytes().min(FETCHED_BYTES);
+    (0..bytes).step_by(64).for_each(|at| prefetch::for_reading(slot.wrapping_add(at)));
+}
+
 impl CpuTransport {
     /// Sequence number of the next operation. Slots that are written before [`enter`](Self::enter) belong to it.
     pub(super) fn next_sequence(&self) -> u32 {
@@ -18,42 +28,97 @@ impl CpuTransport {
 
     /// Arrives at the next operation and waits until all ranks have arrived with the same call.
     pub(super) fn enter(&mut self, call: &Signature) -> Result<()> {
+        debug_assert!(self.unsettled.is_empty(), "an arrival before earlier ones were compared");
+        self.arrive(call);
+        self.await_arrivals(call)?;
+        self.record_arrival();
+        // Peers have finished with the next arrival line: prefetch it for writing.
+        let next: *const Arrival = self.region.lines(self.rank).arrival(self.next_sequence());
+        prefetch::for_writing(next.cast());
+        Ok(())
+    }
+
+    /// Arrives at the next operation.
+    fn arrive(&mut self, call: &Signature) {
         self.sequence = self.next_sequence();
-        let own = self.region.lines(self.rank);
-        own.arrive(self.sequence, call, self.policy);
+        self.region.lines(self.rank).arrive(self.sequence, call, self.policy);
         // After the arrival was published: reading the clock then delays no peer.
         self.membership.page().touch(self.membership.rank());
-        let digest = own.arrival(self.sequence).digest();
-        for peer in self.peers() {
-            let line = self.region.lines(peer).arrival(self.sequence);
-            if call.path == Path::Eager {
-                self.policy.spin_while(&line.flag, self.sequence, || self.fetch_slot(peer, call));
-            }
-            let waited = self.wait(&line.flag, self.sequence, call, || {
-                let arrived =
-                    |peer: &u32| self.region.lines(*peer).arrival(self.sequence).flag.reached(self.sequence);
-                (vec![peer], self.blocking_ranks(self.peers().filter(|peer| !arrived(peer)).collect()))
-            });
-            if let Err(error) = waited {
-                // Prefer the mismatch: a rank that arrived with another call may have ended because of it.
-                let differs = |peer: &u32| {
-                    let line = self.region.lines(*peer).arrival(self.sequence);
-                    line.flag.reached(self.sequence) && line.digest() != digest
-                };
-                return Err(self.peers().find(differs).map_or(error, |peer| self.mismatch(peer, call)));
-            }
-            if line.digest() != digest {
-                return Err(self.mismatch(peer, call));
-            }
+    }
+
+    /// Arrives at the next operation and waits for `root` only, which waits for nobody. The calls of the others are
+    /// compared when this rank [settles](Self::settle).
+    pub(super) fn enter_after(&mut self, root: u32, slot: *const u8, call: &Signature) -> Result<()> {
+        self.arrive(call);
+        if self.rank != root {
+            let digest = self.region.lines(self.rank).arrival(self.sequence).digest();
+            self.await_arrival(root, digest, call, slot)?;
         }
+        self.unsettled.push((self.sequence, *call));
+        self.record_arrival();
+        Ok(())
+    }
+
+    /// Catches up with the comparison of calls: waits until all peers have arrived at all but the last `most` operations
+    /// in which this rank did not wait for them.
+    #[inline]
+    pub(super) fn settle(&mut self, most: usize) -> Result<()> {
+        if self.unsettled.len() > most { self.settle_unsettled(most) } else { Ok(()) }
+    }
+
+    #[cold]
+    fn settle_unsettled(&mut self, most: usize) -> Result<()> {
+        while self.unsettled.len() > most {
+            let (sequence, call) = self.unsettled[0];
+            // Messages name the operation of that number.
+            let current = std::mem::replace(&mut self.sequence, sequence);
+            let settled = self.await_arrivals(&call);
+            self.sequence = current;
+            settled?;
+            self.unsettled.remove(0);
+        }
+        Ok(())
+    }
+
+    fn record_arrival(&self) {
         if let Some(arrival) = &self.arrival {
             // If an operation has several rounds, the first one counts.
             let _ = arrival.compare_exchange(0, now(), Relaxed, Relaxed);
         }
-        // Peers have finished with the next arrival line: prefetch it for writing.
-        let next: *const Arrival = own.arrival(self.next_sequence());
-        prefetch::for_writing(next.cast());
-        Ok(())
+    }
+
+    /// Waits until all ranks have arrived at the current operation with the same call.
+    #[inline]
+    fn await_arrivals(&self, call: &Signature) -> Result<()> {
+        let digest = self.region.lines(self.rank).arrival(self.sequence).digest();
+        self.peers().try_for_each(|peer| {
+            let slot = if call.path == Path::Eager { self.eager_slot(peer) } else { std::ptr::null() };
+            self.await_arrival(peer, digest, call, slot)
+        })
+    }
+
+    /// Waits until `peer` has arrived at the current operation with the call of this digest. Fetches its `slot` meanwhile,
+    /// unless that is null.
+    #[inline]
+    fn await_arrival(&self, peer: u32, digest: u64, call: &Signature, slot: *const u8) -> Result<()> {
+        let line = self.region.lines(peer).arrival(self.sequence);
+        if !slot.is_null() {
+            self.policy.spin_while(&line.flag, self.sequence, || fetch(slot, call));
+        }
+        let waited = self.wait(&line.flag, self.sequence, call, || {
+            let arrived =
+                |peer: &u32| self.region.lines(*peer).arrival(self.sequence).flag.reached(self.sequence);
+            (vec![peer], self.blocking_ranks(self.peers().filter(|peer| !arrived(peer)).collect()))
+        });
+        if let Err(error) = waited {
+            // Prefer the mismatch: a rank that arrived with another call may have ended because of it.
+            let differs = |peer: &u32| {
+                let line = self.region.lines(*peer).arrival(self.sequence);
+                line.flag.reached(self.sequence) && line.digest() != digest
+            };
+            return Err(self.peers().find(differs).map_or(error, |peer| self.mismatch(peer, call)));
+        }
+        if line.digest() != digest { Err(self.mismatch(peer, call)) } else { Ok(()) }
     }
 
     /// The error of arriving at the current operation with another call than `peer`.

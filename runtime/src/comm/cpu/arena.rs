@@ -1,14 +1,15 @@
 //! Arenas: shared memory of which every rank has a part, and that all ranks map.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use super::CpuTransport;
+use crate::comm::adopt::Adoption;
 use crate::comm::buffer::{Arena, HUGE_PAGE};
 use crate::comm::signature::Signature;
 use crate::comm::{Buffer, DType, bytes_of};
 use crate::progress::Operation;
-use crate::shm::{SharedMemory, reserve};
+use crate::shm::{ReplacedPages, SharedMemory, page_size, reserve};
 use crate::{Error, Result, memory};
 
 const PAGE: usize = 4096;
@@ -22,6 +23,16 @@ pub(in crate::comm) fn place_parts(ranks: usize, bytes: usize) -> (Vec<usize>, u
     let part = bytes + ranks * STAGGER;
     let stride = part.next_multiple_of(if part >= HUGE_PAGE { HUGE_PAGE } else { PAGE });
     ((0..ranks).map(|rank| rank * stride + rank * STAGGER).collect(), stride * ranks)
+}
+
+/// Offsets of the parts of `ranks` ranks that replace pages of theirs, which contain `bytes` bytes of interest, and the total
+/// size. Parts are whole pages. A stagger of an odd number of pages keeps the same elements of all ranks out of the same sets
+/// of the L2 cache.
+fn place_pages(ranks: usize, bytes: usize, page: usize) -> (Vec<usize>, usize) {
+    // The first and the last page may be there for a few bytes each.
+    let part = bytes.next_multiple_of(page) + 2 * page;
+    let stride = part.next_multiple_of(if part >= HUGE_PAGE { HUGE_PAGE } else { page }) + 17 * page;
+    ((0..ranks).map(|rank| rank * stride).collect(), stride * ranks)
 }
 
 pub(in crate::comm) fn one_descriptor(fds: Vec<OwnedFd>) -> Result<OwnedFd> {
@@ -40,20 +51,52 @@ impl CpuTransport {
     /// Allocates `len` elements for every rank.
     pub(super) fn allocate_arena(&mut self, dtype: DType, len: usize) -> Result<Buffer> {
         let bytes = bytes_of(dtype, len)?;
+        let (parts, total) = place_parts(self.size as usize, bytes);
+        let own = parts[self.rank as usize];
+        let prepare = |name: &str, memory: &SharedMemory, fd: BorrowedFd<'_>| {
+            Ok(reserve(name, memory, fd, own, bytes)?)
+        };
+        let (arena, ()) = self.form_arena((dtype, len), &parts, total, prepare)?;
+        Ok(Buffer::in_arena(arena, dtype, len))
+    }
+
+    /// Replaces this rank's own pages by its part of an arena.
+    pub(super) fn replace_by_arena(&mut self, adoption: &Adoption<'_>) -> Result<(Buffer, ReplacedPages)> {
+        let Adoption { dtype, len, starts, pages } = adoption;
+        let (parts, total) = place_pages(self.size as usize, len * dtype.size(), page_size());
+        let own = parts[self.rank as usize];
+        let prepare = |name: &str, memory: &SharedMemory, fd: BorrowedFd<'_>| {
+            reserve(name, memory, fd, own, pages.len.get())?;
+            // SAFETY: the promise of the caller of `Communicator::adopt_in_place`.
+            Ok(unsafe { memory.replace_pages(fd, own, pages.address, pages.len) }?)
+        };
+        let begins: Vec<usize> = parts.iter().zip(*starts).map(|(part, start)| part + start).collect();
+        let (arena, replaced) = self.form_arena((*dtype, *len), &begins, total, prepare)?;
+        Ok((Buffer::in_arena(arena, *dtype, *len), replaced))
+    }
+
+    /// Creates an arena of `total` bytes in which rank r's part of `len` elements begins at `parts[r]`. Every rank prepares
+    /// its own part.
+    fn form_arena<R>(
+        &mut self,
+        (dtype, len): (DType, usize),
+        parts: &[usize],
+        total: usize,
+        prepare: impl FnOnce(&str, &SharedMemory, BorrowedFd<'_>) -> Result<R>,
+    ) -> Result<(Arena, R)> {
         let call = Signature::plain(Operation::Allocate, dtype, len);
         self.enter(&call)?;
         self.arenas += 1;
         let name = format!("{}/arena-{}", self.key, self.arenas);
-        let (parts, total) = place_parts(self.size as usize, bytes);
         let (memory, fd) = self.share_arena(&name, total)?;
-        reserve(&name, &memory, fd.as_fd(), parts[self.rank as usize], bytes)?;
-        // A peer's part must not be touched before that rank has reserved it.
+        let prepared = prepare(&name, &memory, fd.as_fd())?;
+        // A peer's part must not be touched before that rank has prepared it.
         self.enter(&call)?;
         memory.map_pages();
         let id = u64::from(self.number) << 32 | u64::from(self.arenas);
-        let parts = self.members.world_ranks().iter().copied().zip(parts);
+        let parts = self.members.world_ranks().iter().copied().zip(parts.iter().copied());
         let arena = Arena::new(memory, id, Arc::downgrade(&self.membership), &self.members, parts);
-        Ok(Buffer::in_arena(arena, dtype, len))
+        Ok((arena, prepared))
     }
 
     /// Creates the memory on rank 0, if there is enough, and maps it on all ranks.
@@ -91,6 +134,11 @@ mod tests {
                 assert!(parts.windows(2).all(|pair| pair[0] + bytes <= pair[1]));
                 assert!(parts[ranks - 1] + bytes <= total);
                 assert!(parts.iter().all(|part| part % 64 == 0));
+                let (parts, total) = place_pages(ranks, bytes, PAGE);
+                let most = bytes.next_multiple_of(PAGE) + PAGE;
+                assert!(parts.windows(2).all(|pair| pair[0] + most <= pair[1]));
+                assert!(parts[ranks - 1] + most <= total);
+                assert!(parts.iter().chain([&total]).all(|part| part % PAGE == 0));
             }
         }
     }

@@ -317,7 +317,16 @@ impl CpuTransport {
     fn write(&mut self, call: &Signature, mut write: impl FnMut(&Self)) -> Result<()> {
         let own = self.region.lines(self.rank);
         own.process((own, self.rank), self.queued[self.rank as usize], 1, |_| write(self));
-        self.await_parts(call)
+        let target = |peer: u32| self.queued[peer as usize].wrapping_add(1);
+        let completed = |peer: u32| self.region.lines(peer).completed();
+        self.peers().try_for_each(|peer| {
+            self.wait(completed(peer), target(peer), call, || {
+                let late = |peer: &u32| !completed(*peer).reached(target(*peer));
+                (vec![peer], self.peers().filter(late).collect())
+            })
+        })?;
+        self.queued.iter_mut().for_each(|count| *count = count.wrapping_add(1));
+        Ok(())
     }
 
     /// The parts of an operation on shards.

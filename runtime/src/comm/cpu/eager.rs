@@ -2,19 +2,18 @@
 //!
 //! A rank copies its contribution next to its arrival flag, or into its slot, before it publishes its arrival. After
 //! all have arrived, every rank computes its result by itself: it reads n·S bytes, but needs no second
-//! synchronisation.
+//! synchronisation. In a broadcast of at most [`AHEAD_BYTES`](super::region::AHEAD_BYTES) the root waits for nobody, within
+//! limits: see [`lines`](super::lines).
 
 use mgpu_kernels::reduce;
 use smallvec::SmallVec;
 
-use super::{CpuTransport, prefetch};
+use super::CpuTransport;
+use super::lines::AHEAD;
 use crate::Result;
 use crate::comm::exchange::{Exchange, Partition};
 use crate::comm::signature::{Path, Signature};
 use crate::comm::{Buffer, ReduceOp};
-
-/// Bytes of the payload to prefetch.
-const FETCHED_BYTES: usize = 256;
 
 /// Addresses of all ranks' contributions. No allocation up to 16 ranks.
 pub(super) type Sources = SmallVec<[*const u8; 16]>;
@@ -42,12 +41,9 @@ impl CpuTransport {
         self.enter(call)
     }
 
-    /// Prefetches the first lines of a peer's slot while waiting for its arrival, so that they come together with its
-    /// flag. Only a few: fetching a line that the peer is about to write delays the peer.
-    pub(super) fn fetch_slot(&self, peer: u32, call: &Signature) {
-        let slot = self.slot(peer, self.sequence, call.path);
-        let bytes = call.bytes().min(FETCHED_BYTES);
-        (0..bytes).step_by(64).for_each(|at| prefetch::for_reading(slot.wrapping_add(at)));
+    /// The slot of `rank` for the current operation.
+    pub(super) fn eager_slot(&self, rank: u32) -> *const u8 {
+        self.region.eager(rank, self.sequence).cast_const()
     }
 
     /// The slots of all ranks, each from byte `begin` on.
@@ -162,6 +158,33 @@ impl CpuTransport {
                     buffer.bytes(),
                 );
             }
+            self.count(buffer.bytes(), 1);
+        }
+        Ok(())
+    }
+
+    /// A broadcast that fits a line or a slot of its own. Ranks wait for the root only.
+    pub(super) fn broadcast_ahead(&mut self, buffer: &Buffer, root: u32, call: &Signature) -> Result<()> {
+        self.settle(AHEAD - 1)?;
+        let sequence = self.next_sequence();
+        let (slot, to_fetch) = if call.path == Path::Inline {
+            (self.region.lines(root).arrival(sequence).payload(), std::ptr::null())
+        } else {
+            let slot = self.region.ahead(root, sequence);
+            (slot, slot.cast_const())
+        };
+        if self.rank == root {
+            if call.path == Path::Eager {
+                self.region.reserve_ahead(root)?;
+            }
+            // SAFETY: the payload fits (the path was chosen so). It is not read before the arrival, and its readers of the
+            // operation that used it before have finished (see `lines`).
+            unsafe { std::ptr::copy_nonoverlapping(buffer.address(), slot, buffer.bytes()) };
+        }
+        self.enter_after(root, to_fetch, call)?;
+        if self.rank != root {
+            // SAFETY: the root has filled its slot and does not write it until this rank has arrived at a later operation.
+            unsafe { std::ptr::copy_nonoverlapping(slot.cast_const(), buffer.address(), buffer.bytes()) };
             self.count(buffer.bytes(), 1);
         }
         Ok(())

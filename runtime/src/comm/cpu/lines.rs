@@ -1,10 +1,16 @@
 //! The cache lines of shared memory on which ranks synchronise, and the order in which they may be accessed.
 //!
-//! **Arrival.** A rank publishes operation `s` in arrival line `s mod 2`: a digest of its arguments, a small payload
-//! and then the flag, all in one cache line, so that a peer that sees the flag has everything. Two lines are enough:
-//! a rank that writes the line for `s` has left `s − 1`, which required that every peer had arrived there and so had
-//! finished reading what belonged to `s − 2`. The same argument applies to everything that alternates between two
-//! copies.
+//! **Arrival.** A rank publishes operation `s` in one of its arrival lines, which it uses in turn: a digest of its
+//! arguments, a small payload and then the flag, all in one cache line, so that a peer that sees the flag has everything.
+//! In most operations every rank waits until all peers have arrived, and compares their digests. For what is written
+//! only there, two copies are enough: a rank that writes the copy for `s` has left `s − 1`, which required that every
+//! peer had arrived there and so had finished reading what belonged to `s − 2`.
+//!
+//! **Running ahead.** In a small broadcast a rank waits for the root only, and the root for nobody. What is not compared
+//! there is compared later: before a rank arrives at `s`, all peers must have arrived at `s − AHEAD`, with equal digests
+//! up to there. So when a rank writes its line for `s`, its peers have compared everything up to `s − 2·AHEAD`, and have
+//! finished reading payloads up to `s − AHEAD − 1`: that many lines are enough. Before any other operation a rank
+//! catches up with all comparisons.
 //!
 //! **Work.** Each rank has a queue of blocks of the current operation. A queue is a pair of counters that only grow
 //! (and wrap): tickets drawn, and blocks completed. Every rank knows from the sequence of operations where each
@@ -17,11 +23,18 @@
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
+use super::remote::PrivateMemory;
 use super::wait::{FLAG_WORDS, Flag, WaitPolicy};
 use crate::comm::signature::{SIGNATURE_WORDS, Signature};
 
 /// Size of the payload that fits into an arrival line.
 pub(super) const INLINE_BYTES: usize = (FLAG_WORDS - 1) * 8;
+
+/// How many broadcasts a rank may be ahead of its peers.
+pub(super) const AHEAD: usize = 8;
+
+/// Number of a rank's arrival lines.
+pub(super) const ARRIVALS: usize = 2 * AHEAD;
 
 /// A rank's arrival at an operation.
 #[derive(Default)]
@@ -62,8 +75,8 @@ struct Diagnostics {
     waiting: [AtomicU32; 3],
     /// The call in which it waits.
     waits_in: [AtomicU64; SIGNATURE_WORDS],
-    /// The arguments of the last two operations.
-    calls: [[AtomicU64; SIGNATURE_WORDS]; 2],
+    /// The arguments of the last operations, as many as there are arrival lines.
+    calls: [[AtomicU64; SIGNATURE_WORDS]; ARRIVALS],
 }
 
 /// The record of a long wait.
@@ -82,24 +95,28 @@ pub(super) struct Waiting {
 #[derive(Default)]
 #[repr(C)]
 pub(super) struct RankLines {
-    arrivals: [Arrival; 2],
+    arrivals: [Arrival; ARRIVALS],
     tickets: Tickets,
     /// Completed blocks of this rank's queue.
     completed: Flag,
+    /// Steps of this rank's streams.
+    steps: Flag,
+    /// Where this rank's private memory is.
+    pub(super) memory: PrivateMemory,
     diagnostics: Diagnostics,
 }
 
 impl RankLines {
     /// The line for operation `sequence`.
     pub(super) fn arrival(&self, sequence: u32) -> &Arrival {
-        &self.arrivals[(sequence % 2) as usize]
+        &self.arrivals[sequence as usize % ARRIVALS]
     }
 
     /// Publishes this rank's arrival at operation `sequence`.
     pub(super) fn arrive(&self, sequence: u32, call: &Signature, policy: WaitPolicy) {
         let words = call.encode();
         let digest = Signature::digest(words);
-        for (slot, word) in self.diagnostics.calls[(sequence % 2) as usize].iter().zip(words) {
+        for (slot, word) in self.diagnostics.calls[sequence as usize % ARRIVALS].iter().zip(words) {
             slot.store(word, Ordering::Relaxed);
         }
         let flag = &self.arrival(sequence).flag;
@@ -109,7 +126,7 @@ impl RankLines {
 
     /// What this rank passed to operation `sequence`, for the error message of a peer that passed something else.
     pub(super) fn call(&self, sequence: u32) -> [u64; SIGNATURE_WORDS] {
-        let words = &self.diagnostics.calls[(sequence % 2) as usize];
+        let words = &self.diagnostics.calls[sequence as usize % ARRIVALS];
         std::array::from_fn(|index| words[index].load(Ordering::Relaxed))
     }
 
@@ -141,6 +158,11 @@ impl RankLines {
     /// Completed blocks of this rank's queue.
     pub(super) fn completed(&self) -> &Flag {
         &self.completed
+    }
+
+    /// Steps of this rank's streams (see `stream`).
+    pub(super) fn steps(&self) -> &Flag {
+        &self.steps
     }
 
     /// Records what this rank has been waiting for. Only the rank itself may call it.
@@ -222,6 +244,8 @@ mod tests {
     struct Rank {
         lines: RankLines,
         slots: [Plain<u32>; 2],
+        /// Slots of broadcasts.
+        ahead: [Plain<u32>; ARRIVALS],
         /// One element per block of every queue.
         buffer: [Plain<u32>; RANKS as usize * BLOCKS],
     }
@@ -295,7 +319,7 @@ mod tests {
     #[test]
     fn lines_have_the_size_of_cache_lines() {
         assert_eq!([size_of::<Arrival>(), size_of::<Tickets>(), size_of::<Flag>()], [128; 3]);
-        assert_eq!((size_of::<Diagnostics>(), size_of::<RankLines>()), (128, 640));
+        assert_eq!((size_of::<Diagnostics>(), size_of::<RankLines>()), (640, 3200));
         assert!(std::mem::offset_of!(Flag, words) + FLAG_WORDS * 8 <= 64);
     }
 
@@ -310,6 +334,39 @@ mod tests {
                 assert_eq!(sum, expected);
                 for (peer, number) in member.ranks.iter().zip(0..) {
                     assert_eq!(peer.slots[turn].read(), sequence * 10 + number);
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn a_root_that_runs_ahead_overwrites_nothing_that_is_still_read() {
+        in_threads(|member| {
+            // Every rank is the root for a while.
+            for sequence in 1..=ROUNDS {
+                let await_at = |peer: &Rank, sequence: u32| {
+                    member.wait(&peer.lines.arrival(sequence).flag, sequence);
+                };
+                if let Some(settled) = sequence.checked_sub(AHEAD as u32).filter(|settled| *settled > 0) {
+                    for peer in member.ranks {
+                        await_at(peer, settled);
+                        assert_eq!(peer.lines.arrival(settled).digest(), Signature::digest(call().encode()));
+                    }
+                }
+                let (root, turn) = (sequence / 50 % RANKS, sequence as usize % ARRIVALS);
+                if member.rank == root {
+                    member.own().ahead[turn].write(sequence * 10);
+                }
+                // SAFETY: what the tests verify: nobody reads the payload now.
+                unsafe { member.own().lines.arrival(sequence).payload().cast::<u32>().write(sequence) };
+                member.own().lines.arrive(sequence, &call(), member.policy);
+                if member.rank != root {
+                    let root = &member.ranks[root as usize];
+                    await_at(root, sequence);
+                    let payload = root.lines.arrival(sequence).payload();
+                    // SAFETY: as above: nobody writes the payload now.
+                    assert_eq!(unsafe { payload.cast::<u32>().read() }, sequence);
+                    assert_eq!(root.ahead[turn].read(), sequence * 10);
                 }
             }
         });

@@ -7,13 +7,15 @@
 //! | payload | path | synchronisations |
 //! |---|---|---|
 //! | up to 48 bytes | within the arrival line | 1 |
+//! | such a broadcast, up to 4 KiB | [`eager`]: within the arrival line or through a small slot; only the root is waited for | 1 |
 //! | up to about 1 KiB, or 16 KiB if private | [`eager`]: through small slots, every rank reduces everything itself |
 //! 1 |
 //! | in an arena | [`direct`]: in place, in blocks; ranks help late ranks | 2 |
 //! | fused update + all-gather, all-to-all, parts of different lengths; in an arena | [`direct`]: every rank writes
 //! its own part | 2 |
 //! | reduction to a root that does all of it, in an arena | [`direct`]: the root reads all buffers | 2 |
-//! | private | [`staged`]: through staging memory, in chunks | 2 per chunk |
+//! | private | [`staged`]: through staging memory, in blocks that overlap ([`stream`]) | 1 per block |
+//! | private, from 4 MiB on, where the kernel permits | [`remote`]: read in the peers' memory | 2 or 3 |
 //! | on request | [`ring`]: from rank to rank, over [`channel`]s | 1, then pairwise |
 
 mod agree;
@@ -25,8 +27,10 @@ mod eager;
 mod lines;
 mod prefetch;
 mod region;
+mod remote;
 mod ring;
 mod staged;
+mod stream;
 mod wait;
 
 use std::cell::Cell;
@@ -37,11 +41,13 @@ use std::time::Duration;
 
 pub(super) use arena::{one_descriptor, place_parts};
 use cores::Cores;
-use lines::INLINE_BYTES;
-use region::{EAGER_BYTES, Region};
+use lines::{AHEAD, INLINE_BYTES};
+use region::{AHEAD_BYTES, EAGER_BYTES, Region};
+use smallvec::SmallVec;
 use wait::WaitPolicy;
 pub(super) use wait::futex;
 
+use super::adopt::Adoption;
 use super::call::{Call, Request, SegmentUpdate};
 use super::exchange::{Exchange, Partition};
 use super::rules::FailureHandler;
@@ -51,6 +57,7 @@ use super::split::{Members, SplitGroup};
 use super::{Algorithm, Buffer, Capabilities, Communicator, DType, ReduceOp, Rules, Transport, shard};
 use crate::membership::Membership;
 use crate::progress::Operation;
+use crate::shm::ReplacedPages;
 use crate::{Error, Result};
 
 /// Numbers of groups begin here, so that they differ from those of the world's communicators.
@@ -73,8 +80,16 @@ pub(crate) struct CpuTransport {
     family: u32,
     /// Sequence number of the last operation that was entered.
     sequence: u32,
+    /// The last operations in which this rank has not compared the calls of all peers yet.
+    unsettled: SmallVec<[(u32, Signature); AHEAD]>,
     /// Number of blocks that earlier operations have put into each rank's queue.
     queued: Vec<u32>,
+    /// Number of blocks that earlier operations have passed through staging memory.
+    streamed: u32,
+    /// Whether all ranks can read each other's private memory; `None` before that was tried.
+    reads_peers: Option<bool>,
+    /// Memory for parts of peers' buffers.
+    scratch: Option<Buffer>,
     /// Number of chunks sent to and received from each rank; at this rank's own index, those of the ring.
     sent: Vec<u32>,
     received: Vec<u32>,
@@ -126,7 +141,11 @@ pub(crate) fn connect(
         family: number,
         region,
         sequence: 0,
+        unsettled: SmallVec::new(),
         queued: vec![0; size as usize],
+        streamed: 0,
+        reads_peers: None,
+        scratch: None,
         sent: vec![0; size as usize],
         received: vec![0; size as usize],
         arenas: 0,
@@ -299,6 +318,11 @@ impl CpuTransport {
     fn broadcast(&mut self, buffer: &Buffer, root: u32, call: Signature) -> Result<()> {
         let path = self.by_size(buffer, buffer.bytes());
         let call = &call.with_path(path);
+        let is_ahead = matches!(path, Path::Inline | Path::Eager) && buffer.bytes() <= AHEAD_BYTES;
+        if is_ahead {
+            return self.broadcast_ahead(buffer, root, call);
+        }
+        self.settle(0)?;
         match path {
             Path::Inline | Path::Eager => self.eager_broadcast(buffer, root, call),
             Path::Direct => self.direct_broadcast(buffer, root, call),
@@ -385,7 +409,23 @@ impl Transport for CpuTransport {
 
     fn allocate(&mut self, dtype: DType, len: usize) -> Result<Buffer> {
         self.membership.page().touch(self.membership.rank());
+        self.settle(0)?;
         self.allocate_arena(dtype, len)
+    }
+
+    fn replaces_pages(&self) -> bool {
+        true
+    }
+
+    fn adopt_pages(&mut self, adoption: &Adoption<'_>) -> Result<(Buffer, ReplacedPages)> {
+        self.membership.page().touch(self.membership.rank());
+        self.settle(0)?;
+        self.replace_by_arena(adoption)
+    }
+
+    fn releases_memory(&self) -> bool {
+        // Peers never write private memory, and arenas stay mapped where they are used.
+        true
     }
 
     fn connect_group(&mut self, group: &SplitGroup, rules: Rules) -> Result<Communicator> {
@@ -403,7 +443,11 @@ impl Transport for CpuTransport {
             region,
             family: self.family,
             sequence: 0,
+            unsettled: SmallVec::new(),
             queued: vec![0; size as usize],
+            streamed: 0,
+            reads_peers: None,
+            scratch: None,
             sent: vec![0; size as usize],
             received: vec![0; size as usize],
             arenas: 0,
@@ -421,6 +465,9 @@ impl Transport for CpuTransport {
 
     fn submit(&mut self, request: &mut Request<'_>) -> Result<()> {
         let Request { call, buffer, .. } = request;
+        if !matches!(call, Call::Broadcast { .. }) && call.is_collective() {
+            self.settle(0)?;
+        }
         let shards = Partition::Shards { len: buffer.len(), ranks: self.size };
         match call {
             // Signatures that only depend on the kind of the call are built here, so that they are constants: small

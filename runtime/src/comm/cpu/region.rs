@@ -5,12 +5,13 @@
 //! ```text
 //! per rank          its lines (see `lines`), its cores
 //! per ordered pair  the flags of a channel
-//! per rank, paged   two eager slots, two staging areas, a two-chunk channel to each rank
+//! per rank, paged   two eager slots, slots of broadcasts, slots of streams, a two-chunk channel to each rank
 //! ```
 //!
-//! Slots and staging areas alternate between operations; `lines` explains why two are enough.
+//! Eager slots alternate between operations; `lines` explains why two are enough, and how many broadcasts need; `stream` how
+//! many streams need.
 //!
-//! A rank writes its staging areas and channels itself, and allocates their memory when it first does: the channels of all
+//! A rank writes its slots and channels itself, and allocates their memory when it first does: the channels of all
 //! pairs would take gigabytes with hundreds of ranks, most of which exchange messages with few others.
 
 use std::cell::Cell;
@@ -18,7 +19,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::AtomicU64;
 
 use super::cores::Cores;
-use super::lines::RankLines;
+use super::lines::{ARRIVALS, RankLines};
+use super::stream::SLOTS;
 use super::wait::Flag;
 use crate::Result;
 use crate::comm::signature::SIGNATURE_WORDS;
@@ -26,8 +28,12 @@ use crate::shm::{Shared, SharedMemory, populate, reserve};
 
 /// Size of an eager slot in bytes.
 pub(super) const EAGER_BYTES: usize = 16 << 10;
-/// Size of a staging area in bytes.
-pub(super) const STAGE_BYTES: usize = 256 << 10;
+/// Size of a slot of a broadcast in bytes.
+pub(super) const AHEAD_BYTES: usize = 4 << 10;
+/// Size of a slot of a stream in bytes.
+pub(super) const SLOT_BYTES: usize = 128 << 10;
+/// Bytes of a rank's channels, unless chunks would be too small or too large.
+const CHANNELS_BYTES: usize = 512 << 10;
 
 /// The sender's line of a channel: the number of chunks sent, and the calls of the two latest ones.
 #[repr(C, align(128))]
@@ -55,6 +61,11 @@ unsafe impl Shared for ChannelReleased {}
 
 const PAGE: usize = 4096;
 
+/// Offsets within the paged part of a rank.
+const AHEAD_SLOTS: usize = 2 * EAGER_BYTES;
+const STREAM_SLOTS: usize = AHEAD_SLOTS + ARRIVALS * AHEAD_BYTES;
+const CHANNELS: usize = STREAM_SLOTS + SLOTS * SLOT_BYTES;
+
 /// Offsets for a number of ranks.
 #[derive(Debug, Clone, Copy)]
 struct Offsets {
@@ -73,9 +84,9 @@ impl Offsets {
         let channel_lines = cores + ranks * size_of::<Cores>();
         let data = (channel_lines + ranks * ranks * size_of::<(ChannelSent, ChannelReleased)>())
             .next_multiple_of(PAGE);
-        // Channels take about as much memory as staging, for any number of ranks.
-        let chunk = (STAGE_BYTES / ranks).clamp(16 << 10, 128 << 10).next_multiple_of(PAGE);
-        let data_stride = 2 * EAGER_BYTES + 2 * STAGE_BYTES + ranks * 2 * chunk;
+        // Channels take about as much memory for any number of ranks.
+        let chunk = (CHANNELS_BYTES / 2 / ranks).clamp(16 << 10, 128 << 10).next_multiple_of(PAGE);
+        let data_stride = CHANNELS + ranks * 2 * chunk;
         let total = data + ranks * data_stride;
         Offsets { ranks, cores, channel_lines, data, data_stride, chunk, total }
     }
@@ -89,8 +100,10 @@ pub(super) struct Region {
     offsets: Offsets,
     /// The memory of this rank's channels is allocated.
     has_channels: bool,
-    /// The memory of this rank's staging areas is allocated.
-    has_stages: Cell<bool>,
+    /// The memory of this rank's slots of streams is allocated.
+    has_stream: Cell<bool>,
+    /// The memory of this rank's slots of broadcasts is allocated.
+    has_ahead: Cell<bool>,
 }
 
 impl Region {
@@ -107,26 +120,43 @@ impl Region {
     }
 
     fn new(name: &str, memory: SharedMemory, offsets: Offsets) -> Self {
-        Region { name: name.to_owned(), memory, offsets, has_channels: false, has_stages: Cell::new(false) }
+        Region {
+            name: name.to_owned(),
+            memory,
+            offsets,
+            has_channels: false,
+            has_stream: Cell::new(false),
+            has_ahead: Cell::new(false),
+        }
     }
 
     /// Reserves the memory of `rank`'s own slots. If later reservations are not possible without the descriptor, reserves
-    /// its staging areas and channels, too.
+    /// all of its memory.
     pub(super) fn reserve(&mut self, fd: BorrowedFd<'_>, rank: u32) -> Result<()> {
         let own = self.data(rank, 0);
         if !populate(&self.name, &self.memory, own, 2 * EAGER_BYTES)? {
             reserve(&self.name, &self.memory, fd, own, self.offsets.data_stride)?;
             self.has_channels = true;
-            self.has_stages.set(true);
+            self.has_stream.set(true);
+            self.has_ahead.set(true);
         }
         Ok(())
     }
 
-    /// Reserves the memory of the staging areas of `rank`, which is this one, before their first use.
-    pub(super) fn reserve_stages(&self, rank: u32) -> Result<()> {
-        if !self.has_stages.get() {
-            populate(&self.name, &self.memory, self.data(rank, 2 * EAGER_BYTES), 2 * STAGE_BYTES)?;
-            self.has_stages.set(true);
+    /// Reserves the memory of the slots of streams of `rank`, which is this one, before their first use.
+    pub(super) fn reserve_stream(&self, rank: u32) -> Result<()> {
+        if !self.has_stream.get() {
+            populate(&self.name, &self.memory, self.data(rank, STREAM_SLOTS), SLOTS * SLOT_BYTES)?;
+            self.has_stream.set(true);
+        }
+        Ok(())
+    }
+
+    /// Reserves the memory of the slots of broadcasts of `rank`, which is this one, before their first use.
+    pub(super) fn reserve_ahead(&self, rank: u32) -> Result<()> {
+        if !self.has_ahead.get() {
+            populate(&self.name, &self.memory, self.data(rank, AHEAD_SLOTS), ARRIVALS * AHEAD_BYTES)?;
+            self.has_ahead.set(true);
         }
         Ok(())
     }
@@ -184,10 +214,14 @@ impl Region {
         self.memory.at(self.data(rank, (sequence % 2) as usize * EAGER_BYTES))
     }
 
-    /// The staging area of `rank` for operation `sequence`.
-    pub(super) fn stage(&self, rank: u32, sequence: u32) -> *mut u8 {
-        let offset = 2 * EAGER_BYTES + (sequence % 2) as usize * STAGE_BYTES;
-        self.memory.at(self.data(rank, offset))
+    /// The slot of `rank` for step `step` of its streams.
+    pub(super) fn slot(&self, rank: u32, step: u32) -> *mut u8 {
+        self.memory.at(self.data(rank, STREAM_SLOTS + step as usize % SLOTS * SLOT_BYTES))
+    }
+
+    /// The slot of `rank` for a broadcast that is operation `sequence`.
+    pub(super) fn ahead(&self, rank: u32, sequence: u32) -> *mut u8 {
+        self.memory.at(self.data(rank, AHEAD_SLOTS + sequence as usize % ARRIVALS * AHEAD_BYTES))
     }
 
     /// Bytes of a channel's chunk.
@@ -202,7 +236,7 @@ impl Region {
 
     fn chunk_offset(&self, from: u32, to: u32, count: u32) -> usize {
         let index = to as usize * 2 + (count % 2) as usize;
-        self.data(from, 2 * EAGER_BYTES + 2 * STAGE_BYTES + index * self.offsets.chunk)
+        self.data(from, CHANNELS + index * self.offsets.chunk)
     }
 }
 
@@ -219,10 +253,15 @@ mod tests {
             for rank in 0..ranks {
                 for turn in 0..2 {
                     parts.push((region.eager(rank, turn) as usize - base, EAGER_BYTES));
-                    parts.push((region.stage(rank, turn) as usize - base, STAGE_BYTES));
                     for to in 0..ranks {
                         parts.push((region.chunk(rank, to, turn) as usize - base, region.chunk_bytes()));
                     }
+                }
+                for turn in 0..ARRIVALS as u32 {
+                    parts.push((region.ahead(rank, turn) as usize - base, AHEAD_BYTES));
+                }
+                for step in 0..SLOTS as u32 {
+                    parts.push((region.slot(rank, step) as usize - base, SLOT_BYTES));
                 }
                 let lines: *const RankLines = region.lines(rank);
                 parts.push((lines as usize - base, size_of::<RankLines>()));

@@ -1,8 +1,15 @@
-//! Collectives on private buffers: chunk by chunk through staging memory.
+//! Collectives on private buffers: block by block through the slots of a [`stream`](super::stream).
 //!
-//! Every rank has two staging areas and alternates between them, so that the end of a chunk needs no synchronisation
-//! besides the next arrival (see [`lines`](super::lines) for why two are enough). In the all-reduce, rank r reduces
-//! part r of every chunk, and fills its other area with the next chunk while its peers still process this one.
+//! | collective | fill | work | fetch |
+//! |---|---|---|---|
+//! | all-reduce of two ranks | the block | reduces the whole block | |
+//! | all-reduce | the parts that peers reduce | reduces its part, for its buffer and its slot | the peers' parts |
+//! | reduce | the block | the root reduces | |
+//! | reduce-scatter, exchanges | a piece for each peer | reduces or copies its pieces | |
+//! | all-gather, gather | its part | copies the peers' parts | |
+//! | broadcast | the root: the block | copies it | |
+//!
+//! A rank reads its own elements from its own buffer.
 
 use std::ops::Range;
 
@@ -11,22 +18,34 @@ use mgpu_kernels::reduce;
 use super::CpuTransport;
 use super::direct::{Addresses, Parts};
 use super::eager::Sources;
-use super::region::STAGE_BYTES;
-use super::wait::Flag;
+use super::region::SLOT_BYTES;
+use super::stream::{NoFetch, Stages};
 use crate::Result;
 use crate::comm::exchange::{Exchange, Partition};
-use crate::comm::signature::Signature;
+use crate::comm::signature::{Path, Signature};
 use crate::comm::{Buffer, ReduceOp};
 
 /// Cuts `0..len` into ranges of at most `most`; at least one, so that an empty operation synchronises, too.
-fn chunks(len: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..len.div_ceil(most).max(1)).map(move |index| index * most..len.min((index + 1) * most))
+#[derive(Debug, Clone, Copy)]
+struct Blocks {
+    len: usize,
+    most: usize,
 }
 
-/// The elements `chunk` of the elements `range`, truncated at its end.
-fn within(range: &Range<usize>, chunk: &Range<usize>) -> Range<usize> {
+impl Blocks {
+    fn count(self) -> usize {
+        self.len.div_ceil(self.most).max(1)
+    }
+
+    fn range(self, index: usize) -> Range<usize> {
+        index * self.most..self.len.min((index + 1) * self.most)
+    }
+}
+
+/// The elements `block` of the elements `range`, truncated at its end.
+fn within(range: &Range<usize>, block: &Range<usize>) -> Range<usize> {
     let at = |element: usize| range.end.min(range.start + element);
-    at(chunk.start)..at(chunk.end)
+    at(block.start)..at(block.end)
 }
 
 /// Copies `bytes` bytes between private and staging memory.
@@ -38,33 +57,42 @@ unsafe fn copy(source: *const u8, destination: *mut u8, bytes: usize) {
     unsafe { std::ptr::copy_nonoverlapping(source, destination, bytes) };
 }
 
-/// A chunk of an all-reduce: its address in this rank's buffer, and the parts that the ranks reduce.
-struct ReduceChunk {
+/// This rank's buffer, cut into blocks.
+struct Payload {
     address: *mut u8,
-    parts: Parts,
     element: usize,
+    blocks: Blocks,
 }
 
-impl ReduceChunk {
-    /// First byte and number of bytes of the part of `rank`.
-    fn part(&self, rank: u32) -> (usize, usize) {
-        let range = self.parts.part(rank);
-        (range.start * self.element, range.len() * self.element)
+impl Payload {
+    /// Blocks of at most `bytes` bytes.
+    fn new(buffer: &Buffer, bytes: usize, call: &Signature) -> Self {
+        let element = call.dtype.size();
+        let blocks = Blocks { len: call.len, most: bytes / element };
+        Payload { address: buffer.address(), element, blocks }
     }
+
+    /// Address and number of elements of a block.
+    fn block(&self, index: usize) -> (*mut u8, usize) {
+        let range = self.blocks.range(index);
+        (self.address.wrapping_add(range.start * self.element), range.len())
+    }
+
+    /// The part of a block that rank `rank` of `ranks` reduces: first byte within the block, and number of elements.
+    fn part(&self, index: usize, ranks: u32, rank: u32) -> (usize, usize) {
+        let part = Parts::equal(self.blocks.range(index).len(), ranks, self.element).part(rank);
+        (part.start * self.element, part.len())
+    }
+}
+
+/// The memory that a reduction reads: the slots of all ranks from byte `at` on, but `own` for rank `rank`.
+fn sources(slots: &Addresses, at: usize, rank: u32, own: *mut u8) -> Sources {
+    let mut sources: Sources = slots.iter().map(|slot| slot.wrapping_add(at).cast_const()).collect();
+    sources[rank as usize] = own;
+    sources
 }
 
 impl CpuTransport {
-    /// The staging area to fill before the next arrival.
-    fn own_stage(&self) -> Result<*mut u8> {
-        self.region.reserve_stages(self.rank)?;
-        Ok(self.region.stage(self.rank, self.next_sequence()))
-    }
-
-    /// The staging areas of all ranks, after the arrival.
-    fn stages(&self) -> Addresses {
-        (0..self.size).map(|rank| self.region.stage(rank, self.sequence)).collect()
-    }
-
     #[inline(never)]
     pub(super) fn staged_all_reduce(
         &mut self,
@@ -72,89 +100,74 @@ impl CpuTransport {
         op: ReduceOp,
         call: &Signature,
     ) -> Result<()> {
-        let element = call.dtype.size();
-        let size = self.size;
-        let mut chunks = chunks(call.len, STAGE_BYTES / element)
-            .map(|range| ReduceChunk {
-                address: buffer.address().wrapping_add(range.start * element),
-                parts: Parts::equal(range.len(), size, element),
-                element,
-            })
-            .peekable();
-        if let Some(first) = chunks.peek() {
-            self.fill_stage(first)?;
+        if self.reads_peers(call.bytes(), call)? {
+            return self.remote_all_reduce(buffer, op, &call.with_path(Path::Remote));
         }
-        while let Some(chunk) = chunks.next() {
-            self.enter(call)?;
-            let stages = self.stages();
-            let own = self.region.lines(self.rank);
-            let begin = self.queued[self.rank as usize];
-            own.process((own, self.rank), begin, 1, |_| self.reduce_part(&chunk, &stages, op, call));
-            if let Some(next) = chunks.peek() {
-                self.fill_stage(next)?;
-            }
-            self.await_parts(call)?;
-            self.fetch_results(&chunk, &stages);
+        if self.size == 2 {
+            self.exchange_and_reduce(buffer, op, call)
+        } else {
+            self.reduce_parts(buffer, op, call)
         }
-        Ok(())
     }
 
-    /// Copies the parts of a chunk that peers will reduce into the staging area of the next operation.
-    fn fill_stage(&self, chunk: &ReduceChunk) -> Result<()> {
-        let stage = self.own_stage()?;
-        for peer in self.peers() {
-            let (at, bytes) = chunk.part(peer);
-            // SAFETY: the chunk is within our buffer and fits into a staging area; nobody else accesses that area
-            // before our arrival at the next operation, because all have left the operation before this one.
-            unsafe { copy(chunk.address.wrapping_add(at), stage.wrapping_add(at), bytes) };
-        }
-        Ok(())
+    /// An all-reduce in which each rank reads everything and reduces everything: with two ranks no more bytes cross than in
+    /// any other way, and nobody waits for results.
+    fn exchange_and_reduce(&mut self, buffer: &Buffer, op: ReduceOp, call: &Signature) -> Result<()> {
+        let payload = Payload::new(buffer, self.block_bytes(), call);
+        let stages = Stages {
+            fill: |_: &Self, index: usize, slot: *mut u8| {
+                let (own, len) = payload.block(index);
+                // SAFETY: the block is within our buffer and fits into the slot, which nobody else accesses now.
+                unsafe { copy(own, slot, len * payload.element) };
+            },
+            work: |comm: &Self, index: usize, slots: &Addresses| {
+                let (own, len) = payload.block(index);
+                let sources = sources(slots, 0, comm.rank, own);
+                // SAFETY: all ranks have filled their slots with this block and do not write them now; our own block was
+                // copied before.
+                unsafe { reduce::reduce(call.dtype, op, &sources, &[own], len) };
+                comm.count(len * payload.element, comm.size - 1);
+            },
+            fetch: None::<NoFetch>,
+        };
+        self.stream(call, payload.blocks.count(), &stages)
     }
 
-    /// Reduces this rank's part of a chunk: its own elements directly from its buffer, those of its peers from their
-    /// staging areas. The result goes to its buffer, and to its staging area for the peers.
-    fn reduce_part(&self, chunk: &ReduceChunk, stages: &Addresses, op: ReduceOp, call: &Signature) {
-        let (at, bytes) = chunk.part(self.rank);
-        let mut sources: Sources = stages.iter().map(|stage| stage.wrapping_add(at).cast_const()).collect();
-        let own = chunk.address.wrapping_add(at);
-        sources[self.rank as usize] = own;
-        let destinations = [own, stages[self.rank as usize].wrapping_add(at)];
-        // SAFETY: all ranks have arrived with their staging areas filled, and only this rank accesses its part of any
-        // of them before it is complete.
-        unsafe { reduce::reduce(call.dtype, op, &sources, &destinations, bytes / chunk.element) };
-        self.count(bytes, self.size - 1);
-    }
-
-    /// The flag that counts the parts that `rank` has reduced, and its value after the current chunk.
-    fn reduced(&self, rank: u32) -> (&Flag, u32) {
-        (self.region.lines(rank).completed(), self.queued[rank as usize].wrapping_add(1))
-    }
-
-    /// Waits until every rank has reduced its part of a chunk.
-    pub(super) fn await_parts(&mut self, call: &Signature) -> Result<()> {
-        for peer in self.peers() {
-            let (flag, target) = self.reduced(peer);
-            self.wait(flag, target, call, || {
-                let late = |peer: &u32| {
-                    let (flag, target) = self.reduced(*peer);
-                    !flag.reached(target)
-                };
-                (vec![peer], self.peers().filter(late).collect())
-            })?;
-        }
-        self.queued.iter_mut().for_each(|count| *count = count.wrapping_add(1));
-        Ok(())
-    }
-
-    /// Copies the parts that peers have reduced into our buffer.
-    fn fetch_results(&self, chunk: &ReduceChunk, stages: &Addresses) {
-        for peer in self.peers() {
-            let (at, bytes) = chunk.part(peer);
-            // SAFETY: the peer's staging area contains its part of the result, and is not written until the operation
-            // after next.
-            unsafe { copy(stages[peer as usize].wrapping_add(at), chunk.address.wrapping_add(at), bytes) };
-            self.count(bytes, 1);
-        }
+    /// An all-reduce in which rank r reduces part r of every block.
+    fn reduce_parts(&mut self, buffer: &Buffer, op: ReduceOp, call: &Signature) -> Result<()> {
+        let payload = Payload::new(buffer, self.block_bytes(), call);
+        let stages = Stages {
+            fill: |comm: &Self, index: usize, slot: *mut u8| {
+                let (own, _) = payload.block(index);
+                for peer in comm.peers() {
+                    let (at, len) = payload.part(index, comm.size, peer);
+                    // SAFETY: as in `exchange_and_reduce`.
+                    unsafe { copy(own.wrapping_add(at), slot.wrapping_add(at), len * payload.element) };
+                }
+            },
+            work: |comm: &Self, index: usize, slots: &Addresses| {
+                let (block, _) = payload.block(index);
+                let (at, len) = payload.part(index, comm.size, comm.rank);
+                let own = block.wrapping_add(at);
+                let sources = sources(slots, at, comm.rank, own);
+                let destinations = [own, slots[comm.rank as usize].wrapping_add(at)];
+                // SAFETY: all ranks have filled their slots, and only this rank accesses its part of any of them before it
+                // has worked.
+                unsafe { reduce::reduce(call.dtype, op, &sources, &destinations, len) };
+                comm.count(len * payload.element, comm.size - 1);
+            },
+            fetch: Some(|comm: &Self, index: usize, slots: &Addresses| {
+                let (own, _) = payload.block(index);
+                for peer in comm.peers() {
+                    let (at, len) = payload.part(index, comm.size, peer);
+                    let bytes = len * payload.element;
+                    // SAFETY: the peer has put its part of the result into its slot, and does not write that now.
+                    unsafe { copy(slots[peer as usize].wrapping_add(at), own.wrapping_add(at), bytes) };
+                    comm.count(bytes, 1);
+                }
+            }),
+        };
+        self.stream(call, payload.blocks.count(), &stages)
     }
 
     #[inline(never)]
@@ -165,21 +178,26 @@ impl CpuTransport {
         root: u32,
         call: &Signature,
     ) -> Result<()> {
-        let element = call.dtype.size();
-        for chunk in chunks(call.len, STAGE_BYTES / element) {
-            let own = buffer.address().wrapping_add(chunk.start * element);
-            // SAFETY: as in `staged_all_reduce`.
-            unsafe { copy(own, self.own_stage()?, chunk.len() * element) };
-            self.enter(call)?;
-            if self.rank == root {
-                let sources: Sources = self.stages().into_iter().map(<*mut u8>::cast_const).collect();
-                // SAFETY: every rank has filled its staging area with this chunk and does not write it until the
-                // operation after next.
-                unsafe { reduce::reduce(call.dtype, op, &sources, &[own], chunk.len()) };
-                self.count(chunk.len() * element, self.size - 1);
-            }
-        }
-        Ok(())
+        let payload = Payload::new(buffer, self.block_bytes(), call);
+        let stages = Stages {
+            fill: |comm: &Self, index: usize, slot: *mut u8| {
+                if comm.rank != root {
+                    let (own, len) = payload.block(index);
+                    // SAFETY: as in `exchange_and_reduce`.
+                    unsafe { copy(own, slot, len * payload.element) };
+                }
+            },
+            work: |comm: &Self, index: usize, slots: &Addresses| {
+                if comm.rank == root {
+                    let (own, len) = payload.block(index);
+                    // SAFETY: as in `exchange_and_reduce`.
+                    unsafe { reduce::reduce(call.dtype, op, &sources(slots, 0, root, own), &[own], len) };
+                    comm.count(len * payload.element, comm.size - 1);
+                }
+            },
+            fetch: None::<NoFetch>,
+        };
+        self.stream(call, payload.blocks.count(), &stages)
     }
 
     #[inline(never)]
@@ -189,26 +207,30 @@ impl CpuTransport {
         op: ReduceOp,
         call: &Signature,
     ) -> Result<()> {
-        let (element, ranks) = (call.dtype.size(), self.size as usize);
-        // A staging area holds one piece for every rank, each beginning at a cache line.
-        let piece = (STAGE_BYTES / ranks) & !63;
-        for chunk in chunks(self.shard(0, call).1, piece / element) {
-            let stage = self.own_stage()?;
-            for rank in 0..self.size {
-                let (at, len) = self.shard_chunk(buffer, rank, &chunk, call);
-                // SAFETY: as in `staged_all_reduce`; piece `rank` of the stage is within it.
-                unsafe { copy(at, stage.wrapping_add(rank as usize * piece), len * element) };
-            }
-            self.enter(call)?;
-            let own = self.rank as usize;
-            let sources: Sources =
-                self.stages().into_iter().map(|stage| stage.wrapping_add(own * piece).cast_const()).collect();
-            let (at, len) = self.shard_chunk(buffer, self.rank, &chunk, call);
-            // SAFETY: as in `staged_reduce`.
-            unsafe { reduce::reduce(call.dtype, op, &sources, &[at], len) };
-            self.count(len * element, self.size - 1);
+        if self.reads_peers(call.bytes(), call)? {
+            return self.remote_reduce_scatter(buffer, op, &call.with_path(Path::Remote));
         }
-        Ok(())
+        let element = call.dtype.size();
+        let piece = self.piece_bytes();
+        let blocks = Blocks { len: self.shard(0, call).1, most: piece / element };
+        let stages = Stages {
+            fill: |comm: &Self, index: usize, slot: *mut u8| {
+                for peer in comm.peers() {
+                    let (at, len) = comm.shard_block(buffer, peer, &blocks.range(index), call);
+                    // SAFETY: as in `exchange_and_reduce`; piece `peer` of the slot is within it.
+                    unsafe { copy(at, slot.wrapping_add(peer as usize * piece), len * element) };
+                }
+            },
+            work: |comm: &Self, index: usize, slots: &Addresses| {
+                let (own, len) = comm.shard_block(buffer, comm.rank, &blocks.range(index), call);
+                let sources = sources(slots, comm.rank as usize * piece, comm.rank, own);
+                // SAFETY: all ranks have filled our piece of their slots and do not write them now.
+                unsafe { reduce::reduce(call.dtype, op, &sources, &[own], len) };
+                comm.count(len * element, comm.size - 1);
+            },
+            fetch: None::<NoFetch>,
+        };
+        self.stream(call, blocks.count(), &stages)
     }
 
     /// Gathers the parts of all ranks on all ranks, or only on `root`.
@@ -220,33 +242,38 @@ impl CpuTransport {
         root: Option<u32>,
         call: &Signature,
     ) -> Result<()> {
-        let element = call.dtype.size();
-        for chunk in chunks(shares.longest(), STAGE_BYTES / element) {
-            let part = |rank| {
-                let part = within(&shares.range(rank), &chunk);
-                (buffer.address().wrapping_add(part.start * element), part.len() * element)
-            };
-            let (at, bytes) = part(self.rank);
-            // SAFETY: as in `staged_all_reduce`.
-            unsafe { copy(at, self.own_stage()?, bytes) };
-            self.enter(call)?;
-            if root.is_some_and(|root| root != self.rank) {
-                continue;
-            }
-            let stages = self.stages();
-            for peer in self.peers() {
-                let (at, bytes) = part(peer);
-                // SAFETY: the peer has filled its staging area with its chunk and does not write it until the
-                // operation after next.
-                unsafe { copy(stages[peer as usize], at, bytes) };
-                self.count(bytes, 1);
-            }
+        if root.is_none() && self.reads_peers(call.bytes(), call)? {
+            return self.remote_all_gather(buffer, shares, &call.with_path(Path::Remote));
         }
-        Ok(())
+        let element = call.dtype.size();
+        let blocks = Blocks { len: shares.longest(), most: self.block_bytes() / element };
+        let part = |rank: u32, index: usize| {
+            let part = within(&shares.range(rank), &blocks.range(index));
+            (buffer.address().wrapping_add(part.start * element), part.len() * element)
+        };
+        let stages = Stages {
+            fill: |comm: &Self, index: usize, slot: *mut u8| {
+                let (at, bytes) = part(comm.rank, index);
+                // SAFETY: as in `exchange_and_reduce`.
+                unsafe { copy(at, slot, bytes) };
+            },
+            work: |comm: &Self, index: usize, slots: &Addresses| {
+                if root.is_some_and(|root| root != comm.rank) {
+                    return;
+                }
+                for peer in comm.peers() {
+                    let (at, bytes) = part(peer, index);
+                    // SAFETY: the peer has filled its slot with its block and does not write it now.
+                    unsafe { copy(slots[peer as usize], at, bytes) };
+                    comm.count(bytes, 1);
+                }
+            },
+            fetch: None::<NoFetch>,
+        };
+        self.stream(call, blocks.count(), &stages)
     }
 
-    /// Transfers the messages of an exchange from one buffer to another, or within one. A staging area holds one
-    /// piece for every rank.
+    /// Transfers the messages of an exchange from one buffer to another, or within one.
     #[inline(never)]
     pub(super) fn staged_exchange(
         &mut self,
@@ -256,63 +283,78 @@ impl CpuTransport {
         call: &Signature,
     ) -> Result<()> {
         let element = call.dtype.size();
-        let piece = (STAGE_BYTES / self.size as usize) & !63;
-        for chunk in chunks(exchange.longest, piece / element) {
-            let stage = self.own_stage()?;
-            for (message, rank) in exchange.send.iter().zip(0..) {
-                let part = within(message, &chunk);
-                let source = from.address().wrapping_add(part.start * element);
-                // SAFETY: as in `staged_all_reduce`; piece `rank` of the stage is within it.
-                unsafe { copy(source, stage.wrapping_add(rank * piece), part.len() * element) };
-            }
-            self.enter(call)?;
-            for (message, stage) in exchange.receive.iter().zip(self.stages()) {
-                let part = within(message, &chunk);
-                let (source, destination) = (
-                    stage.wrapping_add(self.rank as usize * piece),
-                    to.address().wrapping_add(part.start * element),
-                );
-                // SAFETY: the peer has filled our piece of its staging area with as many bytes and does not write it
-                // until the operation after next; the destination elements are not sent by any later chunk.
-                unsafe { copy(source, destination, part.len() * element) };
-                self.count(part.len() * element, 1);
-            }
-        }
-        Ok(())
-    }
-
-    /// Address and length of the elements `chunk` of the shard of `rank`.
-    fn shard_chunk(
-        &self,
-        buffer: &Buffer,
-        rank: u32,
-        chunk: &Range<usize>,
-        call: &Signature,
-    ) -> (*mut u8, usize) {
-        let (begin, len) = self.shard(rank, call);
-        let begin = begin + chunk.start * call.dtype.size();
-        (buffer.address().wrapping_add(begin), len.min(chunk.end).saturating_sub(chunk.start))
+        let piece = self.piece_bytes();
+        let blocks = Blocks { len: exchange.longest, most: piece / element };
+        let stages = Stages {
+            fill: |_: &Self, index: usize, slot: *mut u8| {
+                for (message, rank) in exchange.send.iter().zip(0..) {
+                    let part = within(message, &blocks.range(index));
+                    let source = from.address().wrapping_add(part.start * element);
+                    // SAFETY: as in `exchange_and_reduce`; piece `rank` of the slot is within it.
+                    unsafe { copy(source, slot.wrapping_add(rank * piece), part.len() * element) };
+                }
+            },
+            work: |comm: &Self, index: usize, slots: &Addresses| {
+                for (message, slot) in exchange.receive.iter().zip(slots) {
+                    let part = within(message, &blocks.range(index));
+                    let source = slot.wrapping_add(comm.rank as usize * piece);
+                    let destination = to.address().wrapping_add(part.start * element);
+                    // SAFETY: the peer has filled our piece of its slot with as many bytes and does not write it now; the
+                    // destination elements are not sent by any later block.
+                    unsafe { copy(source, destination, part.len() * element) };
+                    comm.count(part.len() * element, 1);
+                }
+            },
+            fetch: None::<NoFetch>,
+        };
+        self.stream(call, blocks.count(), &stages)
     }
 
     #[inline(never)]
     pub(super) fn staged_broadcast(&mut self, buffer: &Buffer, root: u32, call: &Signature) -> Result<()> {
-        let element = call.dtype.size();
-        for chunk in chunks(call.len, STAGE_BYTES / element) {
-            let bytes = chunk.len() * element;
-            let own = buffer.address().wrapping_add(chunk.start * element);
-            if self.rank == root {
-                // SAFETY: as in `staged_all_reduce`.
-                unsafe { copy(own, self.own_stage()?, bytes) };
-            }
-            self.enter(call)?;
-            if self.rank != root {
-                // SAFETY: the root has filled its staging area with this chunk and does not write it until the
-                // operation after next.
-                unsafe { copy(self.region.stage(root, self.sequence), own, bytes) };
-                self.count(bytes, 1);
-            }
-        }
-        Ok(())
+        let payload = Payload::new(buffer, self.block_bytes(), call);
+        let stages = Stages {
+            fill: |comm: &Self, index: usize, slot: *mut u8| {
+                if comm.rank == root {
+                    let (own, len) = payload.block(index);
+                    // SAFETY: as in `exchange_and_reduce`.
+                    unsafe { copy(own, slot, len * payload.element) };
+                }
+            },
+            work: |comm: &Self, index: usize, slots: &Addresses| {
+                if comm.rank != root {
+                    let (own, len) = payload.block(index);
+                    // SAFETY: the root has filled its slot with this block and does not write it now.
+                    unsafe { copy(slots[root as usize], own, len * payload.element) };
+                    comm.count(len * payload.element, 1);
+                }
+            },
+            fetch: None::<NoFetch>,
+        };
+        self.stream(call, payload.blocks.count(), &stages)
+    }
+
+    /// Bytes of a block of a rank's buffer.
+    fn block_bytes(&self) -> usize {
+        SLOT_BYTES
+    }
+
+    /// Bytes of a piece of a slot with one piece for every rank, each beginning at a cache line.
+    fn piece_bytes(&self) -> usize {
+        (SLOT_BYTES / self.size as usize) & !63
+    }
+
+    /// Address and length of the elements `block` of the shard of `rank`.
+    fn shard_block(
+        &self,
+        buffer: &Buffer,
+        rank: u32,
+        block: &Range<usize>,
+        call: &Signature,
+    ) -> (*mut u8, usize) {
+        let (begin, len) = self.shard(rank, call);
+        let begin = begin + block.start * call.dtype.size();
+        (buffer.address().wrapping_add(begin), len.min(block.end).saturating_sub(block.start))
     }
 }
 
@@ -321,9 +363,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn chunks_cover_all_elements_once_and_are_never_empty() {
+    fn blocks_cover_all_elements_once_and_there_is_at_least_one() {
         for (len, most) in [(0, 4), (1, 4), (4, 4), (5, 4), (12, 4), (13, 4)] {
-            let ranges: Vec<_> = chunks(len, most).collect();
+            let blocks = Blocks { len, most };
+            let ranges: Vec<_> = (0..blocks.count()).map(|index| blocks.range(index)).collect();
             assert!(!ranges.is_empty());
             assert!(ranges.iter().all(|range| range.len() <= most));
             assert_eq!(ranges.into_iter().flatten().collect::<Vec<_>>(), (0..len).collect::<Vec<_>>());

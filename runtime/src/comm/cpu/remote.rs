@@ -1,0 +1,270 @@
+//! Large collectives on private buffers, read where they are.
+//!
+//! Linux lets a process copy from the memory of another one of the same user (`process_vm_readv`), if no security module or
+//! sandbox forbids it. The payload is then copied once, by the rank that needs it, and not into staging memory first. The
+//! kernel looks up every page, so this pays for large buffers only: [`REMOTE_FROM`].
+//!
+//! Ranks only read each other's private memory, they never write it: a rank whose operation has failed may free its buffer
+//! although peers still run. What they read then is an error or garbage, and their operation fails, too.
+//!
+//! An operation is an arrival, with the buffer's address, and one or two phases that end when all ranks have done their part
+//! ([`steps`](super::lines::RankLines::steps)): a buffer must not change while a peer reads it.
+
+use std::hash::{BuildHasher, RandomState};
+use std::io::IoSliceMut;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use mgpu_kernels::reduce;
+use nix::errno::Errno;
+use nix::sys::uio::{RemoteIoVec, process_vm_readv};
+use nix::unistd::Pid;
+
+use super::CpuTransport;
+use super::direct::{Addresses, Parts};
+use super::eager::Sources;
+use crate::comm::exchange::Partition;
+use crate::comm::signature::Signature;
+use crate::comm::{Buffer, DType, ReduceOp};
+use crate::{Error, Result};
+
+/// Smallest buffer of an operation that reads peers' memory, in bytes. Measured with two ranks and a second-level cache of
+/// 2 MiB: smaller buffers are in the caches, where staging takes less time than the kernel's look-ups.
+const REMOTE_FROM: usize = 4 << 20;
+
+/// Bytes of all peers that are reduced at once, so that they are still in the second-level cache.
+const BLOCK_BYTES: usize = 256 << 10;
+
+/// Where a rank's private memory is, for its peers.
+#[derive(Default)]
+#[repr(C, align(128))]
+pub(super) struct PrivateMemory {
+    process: AtomicU32,
+    /// Whether this rank can read the memory of all others: 1 if so.
+    reads_all: AtomicU32,
+    /// A random number, and the address where the process has it, too.
+    nonce: AtomicU64,
+    nonce_at: AtomicU64,
+    /// The buffers of the current operation and of the one before.
+    buffers: [AtomicU64; 2],
+}
+
+impl PrivateMemory {
+    fn buffer(&self, sequence: u32) -> &AtomicU64 {
+        &self.buffers[sequence as usize % 2]
+    }
+}
+
+impl CpuTransport {
+    /// Whether an operation on `bytes` bytes of each rank reads them in its peers' memory. The first time this tries whether
+    /// all ranks can; all ranks get the same answer.
+    pub(super) fn reads_peers(&mut self, bytes: usize, call: &Signature) -> Result<bool> {
+        if bytes < REMOTE_FROM {
+            return Ok(false);
+        }
+        if let Some(known) = self.reads_peers {
+            return Ok(known);
+        }
+        // A number of another process at the same address would be found out.
+        let nonce = Box::new(AtomicU64::new(RandomState::new().hash_one(self.rank) | 1));
+        let own = &self.region.lines(self.rank).memory;
+        own.process.store(std::process::id(), Ordering::Relaxed);
+        own.nonce.store(nonce.load(Ordering::Relaxed), Ordering::Relaxed);
+        own.nonce_at.store(nonce.as_ptr() as u64, Ordering::Relaxed);
+        self.enter(call)?;
+        let can_read = |peer: u32| {
+            let memory = &self.region.lines(peer).memory;
+            let mut found = [0; 8];
+            let at = memory.nonce_at.load(Ordering::Relaxed) as usize;
+            let expected = memory.nonce.load(Ordering::Relaxed);
+            self.read(peer, at, &mut found).is_ok() && u64::from_ne_bytes(found) == expected
+        };
+        let reads_all = self.peers().all(can_read);
+        self.region.lines(self.rank).memory.reads_all.store(reads_all.into(), Ordering::Relaxed);
+        self.enter(call)?;
+        let all =
+            (0..self.size).all(|rank| self.region.lines(rank).memory.reads_all.load(Ordering::Relaxed) == 1);
+        self.reads_peers = Some(all);
+        // All peers have read it.
+        drop(nonce);
+        Ok(all)
+    }
+
+    /// Copies memory of `peer` that begins at `address`.
+    fn read(&self, peer: u32, address: usize, into: &mut [u8]) -> nix::Result<()> {
+        let process = self.region.lines(peer).memory.process.load(Ordering::Relaxed);
+        read_process(Pid::from_raw(process as i32), address, into)
+    }
+
+    /// Arrives at the next operation; returns the addresses of all ranks' buffers.
+    fn enter_with_address(&mut self, buffer: &Buffer, call: &Signature) -> Result<Addresses> {
+        let own = self.region.lines(self.rank).memory.buffer(self.next_sequence());
+        own.store(buffer.address() as u64, Ordering::Relaxed);
+        self.enter(call)?;
+        let address =
+            |rank| self.region.lines(rank).memory.buffer(self.sequence).load(Ordering::Relaxed) as *mut u8;
+        Ok((0..self.size).map(address).collect())
+    }
+
+    /// Copies `bytes` bytes of `peer` from `address` to `to`. `phase` is the one that this rank is in, from 1.
+    ///
+    /// # Safety
+    /// `to` is valid for `bytes` bytes, which nobody else accesses.
+    unsafe fn fetch(
+        &self,
+        peer: u32,
+        address: *const u8,
+        (to, bytes): (*mut u8, usize),
+        phase: u32,
+        call: &Signature,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise; private memory and scratch memory are initialised.
+        let into = unsafe { std::slice::from_raw_parts_mut(to, bytes) };
+        let Err(errno) = self.read(peer, address as usize, into) else {
+            self.count(bytes, 1);
+            return Ok(());
+        };
+        // The memory of a peer is gone if it has ended or failed. No peer gets beyond this phase without this rank, so a wait
+        // for that ends with an error that names the culprit.
+        let is_gone = matches!(errno, Errno::ESRCH | Errno::EFAULT);
+        let target = self.streamed.wrapping_add(phase + u32::from(is_gone));
+        self.await_steps_of([peer].into_iter(), target, call)?;
+        let what = format!("read the memory of rank {}", self.members.world_rank(peer));
+        Err(Error::system(what, errno))
+    }
+
+    /// Ends a phase: waits until all ranks have.
+    fn end_phase(&self, phase: u32, call: &Signature) -> Result<()> {
+        let target = self.streamed.wrapping_add(phase);
+        self.region.lines(self.rank).steps().publish(target, self.policy);
+        self.await_steps_of(self.peers(), target, call)
+    }
+
+    /// Reduces `len` elements from byte `at` of all ranks' buffers into this rank's own.
+    fn reduce_remote(
+        &mut self,
+        all: &Addresses,
+        (at, len): (usize, usize),
+        op: ReduceOp,
+        call: &Signature,
+    ) -> Result<()> {
+        let (element, others) = (call.dtype.size(), self.size as usize - 1);
+        let most = (BLOCK_BYTES / others).max(16 << 10) & !63;
+        let scratch = self.scratch.take().filter(|scratch| scratch.bytes() >= others * most);
+        let scratch = scratch.unwrap_or_else(|| Buffer::zeroed_of(DType::U8, others * most));
+        let mut begin = 0;
+        while begin < len {
+            let count = (len - begin).min(most / element);
+            let offset = at + begin * element;
+            let own = all[self.rank as usize].wrapping_add(offset);
+            let mut sources: Sources = all.iter().map(|_| own.cast_const()).collect();
+            for (peer, index) in self.peers().zip(0..) {
+                let place = scratch.address().wrapping_add(index * most);
+                let address = all[peer as usize].wrapping_add(offset);
+                // SAFETY: each peer has a piece of the scratch memory, which is long enough and only ours.
+                unsafe { self.fetch(peer, address, (place, count * element), 1, call)? };
+                sources[peer as usize] = place;
+            }
+            // SAFETY: sources are scratch memory and our own buffer, whose part no peer reads in this phase.
+            unsafe { reduce::reduce(call.dtype, op, &sources, &[own], count) };
+            begin += count;
+        }
+        self.scratch = Some(scratch);
+        Ok(())
+    }
+
+    /// Rank r reduces part r; then all copy the parts of the others.
+    #[inline(never)]
+    pub(super) fn remote_all_reduce(
+        &mut self,
+        buffer: &Buffer,
+        op: ReduceOp,
+        call: &Signature,
+    ) -> Result<()> {
+        let all = self.enter_with_address(buffer, call)?;
+        let element = call.dtype.size();
+        let parts = Parts::equal(call.len, self.size, element);
+        let part = |rank: u32| (parts.part(rank).start * element, parts.part(rank).len());
+        self.reduce_remote(&all, part(self.rank), op, call)?;
+        self.end_phase(1, call)?;
+        for peer in self.peers() {
+            let (at, len) = part(peer);
+            let to = (buffer.address().wrapping_add(at), len * element);
+            // SAFETY: a part of our buffer that no peer reads in this phase.
+            unsafe { self.fetch(peer, all[peer as usize].wrapping_add(at), to, 2, call)? };
+        }
+        self.end_phase(2, call)?;
+        self.streamed = self.streamed.wrapping_add(2);
+        Ok(())
+    }
+
+    #[inline(never)]
+    pub(super) fn remote_reduce_scatter(
+        &mut self,
+        buffer: &Buffer,
+        op: ReduceOp,
+        call: &Signature,
+    ) -> Result<()> {
+        let all = self.enter_with_address(buffer, call)?;
+        self.reduce_remote(&all, self.shard(self.rank, call), op, call)?;
+        self.end_phase(1, call)?;
+        self.streamed = self.streamed.wrapping_add(1);
+        Ok(())
+    }
+
+    #[inline(never)]
+    pub(super) fn remote_all_gather(
+        &mut self,
+        buffer: &Buffer,
+        shares: Partition<'_>,
+        call: &Signature,
+    ) -> Result<()> {
+        let all = self.enter_with_address(buffer, call)?;
+        let element = call.dtype.size();
+        for peer in self.peers() {
+            let (at, bytes) = (shares.range(peer).start * element, shares.range(peer).len() * element);
+            let to = (buffer.address().wrapping_add(at), bytes);
+            // SAFETY: the peer's part of our buffer, which nobody reads.
+            unsafe { self.fetch(peer, all[peer as usize].wrapping_add(at), to, 1, call)? };
+        }
+        self.end_phase(1, call)?;
+        self.streamed = self.streamed.wrapping_add(1);
+        Ok(())
+    }
+}
+
+/// Copies memory of a process that begins at `address`.
+fn read_process(process: Pid, address: usize, into: &mut [u8]) -> nix::Result<()> {
+    let mut done = 0;
+    while done < into.len() {
+        let rest = &mut into[done..];
+        let from = RemoteIoVec { base: address + done, len: rest.len() };
+        match process_vm_readv(process, &mut [IoSliceMut::new(rest)], &[from]) {
+            Ok(0) => return Err(Errno::EFAULT),
+            Ok(bytes) => done += bytes,
+            Err(Errno::EINTR) => {}
+            Err(errno) => return Err(errno),
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_cannot_be_read_is_an_error() {
+        let own = Pid::this();
+        let values: Vec<u8> = (0..100_000).map(|index| (index % 251) as u8).collect();
+        let mut found = vec![0; values.len()];
+        read_process(own, values.as_ptr() as usize, &mut found).unwrap();
+        assert_eq!(found, values);
+        // Nothing is mapped there.
+        assert_eq!(read_process(own, 64, &mut found), Err(Errno::EFAULT));
+        // A process that has ended.
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let ended = Pid::from_raw(child.id() as i32);
+        child.wait().unwrap();
+        assert_eq!(read_process(ended, values.as_ptr() as usize, &mut found), Err(Errno::ESRCH));
+    }
+}
