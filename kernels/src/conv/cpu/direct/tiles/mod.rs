@@ -130,8 +130,7 @@ impl TiledDirect {
         db: &mut [f32],
         dx: Option<&mut [E]>,
     ) {
-        let (shape, epilogue, engine, result_len) =
-            (self.shape, self.epilogue, self.engine, self.result_len());
+        let (shape, epilogue, engine) = (self.shape, self.epilogue, self.engine);
         let ConvShape { channels, filters, kernel, .. } = shape;
         // The gradient is convolved: its channels are the filters.
         let layout = Filters { channels: filters, filters: channels, kernel };
@@ -159,7 +158,6 @@ impl TiledDirect {
             let gradients = Gradients { shape, epilogue, from, images: range, filters: (layout, packed) };
             gradients.compute(&engine.start(), part.own(), bias, dx);
         });
-        debug_assert!(from.dy.len() == images * result_len);
         for (filter, db) in db.iter_mut().enumerate() {
             *db = self.bias[..parts].iter().map(|sums| sums[filter]).sum::<f64>() as f32;
         }
