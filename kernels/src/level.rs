@@ -4,6 +4,9 @@
 //! variable [`VARIABLE`] lowers the level, so that tests and comparisons can run on the others, too. It is read once,
 //! inside a loop where no error can be returned: a program checks its value at the start with [`is_known`]
 //! (`World::from_env` of the runtime does), and an unknown name has no effect.
+//!
+//! The last three levels have the vectors of AVX-512. They differ in what multiplies bf16 where that is allowed, see
+//! [`crate::tile_engine`].
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
@@ -18,7 +21,7 @@ pub(crate) const AVX512: u8 = 3;
 pub const VARIABLE: &str = "MGPU_SIMD";
 
 /// Names of the levels, from the lowest. A level that the processor lacks is allowed: it means at most that level.
-pub const NAMES: [&str; 3] = ["portable", "avx2", "avx512"];
+pub const NAMES: [&str; 6] = ["portable", "avx2", "avx512", "avx512bf16", "amx", "amx-emulated"];
 
 /// Whether `name` is the name of a level, and so a valid value of [`VARIABLE`].
 ///
@@ -30,7 +33,7 @@ pub fn is_known(name: &str) -> bool {
     NAMES.contains(&name)
 }
 
-/// The name of the level that loops run on.
+/// The name of the level that vectorised loops run on: one of the first three.
 pub fn name() -> &'static str {
     NAMES[usize::from(detect() - BASELINE)]
 }

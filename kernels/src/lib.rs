@@ -7,9 +7,9 @@
 //!   [`optimizer`], [`scale`].
 //! - Data and parameters: [`gather`] assembles batches, [`arena`] and [`digest`] treat all parameters of a network as
 //!   one contiguous slice.
-//! - Building blocks: register tiles for all matrix products, [`transpose`] for the layout of images, [`threads`] for
-//!   the cores of one rank and [`peak`] for their peak performance, [`rng`] for random numbers that depend on seed,
-//!   stream and counter only.
+//! - Building blocks: register tiles for all matrix products in f32, [`tile_engine`] for those of bf16, [`transpose`] for
+//!   the layout of images, [`threads`] for the cores of one rank and [`peak`] for their peak performance, [`rng`] for
+//!   random numbers that depend on seed, stream and counter only.
 //! - [`level`] names the instruction sets that they are all compiled for.
 //! - Collectives: [`dtype`], [`reduce`] and, between hosts, [`checksum`](mod@checksum).
 //! - GPUs, with the feature `cuda` (on by default; nothing needs to be installed to build): [`cuda`].
@@ -47,6 +47,7 @@ mod scratch;
 mod simd;
 mod storage;
 pub mod threads;
+pub mod tile_engine;
 pub mod transpose;
 
 #[cfg(test)]

@@ -3,11 +3,11 @@
 use mgpu::timeline::Timeline;
 use mgpu::{GradientSink, Layout, Result};
 use mgpu_kernels::conv::cpu::ConvPolicy;
-use mgpu_kernels::{Scratch, Storage, Threads, loss, transpose};
+use mgpu_kernels::{Scratch, Storage, Threads, loss, tile_engine, transpose};
 
 use super::LossReport;
 use super::initial;
-use super::layers::{BackwardPass, CpuLayer, DropoutKey, ForwardPass, Image, PassState, Step};
+use super::layers::{BackwardPass, CpuKernels, CpuLayer, DropoutKey, ForwardPass, Image, PassState, Step};
 use super::memory::{ActivationGradients, ActivationMemory, image_slots, vector_slots};
 use super::plan::{Plan, Stage};
 use super::profile::{self, Lap, Profile, StageTimes, TimelineSpans, lap};
@@ -105,11 +105,14 @@ impl<E: Storage> Net<E> {
         choice: ConvPolicy,
     ) -> Net<E> {
         let threads = Threads::new(threads);
+        let engine = tile_engine::of_storage::<E>();
+        let kernels =
+            |stage: &Stage| CpuKernels { conv: choice, engine: engine.filter(|_| !stage.stays_f32) };
         let tensors = plan.tensors.parameters.tensors();
         let biases =
             plan.stages.iter().filter_map(|stage| stage.op.weight()).map(|weight| tensors[weight + 1].len());
         Net {
-            cpu_layers: plan.stages.iter().map(|stage| stage.op.on_cpu(choice)).collect(),
+            cpu_layers: plan.stages.iter().map(|stage| stage.op.on_cpu(kernels(stage))).collect(),
             batches: (0..in_flight).map(|_| BatchInFlight::new(&plan, max_batch)).collect(),
             current: 0,
             image_gradients: ActivationGradients::new(&plan, image_slots(&plan), max_batch),
@@ -145,7 +148,7 @@ impl<E: Storage> Net<E> {
         Some((profile, self.plan.stage_times(profile, kernels)))
     }
 
-    /// One line for each convolution: its algorithm.
+    /// One line for each convolution, and for each dense layer with products of bf16: its algorithm.
     pub fn describe(&self) -> Vec<String> {
         let stages = self.plan.stages.iter().zip(&self.cpu_layers);
         let convolutions = stages.filter(|(_, cpu_layer)| cpu_layer.is_chosen());

@@ -33,6 +33,9 @@ pub(super) struct Stage {
     /// The image that was flattened into its input, if it has several channels and several positions: the operation's
     /// weights expect \[C, H, W\], but the data is \[H, W, C\].
     pub(super) flattened: Option<Image>,
+    /// Whether its products are computed in f32 with all precisions: if it is the first or the last layer of the network
+    /// with parameters. The first one sees every pixel's full precision, and the last one's outputs are the logits.
+    pub(super) stays_f32: bool,
 }
 
 impl Stage {
@@ -127,6 +130,10 @@ impl Plan {
         );
         let flat = plan.stages.iter().find(|stage| stage.flattened.is_some() || stage.op.takes_vectors());
         plan.vectors = flat.expect("a network has a dense layer").output;
+        let mut trained: Vec<_> =
+            plan.stages.iter_mut().filter(|stage| stage.op.weight().is_some()).collect();
+        trained.first_mut().into_iter().for_each(|stage| stage.stays_f32 = true);
+        trained.last_mut().into_iter().for_each(|stage| stage.stays_f32 = true);
         plan.keep(&layers);
         plan
     }
@@ -173,7 +180,8 @@ impl Plan {
             self.slots.push(len);
         }
         let flattened = flattened.filter(|image| !in_place && image.channels > 1 && image.plane > 1);
-        self.stages.push(Stage { op, layer, input, output: self.slots.len() - 1, flattened });
+        let output = self.slots.len() - 1;
+        self.stages.push(Stage { op, layer, input, output, flattened, stays_f32: false });
     }
 
     /// The shape of the images that are flattened.
@@ -216,6 +224,18 @@ mod tests {
         assert_eq!(plan.vectors, 3);
         assert_eq!(plan.stages[2].flattened, Some(Image { channels: 128, plane: 49 }));
         assert_eq!(plan.stages[4].flattened, None);
+    }
+
+    #[test]
+    fn the_first_and_the_last_layer_with_parameters_stay_f32_in_every_part() {
+        let spec = Spec::named("deep").unwrap();
+        let stay = |plan: &Plan| {
+            plan.stages.iter().filter(|stage| stage.stays_f32).map(|stage| stage.layer).collect::<Vec<_>>()
+        };
+        assert_eq!(stay(&Plan::new(&spec)), [0, 10]);
+        assert_eq!(stay(&Plan::part(&spec, 0..3)), [0]);
+        assert_eq!(stay(&Plan::part(&spec, 3..7)), [0usize; 0]);
+        assert_eq!(stay(&Plan::part(&spec, 7..11)), [10]);
     }
 
     #[test]

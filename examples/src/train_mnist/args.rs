@@ -5,8 +5,8 @@ use std::path::PathBuf;
 
 use clap::{ArgGroup, Parser};
 
-use mgpu_kernels::Precision;
 use mgpu_kernels::cuda::{AutotuneOptions, Libraries};
+use mgpu_kernels::{Precision, tile_engine};
 
 use super::division::Division;
 use super::engine::Options;
@@ -71,8 +71,9 @@ pub(super) struct Args {
     /// checkpoint's].
     #[arg(long, value_name = "N")]
     pub(super) seed: Option<u64>,
-    /// Precision: f32, bf16 or, on GPUs only, tf32. On the CPU, bf16 stores images between layers in bf16 and
-    /// computes in f32. Parameters are always f32.
+    /// Precision: f32, bf16 or, on GPUs only, tf32. On the CPU, bf16 stores images between layers in bf16, and multiplies
+    /// bf16 if the processor is faster at that than at f32 (--show-kernels says where). Sums and parameters are always
+    /// f32.
     #[arg(long, value_name = "P", default_value_t = Precision::F32)]
     pub(super) precision: Precision,
     /// Kernels of convolutions and dense layers on a GPU: auto (the fastest of cuDNN, cuBLASLt and our own) or
@@ -301,8 +302,11 @@ impl Args {
         match (on_gpu, self.conv) {
             (true, _) if self.narrow_gradients => format!("{}, narrow gradients", self.kernels),
             (true, _) => self.kernels.to_string(),
-            (false, ConvPolicy::Direct) => "direct".to_owned(),
-            (false, _) => "auto".to_owned(),
+            (false, conv) => {
+                let conv = if conv == ConvPolicy::Direct { "direct" } else { "auto" };
+                let engine = tile_engine::choose().filter(|_| self.precision == Precision::Bf16);
+                engine.map_or(conv.to_owned(), |engine| format!("{conv}, bf16 by {engine}"))
+            }
         }
     }
 

@@ -17,7 +17,7 @@ use serde::Serialize;
 use crate::nets::{Profile, StageTimes};
 
 /// The widest description of a kernel in the table.
-const KERNEL_COLUMN: usize = 24;
+const KERNEL_COLUMN: usize = 30;
 
 /// Average times of a step.
 #[derive(Debug, Clone, Serialize)]

@@ -15,7 +15,7 @@
 
 use std::ops::Range;
 
-use super::DenseShape;
+use super::{DenseShape, tiles as bf16_tiles};
 use crate::AlignedVec;
 use crate::gemm::block::{Block, Columns};
 use crate::gemm::panels::{Panels, copy_rows};
@@ -24,6 +24,7 @@ use crate::gemm::tile::{Left, PANEL, Product, Right, Start, tiles};
 use crate::gemm::transpose::Transpose;
 use crate::simd::{Simd, Task, dispatch};
 use crate::threads::{PerPart, Rows, Threads};
+use crate::tile_engine::Engine;
 
 use crate::Scratch;
 
@@ -47,6 +48,7 @@ const WIDTH: usize = 512;
 pub struct Dense {
     shape: DenseShape,
     slope: Option<f32>,
+    engine: Option<Engine>,
 }
 
 /// Inputs of the backward pass: operands and result of the last forward pass, and the gradient of the result.
@@ -79,7 +81,18 @@ impl Dense {
     /// no activation.
     pub fn new(shape: DenseShape, slope: Option<f32>) -> Dense {
         assert!(shape.inputs > 0 && shape.outputs > 0, "a dense layer has inputs and outputs");
-        Dense { shape, slope }
+        Dense { shape, slope, engine: None }
+    }
+
+    /// The same layer with operands rounded to bf16, and products by `engine`; in f32 if there is none. See
+    /// [`crate::tile_engine`].
+    pub fn with_engine(self, engine: Option<Engine>) -> Dense {
+        Dense { engine, ..self }
+    }
+
+    /// What computes products of bf16; `None` if products are computed in f32.
+    pub fn engine(&self) -> Option<Engine> {
+        self.engine
     }
 
     /// Overwrites `y` \[N, O\] with `activation(x · Wᵀ + b)`.
@@ -99,8 +112,12 @@ impl Dense {
         let samples = self.samples(x.len(), y.len());
         assert_eq!(weights.len(), outputs * inputs, "weights of a dense layer");
         assert_eq!(bias.len(), outputs, "bias of a dense layer");
-        let Scratch { parts, shared } = scratch;
         let slope = self.slope.unwrap_or(1.0);
+        if let Some(engine) = self.engine {
+            bf16_tiles::forward(engine, self.shape, slope, threads, scratch, x, weights, bias, y);
+            return;
+        }
+        let Scratch { parts, shared } = scratch;
         if outputs < samples {
             let columns = RowsAsColumns { count: outputs, depth: inputs };
             let packed = shared.reserve(columns.packed_len());
@@ -148,7 +165,8 @@ impl Dense {
 
         // The gradient before the activation, with a row stride that suits both products.
         let row = padded_stride(outputs);
-        let dz = shared.reserve(samples * row);
+        let rounded_len = self.engine.map_or(0, |_| bf16_tiles::gradient_len(outputs, samples));
+        let (dz, rounded) = shared.reserve(samples * row + rounded_len).split_at_mut(samples * row);
         let grain = (1 << 15) / (samples * PANEL).max(1) + 1;
         let columns = Columns::new(Block::new(dz, samples, outputs, row), PANEL);
         threads.divide(
@@ -170,6 +188,11 @@ impl Dense {
         );
 
         let dz = &*dz;
+        if let Some(engine) = self.engine {
+            let operands = (x, weights);
+            bf16_tiles::backward(engine, self.shape, threads, parts, (dz, row), rounded, operands, dw, dx);
+            return;
+        }
         let passes = if dx.is_some() { 2 } else { 1 };
         let rows = if dx.is_some() { samples } else { 0 };
         let dx = Columns::new(Block::new(dx.unwrap_or_default(), rows, inputs, inputs), PANEL);

@@ -29,6 +29,8 @@ pub(crate) struct Host {
     /// Soft limits of open files and of locked memory.
     pub(super) open_files: Option<u64>,
     pub(super) locked_memory: Option<u64>,
+    /// Whether the kernel gives tile registers to this process, or why not.
+    pub(super) tile_registers: Result<(), String>,
     /// Checks of what the CPU backend needs.
     pub(super) probes: Vec<Probe>,
     /// The environment variables that determine where libraries are searched.
@@ -68,6 +70,7 @@ impl Host {
             }),
             open_files: limit(Resource::RLIMIT_NOFILE),
             locked_memory: limit(Resource::RLIMIT_MEMLOCK),
+            tile_registers: mgpu_control::tile_registers::request().map_err(|error| error.to_string()),
             probes: probes(),
             search: SearchEnv::from_process(
                 nccl_sys::LIBRARY_NAME,
@@ -184,8 +187,8 @@ fn limit(number: u64) -> String {
     if number >= u64::MAX / 8 { "any number of".into() } else { number.to_string() }
 }
 
-fn processor(host: &Host) -> Option<Item> {
-    let text = host.read("/proc/cpuinfo")?;
+fn processor(host: &Host) -> Vec<Item> {
+    let Some(text) = host.read("/proc/cpuinfo") else { return Vec::new() };
     let field = |name| {
         let line = text.lines().find(|line| line.starts_with(name))?;
         line.split_once(':').map(|(_, value)| value.trim())
@@ -197,7 +200,21 @@ fn processor(host: &Host) -> Option<Item> {
         () if has("avx2") && has("fma") => (Mark::Ok, "AVX2"),
         () => (Mark::Note, "neither AVX2 nor AVX-512: computation is slow"),
     };
-    Some(Item::new(mark, "processor", format!("{}, {vectors}", field("model name").unwrap_or("unknown"))))
+    let model = field("model name").unwrap_or("unknown");
+    let mut items = vec![Item::new(mark, "processor", format!("{model}, {vectors}"))];
+    if has("amx_tile") && has("amx_bf16") {
+        items.push(match &host.tile_registers {
+            Ok(()) => Item::new(Mark::Ok, "AMX", "products of bf16 with --precision bf16"),
+            Err(error) => {
+                let text = format!(
+                    "the kernel refuses the tile registers: {error}; training works without them. Linux 5.16 or newer is \
+                     needed, and a sandbox that allows arch_prctl"
+                );
+                Item::new(Mark::Note, "AMX", text)
+            }
+        });
+    }
+    items
 }
 
 fn cores(topology: &Topology) -> Vec<Item> {

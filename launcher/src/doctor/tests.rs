@@ -24,6 +24,7 @@ pub(super) fn host(root: &Path) -> Host {
         shm: Some((64 << 20, 64 << 20)),
         open_files: Some(1024),
         locked_memory: Some(u64::MAX),
+        tile_registers: Ok(()),
         probes: vec![probe],
         search: SearchEnv {
             path: vec![root.join("usr/bin")],
@@ -228,6 +229,21 @@ fn device_files_that_are_absent_are_named() {
     assert_eq!(gpus, 1);
     let item = section.items.last().unwrap();
     assert!(item.mark == Mark::Missing && item.text.starts_with("no /dev/nvidia-uvm: "), "{item:?}");
+}
+
+#[test]
+fn refused_tile_registers_are_noted() {
+    let root = tempfile::tempdir().unwrap();
+    machine_with_gpus(root.path());
+    assert!(!shown(&host(root.path())).0.contains("AMX"));
+    write(root.path(), "proc/cpuinfo", "flags\t\t: fpu avx2 fma avx512f amx_bf16 amx_tile amx_int8\n");
+    assert!(shown(&host(root.path())).0.contains("products of bf16 with --precision bf16"));
+    let refused = Host { tile_registers: Err("operation not permitted".to_owned()), ..host(root.path()) };
+    let (report, healthy) = shown(&refused);
+    assert!(
+        healthy && report.contains("the kernel refuses the tile registers: operation not permitted"),
+        "{report}"
+    );
 }
 
 #[test]

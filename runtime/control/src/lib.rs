@@ -14,6 +14,7 @@
 //! | [`control_group`] | which cgroup limits apply to this process? |
 //! | [`shm`] | how do processes share memory that the kernel always cleans up? |
 //! | [`stop_signals`] | which signals ask a rank to stop, and which end it? |
+//! | [`tile_registers`] | may this process use the matrix registers of its processor? |
 //! | [`inject`] | how are faults injected for tests? |
 //!
 //! Training programs use `mgpu` instead: the interfaces here change with the launcher and the runtime, which always come
@@ -32,5 +33,6 @@ pub mod rendezvous;
 pub mod shm;
 pub mod spawn_batch;
 pub mod stop_signals;
+pub mod tile_registers;
 
 pub use error::{Error, Result};

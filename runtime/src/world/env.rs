@@ -359,7 +359,10 @@ mod tests {
             (&[(MGPU_RENDEZVOUS, "unix:/x")], "WORLD_SIZE is missing while MGPU_RENDEZVOUS is set"),
             (&[(MGPU_BACKEND, "mpi")], "MGPU_BACKEND is `mpi`; known are cpu and nccl"),
             (&[(MGPU_NET, "ib")], "MGPU_NET is `ib`; known are auto, tcp and ucx"),
-            (&[(level::VARIABLE, "sse")], "MGPU_SIMD is `sse`; known are portable, avx2, avx512"),
+            (
+                &[(level::VARIABLE, "sse")],
+                "MGPU_SIMD is `sse`; known are portable, avx2, avx512, avx512bf16, amx, amx-emulated",
+            ),
             (&[(MGPU_THREADS, "0")], "MGPU_THREADS is `0` where a number of threads from 1 is expected"),
             (&[(MGPU_THREADS, "all")], "MGPU_THREADS is `all` where a number of threads from 1 is expected"),
             (&[(MGPU_TIMEOUT, "-1")], "MGPU_TIMEOUT is `-1` where seconds are expected"),

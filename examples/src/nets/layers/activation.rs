@@ -4,12 +4,12 @@ use mgpu::Result;
 use mgpu::device::DeviceDataParallel;
 use mgpu_kernels::Storage;
 use mgpu_kernels::activation;
-use mgpu_kernels::conv::cpu::ConvPolicy;
 use mgpu_kernels::cuda::View;
 
 use super::{
-    BackwardPass, CpuLayer, Definition, DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep, Epilogue,
-    ForwardPass, InPlace, LayerContext, OnCpu, OnGpu, Operation, SetUp, StageTensors, Step,
+    BackwardPass, CpuKernels, CpuLayer, Definition, DeviceDropout, DevicePass, DeviceStageTensors,
+    DeviceStep, Epilogue, ForwardPass, InPlace, LayerContext, OnCpu, OnGpu, Operation, SetUp, StageTensors,
+    Step,
 };
 use crate::nets::tensors::Tensors;
 
@@ -49,7 +49,7 @@ impl Operation for Rectifier {
         Some(Epilogue::Rectifier { slope: self.slope })
     }
 
-    fn on_cpu(&self, _: ConvPolicy) -> CpuLayer {
+    fn on_cpu(&self, _: CpuKernels) -> CpuLayer {
         CpuLayer::Rectifier(*self)
     }
 

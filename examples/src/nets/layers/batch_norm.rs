@@ -4,15 +4,14 @@ use std::ops::Range;
 
 use mgpu::Result;
 use mgpu::device::DeviceDataParallel;
-use mgpu_kernels::conv::cpu::ConvPolicy;
 use mgpu_kernels::cuda::{Memory, View};
 use mgpu_kernels::norm::{self, Statistics, Sums};
 use mgpu_kernels::{DType, Storage};
 
 use super::{
-    BackwardPass, CpuLayer, Definition, DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep,
-    ForwardPass, InPlace, LayerContext, OnCpu, OnGpu, Operation, PassState, SetUp, StageTensors, Step,
-    WorkspaceNeeds,
+    BackwardPass, CpuKernels, CpuLayer, Definition, DeviceDropout, DevicePass, DeviceStageTensors,
+    DeviceStep, ForwardPass, InPlace, LayerContext, OnCpu, OnGpu, Operation, PassState, SetUp, StageTensors,
+    Step, WorkspaceNeeds,
 };
 use crate::nets::profile::{Lap, lap};
 use crate::nets::tensors::{Role, Tensors};
@@ -53,7 +52,7 @@ impl Operation for NormOp {
         InPlace::Backward
     }
 
-    fn on_cpu(&self, _: ConvPolicy) -> CpuLayer {
+    fn on_cpu(&self, _: CpuKernels) -> CpuLayer {
         CpuLayer::BatchNorm(Cpu { norm: self.clone(), sums: Sums::new(self.channels) })
     }
 

@@ -3,7 +3,7 @@
 
 use mgpu::Result;
 use mgpu::device::DeviceDataParallel;
-use mgpu_kernels::conv::cpu::{ConvPolicy, Epilogue as ConvEpilogue};
+use mgpu_kernels::conv::cpu::Epilogue as ConvEpilogue;
 use mgpu_kernels::conv::cuda::LINEAR;
 use mgpu_kernels::conv::{self, ConvShape, Padding};
 use mgpu_kernels::cuda::{Memory, View};
@@ -11,9 +11,9 @@ use mgpu_kernels::{DType, Storage, pool};
 
 use super::activation::Rectifier;
 use super::{
-    BackwardPass, CpuLayer, Definition, DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep, Epilogue,
-    ForwardPass, Image, LayerContext, OnCpu, OnGpu, Operation, PassState, PoolOp, SetUp, StageTensors, Step,
-    Transposed, WorkspaceNeeds,
+    BackwardPass, CpuKernels, CpuLayer, Definition, DeviceDropout, DevicePass, DeviceStageTensors,
+    DeviceStep, Epilogue, ForwardPass, Image, LayerContext, OnCpu, OnGpu, Operation, PassState, PoolOp,
+    SetUp, StageTensors, Step, Transposed, WorkspaceNeeds,
 };
 use crate::nets::tensors::{Role, Tensors};
 
@@ -86,12 +86,12 @@ impl Operation for ConvOp {
         Some(Transposed { outer: filters, channels, plane: kernel * kernel })
     }
 
-    fn on_cpu(&self, choice: ConvPolicy) -> CpuLayer {
+    fn on_cpu(&self, kernels: CpuKernels) -> CpuLayer {
         let epilogue = ConvEpilogue { slope: self.slope, pool: self.pool.map(|pool| pool.shape.rounding) };
         CpuLayer::Conv(Box::new(Cpu {
             filters: self.shape.filters,
             weight: self.weight,
-            kernel: conv::cpu::Conv::new(self.shape, epilogue, choice),
+            kernel: conv::cpu::Conv::with_engine(self.shape, epilogue, kernels.conv, kernels.engine),
         }))
     }
 

@@ -1,13 +1,13 @@
 //! Fully connected layers, fused with a following activation function.
 
 use mgpu::Result;
-use mgpu_kernels::conv::cpu::ConvPolicy;
 use mgpu_kernels::dense::{self, DenseShape};
+use mgpu_kernels::tile_engine::Engine;
 
 use super::activation::Rectifier;
 use super::{
-    BackwardPass, CpuLayer, Definition, Epilogue, ForwardPass, Image, LayerContext, OnCpu, OnGpu, Operation,
-    SetUp, StageTensors, Step, Transposed, conv,
+    BackwardPass, CpuKernels, CpuLayer, Definition, Epilogue, ForwardPass, Image, LayerContext, OnCpu, OnGpu,
+    Operation, SetUp, StageTensors, Step, Transposed, conv,
 };
 use crate::nets::tensors::{Role, Tensors};
 
@@ -69,9 +69,10 @@ impl Operation for DenseOp {
         flattened.map(|Image { channels, plane }| Transposed { outer: self.shape.outputs, channels, plane })
     }
 
-    fn on_cpu(&self, _: ConvPolicy) -> CpuLayer {
+    fn on_cpu(&self, kernels: CpuKernels) -> CpuLayer {
         let &DenseOp { shape, weight, slope } = self;
-        CpuLayer::Dense(Cpu { outputs: shape.outputs, weight, kernel: dense::cpu::Dense::new(shape, slope) })
+        let kernel = dense::cpu::Dense::new(shape, slope).with_engine(kernels.engine);
+        CpuLayer::Dense(Cpu { outputs: shape.outputs, weight, kernel })
     }
 
     fn on_gpu(&self, set_up: &SetUp<'_>) -> Result<Box<dyn OnGpu>> {
@@ -86,6 +87,13 @@ pub(in crate::nets) struct Cpu {
     outputs: usize,
     weight: usize,
     kernel: dense::cpu::Dense,
+}
+
+impl Cpu {
+    /// What computes products of bf16, if that was chosen.
+    pub(super) fn engine(&self) -> Option<Engine> {
+        self.kernel.engine()
+    }
 }
 
 impl OnCpu<f32> for Cpu {

@@ -2,13 +2,12 @@
 
 use mgpu::Result;
 use mgpu::device::DeviceDataParallel;
-use mgpu_kernels::conv::cpu::ConvPolicy;
 use mgpu_kernels::cuda::View;
 use mgpu_kernels::{Storage, dropout};
 
 use super::{
-    BackwardPass, CpuLayer, Definition, DevicePass, DeviceStageTensors, DeviceStep, ForwardPass, Image,
-    InPlace, LayerContext, OnCpu, OnGpu, Operation, SetUp, StageTensors, Step,
+    BackwardPass, CpuKernels, CpuLayer, Definition, DevicePass, DeviceStageTensors, DeviceStep, ForwardPass,
+    Image, InPlace, LayerContext, OnCpu, OnGpu, Operation, SetUp, StageTensors, Step,
 };
 use crate::nets::tensors::Tensors;
 
@@ -85,7 +84,7 @@ impl Operation for DropoutOp {
         InPlace::Both
     }
 
-    fn on_cpu(&self, _: ConvPolicy) -> CpuLayer {
+    fn on_cpu(&self, _: CpuKernels) -> CpuLayer {
         CpuLayer::Dropout(*self)
     }
 

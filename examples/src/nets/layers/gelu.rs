@@ -2,13 +2,12 @@
 
 use mgpu::Result;
 use mgpu::device::DeviceDataParallel;
-use mgpu_kernels::conv::cpu::ConvPolicy;
 use mgpu_kernels::cuda::View;
 use mgpu_kernels::{Storage, gelu};
 
 use super::{
-    BackwardPass, CpuLayer, Definition, DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep,
-    ForwardPass, InPlace, LayerContext, OnCpu, OnGpu, Operation, SetUp, StageTensors, Step,
+    BackwardPass, CpuKernels, CpuLayer, Definition, DeviceDropout, DevicePass, DeviceStageTensors,
+    DeviceStep, ForwardPass, InPlace, LayerContext, OnCpu, OnGpu, Operation, SetUp, StageTensors, Step,
 };
 use crate::nets::tensors::Tensors;
 
@@ -35,7 +34,7 @@ impl Operation for Gelu {
         InPlace::Backward
     }
 
-    fn on_cpu(&self, _: ConvPolicy) -> CpuLayer {
+    fn on_cpu(&self, _: CpuKernels) -> CpuLayer {
         CpuLayer::Gelu(Gelu)
     }
 

@@ -2,14 +2,14 @@
 
 use mgpu::Result;
 use mgpu::device::DeviceDataParallel;
-use mgpu_kernels::conv::cpu::ConvPolicy;
 use mgpu_kernels::cuda::{Memory, View};
 use mgpu_kernels::pool::{self, Rounding};
 use mgpu_kernels::{DType, Storage};
 
 use super::{
-    BackwardPass, CpuLayer, Definition, DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep, Epilogue,
-    ForwardPass, LayerContext, OnCpu, OnGpu, Operation, PassState, SetUp, StageTensors, Step,
+    BackwardPass, CpuKernels, CpuLayer, Definition, DeviceDropout, DevicePass, DeviceStageTensors,
+    DeviceStep, Epilogue, ForwardPass, LayerContext, OnCpu, OnGpu, Operation, PassState, SetUp, StageTensors,
+    Step,
 };
 use crate::nets::tensors::Tensors;
 
@@ -59,7 +59,7 @@ impl Operation for PoolOp {
         Some(Epilogue::MaxPool(*self))
     }
 
-    fn on_cpu(&self, _: ConvPolicy) -> CpuLayer {
+    fn on_cpu(&self, _: CpuKernels) -> CpuLayer {
         CpuLayer::MaxPool(*self)
     }
 

@@ -27,6 +27,7 @@ use mgpu_kernels::activation::LEAKY_SLOPE;
 use mgpu_kernels::conv::Padding;
 use mgpu_kernels::conv::cpu::ConvPolicy;
 use mgpu_kernels::pool::Rounding;
+use mgpu_kernels::tile_engine::Engine;
 
 use super::tensors::Tensors;
 pub(super) use cpu::{BackwardPass, ForwardPass, OnCpu, PassState, StageTensors, Step};
@@ -188,8 +189,8 @@ pub(super) trait Operation: fmt::Debug + Send + Sync {
         None
     }
 
-    /// Chooses its kernel on the CPU, and allocates the kernel's memory. `choice` applies to convolutions.
-    fn on_cpu(&self, choice: ConvPolicy) -> CpuLayer;
+    /// Chooses its kernel on the CPU, and allocates the kernel's memory.
+    fn on_cpu(&self, kernels: CpuKernels) -> CpuLayer;
 
     /// Allocates what its backward pass on the CPU needs besides input and output, for batches of up to `max_batch`
     /// images.
@@ -202,6 +203,15 @@ pub(super) trait Operation: fmt::Debug + Send + Sync {
     /// # Errors
     /// If memory is short, or kernels do not compile.
     fn on_gpu(&self, set_up: &SetUp<'_>) -> mgpu::Result<Box<dyn OnGpu>>;
+}
+
+/// What decides the kernel of a layer on the CPU, besides its shape.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct CpuKernels {
+    /// The choice among the algorithms of a convolution.
+    pub(super) conv: ConvPolicy,
+    /// What computes products, if operands may be rounded to bf16.
+    pub(super) engine: Option<Engine>,
 }
 
 /// Which passes of an operation work in place.
@@ -262,13 +272,19 @@ impl CpuLayer {
     pub(super) fn kernel(&self) -> String {
         match self {
             CpuLayer::Conv(layer) => layer.algorithm(),
-            CpuLayer::Dense(_) => "product".to_owned(),
+            CpuLayer::Dense(layer) => {
+                layer.engine().map_or("product".to_owned(), |engine| format!("product, bf16 by {engine}"))
+            }
             _ => "pass".to_owned(),
         }
     }
 
     /// True if its kernel was chosen among several.
     pub(super) fn is_chosen(&self) -> bool {
-        matches!(self, CpuLayer::Conv(_))
+        match self {
+            CpuLayer::Conv(_) => true,
+            CpuLayer::Dense(layer) => layer.engine().is_some(),
+            _ => false,
+        }
     }
 }

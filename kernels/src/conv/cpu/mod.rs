@@ -4,13 +4,16 @@
 //! pass transposes anything. Weights keep the contract's layout, \[F, C, K, K\], and are repacked in every step,
 //! which is little work compared to using them for a batch.
 //!
-//! There are two algorithms. [`ConvAlgorithm::choose`] selects one for each layer:
+//! There are two algorithms in f32. [`ConvAlgorithm::choose`] selects one for each layer:
 //!
 //! - `direct`: sums over the kernel's rows, in register tiles of pixels and filters.
 //! - `winograd`: tiles of pixels are transformed, multiplied and transformed back, with 2 to 6 times fewer
 //!   multiplications (Lavin and Gray, "Fast algorithms for convolutional neural networks", CVPR 2016).
 //!
-//! The selection depends on the shape alone, so a run is reproducible bit for bit.
+//! A layer with an engine for products of bf16 ([`Conv::with_engine`]) is computed directly by it (`tiles`), if its shape
+//! suits.
+//!
+//! The selection depends on the shape and the engine alone, so a run is reproducible bit for bit.
 
 mod direct;
 #[cfg(test)]
@@ -23,8 +26,10 @@ use std::str::FromStr;
 use super::ConvShape;
 use crate::pool::{self, Rounding};
 use crate::threads::Threads;
+use crate::tile_engine::Engine;
 
 use direct::Direct;
+use direct::tiles::{self, TiledDirect};
 use winograd::Winograd;
 
 use crate::{Scratch, Storage};
@@ -51,6 +56,8 @@ pub enum ConvAlgorithm {
         /// The same for the backward passes.
         backward: usize,
     },
+    /// By the definition, with products of bf16.
+    Tiles(Engine),
 }
 
 /// The algorithms that a network may use.
@@ -75,6 +82,7 @@ pub struct Conv {
 enum Kind {
     Direct(Direct),
     Winograd(Box<Winograd>),
+    Tiles(TiledDirect),
 }
 
 /// Inputs of the backward pass: operands and result of the last forward pass, and the gradient of the result.
@@ -112,8 +120,19 @@ impl Epilogue {
 }
 
 impl ConvAlgorithm {
-    /// The algorithm for `shape`, a function of the shape and the policy alone.
-    pub fn choose(shape: &ConvShape, policy: ConvPolicy) -> ConvAlgorithm {
+    /// The algorithm for `shape`, a function of the arguments alone. `engine` computes products of bf16, if they are
+    /// allowed.
+    pub fn choose(shape: &ConvShape, policy: ConvPolicy, engine: Option<Engine>) -> ConvAlgorithm {
+        let in_f32 = ConvAlgorithm::choose_in_f32(shape, policy);
+        match engine.filter(|_| tiles::suits(shape)) {
+            Some(engine) if engine.beats_winograd() || in_f32 == ConvAlgorithm::Direct => {
+                ConvAlgorithm::Tiles(engine)
+            }
+            _ => in_f32,
+        }
+    }
+
+    fn choose_in_f32(shape: &ConvShape, policy: ConvPolicy) -> ConvAlgorithm {
         match policy {
             ConvPolicy::Auto => {
                 let tiles = winograd::tiles(shape);
@@ -137,6 +156,7 @@ impl fmt::Display for ConvAlgorithm {
             ConvAlgorithm::Winograd { forward, backward } => {
                 write!(f, "winograd {forward}x{forward}, {backward}x{backward}")
             }
+            ConvAlgorithm::Tiles(engine) => write!(f, "direct, bf16 by {engine}"),
         }
     }
 }
@@ -159,8 +179,22 @@ impl Conv {
     /// # Panics
     /// If the kernel does not fit the image.
     pub fn new(shape: ConvShape, epilogue: Epilogue, policy: ConvPolicy) -> Conv {
+        Self::with_engine(shape, epilogue, policy, None)
+    }
+
+    /// As [`new`](Self::new), for a layer whose operands may be rounded to bf16, so that `engine` can multiply them.
+    ///
+    /// # Panics
+    /// As [`new`](Self::new).
+    pub fn with_engine(
+        shape: ConvShape,
+        epilogue: Epilogue,
+        policy: ConvPolicy,
+        engine: Option<Engine>,
+    ) -> Conv {
         shape.check();
-        let kind = match ConvAlgorithm::choose(&shape, policy) {
+        let kind = match ConvAlgorithm::choose(&shape, policy, engine) {
+            ConvAlgorithm::Tiles(engine) => Kind::Tiles(TiledDirect::new(shape, epilogue, engine)),
             ConvAlgorithm::Direct => Kind::Direct(Direct::new(shape, epilogue)),
             ConvAlgorithm::Winograd { forward, backward } => {
                 Kind::Winograd(Box::new(Winograd::new(shape, epilogue, forward, backward)))
@@ -177,6 +211,7 @@ impl Conv {
                 let (forward, backward) = winograd.tiles();
                 ConvAlgorithm::Winograd { forward, backward }
             }
+            Kind::Tiles(tiles) => ConvAlgorithm::Tiles(tiles.engine()),
         }
     }
 
@@ -224,6 +259,7 @@ impl Conv {
             Kind::Winograd(winograd) => {
                 winograd.forward(threads, scratch, images, x, weights, bias, y, chosen);
             }
+            Kind::Tiles(tiles) => tiles.forward(threads, scratch, images, x, weights, bias, y, chosen),
         }
     }
 
@@ -262,6 +298,7 @@ impl Conv {
         match &mut self.kind {
             Kind::Direct(direct) => direct.backward(threads, scratch, images, from, dw, db, dx),
             Kind::Winograd(winograd) => winograd.backward(threads, scratch, images, from, dw, db, dx),
+            Kind::Tiles(tiles) => tiles.backward(threads, scratch, images, from, dw, db, dx),
         }
     }
 

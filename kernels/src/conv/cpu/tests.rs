@@ -6,6 +6,12 @@ use super::*;
 use crate::conv::Padding;
 use crate::reference::{assert_close, narrow, random, widen};
 
+/// What selects the algorithm, besides the shape.
+type Choice = (ConvPolicy, Option<Engine>);
+
+const DIRECT: Choice = (ConvPolicy::Direct, None);
+const AUTO: Choice = (ConvPolicy::Auto, None);
+
 /// The results of the definition, in `f64`.
 struct Expected {
     y: Vec<f64>,
@@ -95,6 +101,15 @@ struct Passes<E> {
     dx: Vec<E>,
 }
 
+/// As [`inputs`], of which an engine's operands are bf16 numbers.
+fn inputs_for((_, engine): Choice, shape: &ConvShape, epilogue: &Epilogue, images: usize) -> [Vec<f32>; 4] {
+    let [x, w, b, dy] = inputs(shape, epilogue, images);
+    match engine {
+        Some(_) => [widen(&narrow(&x)), widen(&narrow(&w)), b, widen(&narrow(&dy))],
+        None => [x, w, b, dy],
+    }
+}
+
 /// Inputs of a batch: x, w, b, dy.
 fn inputs(shape: &ConvShape, epilogue: &Epilogue, images: usize) -> [Vec<f32>; 4] {
     let (rows, columns) = epilogue.result(shape);
@@ -107,28 +122,22 @@ fn inputs(shape: &ConvShape, epilogue: &Epilogue, images: usize) -> [Vec<f32>; 4
 }
 
 /// All passes, computed twice with the same memory, and the results compared.
-fn compute(
-    shape: ConvShape,
-    epilogue: Epilogue,
-    policy: ConvPolicy,
-    images: usize,
-    count: usize,
-) -> Passes<f32> {
-    let [x, w, b, dy] = inputs(&shape, &epilogue, images);
-    compute_from((shape, epilogue, policy), count, (&x, &w, &b, &dy), None)
+fn compute(shape: ConvShape, epilogue: Epilogue, choice: Choice, images: usize, count: usize) -> Passes<f32> {
+    let [x, w, b, dy] = inputs_for(choice, &shape, &epilogue, images);
+    compute_from((shape, epilogue, choice), count, (&x, &w, &b, &dy), None)
 }
 
 /// As [`compute`], from given inputs x, w, b and dy. The backward pass uses `result`, if given, instead of the
 /// computed result.
 fn compute_from<E: Storage + PartialEq>(
-    (shape, epilogue, policy): (ConvShape, Epilogue, ConvPolicy),
+    (shape, epilogue, (policy, engine)): (ConvShape, Epilogue, Choice),
     count: usize,
     (x, w, b, dy): (&[E], &[f32], &[f32], &[E]),
     result: Option<&[E]>,
 ) -> Passes<E> {
     let threads = Threads::new(count);
     let mut scratch = Scratch::new(&threads);
-    let mut conv = Conv::new(shape, epilogue, policy);
+    let mut conv = Conv::with_engine(shape, epilogue, policy, engine);
     let mut run = || {
         let (mut y, mut chosen) = (vec![E::narrow(f32::NAN); dy.len()], vec![9; dy.len()]);
         chosen.truncate(if epilogue.pool.is_some() { dy.len() } else { 0 });
@@ -147,16 +156,9 @@ fn compute_from<E: Storage + PartialEq>(
     first
 }
 
-fn check(
-    shape: ConvShape,
-    epilogue: Epilogue,
-    policy: ConvPolicy,
-    images: usize,
-    count: usize,
-    tolerance: f64,
-) {
-    let [x, w, b, dy] = inputs(&shape, &epilogue, images);
-    let passes = compute(shape, epilogue, policy, images, count);
+fn check(shape: ConvShape, epilogue: Epilogue, choice: Choice, images: usize, count: usize, tolerance: f64) {
+    let [x, w, b, dy] = inputs_for(choice, &shape, &epilogue, images);
+    let passes = compute(shape, epilogue, choice, images, count);
     let expected = forward(&shape, &epilogue, images, &x, &w, &b);
     assert_close(&passes.y, &expected.y, tolerance);
     let outputs = images * shape.output_len();
@@ -179,9 +181,10 @@ fn check(
         assert!((marked - maxima).abs() <= tolerance * dy.len() as f64, "{marked} instead of {maxima}");
     }
     let (mut dw, mut db, mut dx) = (vec![0.0; w.len()], vec![0.0; b.len()], vec![0.0; x.len()]);
+    let operand = if choice.1.is_some() { widen(&narrow(&gradient)) } else { gradient.clone() };
     for_each_product(&shape, images, |at, wi, xi| {
-        dw[wi] += f64::from(gradient[at]) * f64::from(x[xi]);
-        dx[xi] += f64::from(gradient[at]) * f64::from(w[wi]);
+        dw[wi] += f64::from(operand[at]) * f64::from(x[xi]);
+        dx[xi] += f64::from(operand[at]) * f64::from(w[wi]);
     });
     gradient.iter().enumerate().for_each(|(at, &value)| db[at % shape.filters] += f64::from(value));
     assert_close(&passes.dw, &dw, tolerance);
@@ -217,7 +220,7 @@ proptest! {
     fn few_channels_match_the_definition(
         shape in shapes(9, 20), epilogue in epilogues(), images in 0usize..6, count in 1usize..5,
     ) {
-        check(shape, epilogue, ConvPolicy::Direct, images, count, 2e-5);
+        check(shape, epilogue, DIRECT, images, count, 2e-5);
     }
 }
 
@@ -227,7 +230,60 @@ proptest! {
     fn many_channels_match_the_definition(
         shape in shapes(50, 70), epilogue in epilogues(), images in 1usize..4, count in 1usize..4,
     ) {
-        check(shape, epilogue, ConvPolicy::Direct, images, count, 1e-4);
+        check(shape, epilogue, DIRECT, images, count, 1e-4);
+    }
+}
+
+/// None, and all engines of this processor.
+fn engines() -> Vec<Option<Engine>> {
+    std::iter::once(None).chain(Engine::available().into_iter().map(Some)).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(16))]
+    #[test]
+    fn engines_match_the_definition(
+        few in shapes(35, 55), epilogue in epilogues(), images in 0usize..5, count in 1usize..4,
+    ) {
+        let shape = ConvShape { channels: few.channels + 15, filters: few.filters + 15, ..few };
+        for engine in Engine::available() {
+            let choice = (ConvPolicy::Direct, Some(engine));
+            prop_assert_eq!(
+                ConvAlgorithm::choose(&shape, choice.0, choice.1),
+                ConvAlgorithm::Tiles(engine)
+            );
+            check(shape, epilogue, choice, images, count, 1e-4);
+        }
+    }
+}
+
+/// Few images of few pixels are summed in one product, and large ones alone.
+#[test]
+fn engines_match_the_definition_on_large_images_and_large_batches() {
+    for (extent, kernel, padding, images) in [
+        (30, 5, Padding::Same, 2),
+        (28, 3, Padding::Valid, 1),
+        (7, 3, Padding::Same, 37),
+        (14, 3, Padding::Same, 5),
+    ] {
+        let shape = ConvShape { channels: 18, height: extent, width: extent, filters: 20, kernel, padding };
+        let epilogue = Epilogue { slope: Some(0.0), pool: Some(Rounding::Floor) };
+        for engine in Engine::available() {
+            check(shape, epilogue, (ConvPolicy::Auto, Some(engine)), images, 2, 1e-4);
+        }
+    }
+}
+
+#[test]
+fn an_engine_computes_only_the_layers_that_suit_it() {
+    let shape =
+        ConvShape { channels: 64, height: 14, width: 14, filters: 64, kernel: 3, padding: Padding::Same };
+    let name = |shape: &ConvShape, engine| ConvAlgorithm::choose(shape, ConvPolicy::Auto, engine).to_string();
+    assert_eq!(name(&shape, Some(Engine::Amx)), "direct, bf16 by amx");
+    assert_eq!(name(&shape, Some(Engine::Avx512Bf16)), "winograd 4x4");
+    assert_eq!(name(&shape, None), "winograd 4x4");
+    for (channels, filters) in [(15, 64), (64, 15)] {
+        assert_eq!(name(&ConvShape { channels, filters, ..shape }, Some(Engine::Amx)), "direct");
     }
 }
 
@@ -243,7 +299,7 @@ fn networks_match_the_definition() {
     ] {
         let shape = ConvShape { channels, height: extent, width: extent, filters, kernel, padding };
         let epilogue = Epilogue { slope: Some(0.0), pool: pool.then_some(Rounding::Floor) };
-        check(shape, epilogue, ConvPolicy::Direct, 5, 2, 2e-5);
+        check(shape, epilogue, DIRECT, 5, 2, 2e-5);
     }
 }
 
@@ -304,8 +360,7 @@ fn algorithms_agree() {
     ] {
         let shape = ConvShape { channels, height: extent, width: extent, filters, kernel, padding };
         let epilogue = Epilogue { slope: Some(0.2), pool };
-        let [direct, auto] =
-            [ConvPolicy::Direct, ConvPolicy::Auto].map(|policy| compute(shape, epilogue, policy, 4, 2));
+        let [direct, auto] = [DIRECT, AUTO].map(|choice| compute(shape, epilogue, choice, 4, 2));
         assert_eq!(direct.chosen, auto.chosen);
         for (auto, direct) in
             [(&auto.y, direct.y), (&auto.dw, direct.dw), (&auto.db, direct.db), (&auto.dx, direct.dx)]
@@ -321,6 +376,7 @@ proptest! {
     #[test]
     fn bf16_images_are_rounded_f32_results(
         few in shapes(9, 20), many in shapes(3, 5), is_many: bool, epilogue in epilogues(), images in 1usize..4,
+        engine in prop::sample::select(engines()),
     ) {
         let shape = if is_many {
             ConvShape { channels: 32 * many.channels, filters: 32 * many.filters, ..many }
@@ -329,7 +385,7 @@ proptest! {
         };
         let [x, w, b, dy] = inputs(&shape, &epilogue, images);
         let (x, dy) = (narrow(&x), narrow(&dy));
-        let layer = (shape, epilogue, ConvPolicy::Auto);
+        let layer = (shape, epilogue, (ConvPolicy::Auto, engine));
         let passes = compute_from(layer, 2, (&x, &w, &b, &dy), None);
         let (x, dy, y) = (widen(&x), widen(&dy), widen(&passes.y));
         let wide = compute_from(layer, 2, (&x, &w, &b, &dy), Some(&y));

@@ -17,6 +17,7 @@ mod border;
 mod chosen;
 mod epilogue;
 mod fold;
+pub(super) mod tiles;
 mod weights;
 
 use super::{Backward, Epilogue};

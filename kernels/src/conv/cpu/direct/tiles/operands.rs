@@ -1,0 +1,173 @@
+//! The operands of a convolution's products, in the layouts of an engine.
+
+use half::bf16;
+
+use crate::conv::ConvShape;
+use crate::conv::cpu::direct::border::PaddedImage;
+use crate::gemm::transpose::Transpose;
+use crate::reduce::half_floats::narrow_bf16;
+use crate::storage::{Storage, convert};
+use crate::threads::{Rows, Threads};
+use crate::tile_engine::pack::steps;
+use crate::tile_engine::{BLOCK, DEPTH, SIDE, TILE};
+
+/// A padded image as the left operand of a convolution: row p is the run of inputs under a kernel row at pixel p, pixels
+/// numbered through whole rows *including* the border. So rows of the image follow each other without gaps, and the few
+/// results at border pixels are dropped.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Runs {
+    pub(super) image: PaddedImage,
+    pub(super) kernel: usize,
+}
+
+impl Runs {
+    /// Tiles of the depth under one kernel row.
+    pub(super) fn steps(&self) -> usize {
+        steps(self.kernel * self.image.channels)
+    }
+
+    /// Rows and columns of the result.
+    pub(super) fn result(&self) -> (usize, usize) {
+        (self.image.height + 1 - self.kernel, self.image.width + 1 - self.kernel)
+    }
+
+    /// Numbered pixels, from the first to the last of the result.
+    pub(super) fn pixels(&self) -> usize {
+        let (height, width) = self.result();
+        (height - 1) * self.image.width + width
+    }
+
+    /// Elements of the image and what is read after it, which has to be finite.
+    pub(super) fn len(&self) -> usize {
+        let PaddedImage { channels, .. } = self.image;
+        let last = self.pixels().next_multiple_of(BLOCK) - 1;
+        let read = last * channels + (self.kernel - 1) * self.image.line() + self.steps() * DEPTH;
+        read.max(self.image.len())
+    }
+
+    /// Rounds an image without border to the interior of `to`.
+    pub(super) fn copy<E: Storage>(&self, from: &[E], to: &mut [bf16]) {
+        let PaddedImage { width, beside, channels, .. } = self.image;
+        let inner = (width - 2 * beside) * channels;
+        let rows = to[self.image.interior()..].chunks_mut(self.image.line());
+        for (from, to) in from.chunks_exact(inner).zip(rows) {
+            convert(from, &mut to[..inner]);
+        }
+    }
+}
+
+/// The filters of a convolution as its right operand: \[panel, kernel row, pair of (kernel column, channel)\].
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Filters {
+    pub(super) channels: usize,
+    pub(super) filters: usize,
+    pub(super) kernel: usize,
+}
+
+impl Filters {
+    /// Elements of a kernel row in a panel.
+    pub(super) fn segment(&self) -> usize {
+        steps(self.kernel * self.channels) * TILE
+    }
+
+    /// Elements of a panel.
+    pub(super) fn panel(&self) -> usize {
+        self.kernel * self.segment()
+    }
+
+    /// Panels of whole blocks.
+    pub(super) fn panels(&self) -> usize {
+        self.filters.div_ceil(BLOCK) * 2
+    }
+
+    /// Elements of all panels.
+    pub(super) fn len(&self) -> usize {
+        self.panels() * self.panel()
+    }
+
+    /// Rounds and packs the filters. `weight` returns that of a filter, a channel and a place in the kernel.
+    pub(super) fn pack(
+        &self,
+        threads: &Threads,
+        packed: &mut [bf16],
+        weight: impl Fn(usize, usize, usize) -> f32 + Sync,
+    ) {
+        let Filters { channels, filters, kernel } = *self;
+        threads.divide(self.panels(), 1, Rows::new(packed, self.panel()), |range, packed| {
+            for (panel, to) in range.zip(packed.values.chunks_exact_mut(self.panel())) {
+                to.fill(bf16::ZERO);
+                for column in 0..SIDE.min(filters.saturating_sub(panel * SIDE)) {
+                    for (channel, place) in (0..channels * kernel * kernel)
+                        .map(|at| (at / (kernel * kernel), at % (kernel * kernel)))
+                    {
+                        let depth = place % kernel * channels + channel;
+                        let at =
+                            place / kernel * self.segment() + depth / 2 * 2 * SIDE + 2 * column + depth % 2;
+                        to[at] = narrow_bf16(weight(panel * SIDE + column, channel, place));
+                    }
+                }
+            }
+        });
+    }
+}
+
+/// A padded image as the left operand of the weight gradient: row c is channel c, and its depth runs over the pixels,
+/// numbered as for [`Runs`]. The operand of another place in the kernel begins some pixels further on.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Planes {
+    image: PaddedImage,
+    /// Numbered pixels of the result, rounded up to whole tiles.
+    pub(super) depth: usize,
+    /// Elements from one channel to the next.
+    pub(super) plane: usize,
+}
+
+impl Planes {
+    pub(super) fn new(shape: &ConvShape) -> Planes {
+        let image = PaddedImage::input(shape);
+        let depth = steps(shape.out_height() * image.width) * DEPTH;
+        let last = (shape.kernel - 1) * (image.width + 1) + depth;
+        Planes { image, depth, plane: (steps(last) | 1) * DEPTH }
+    }
+
+    /// Channels of whole blocks.
+    pub(super) fn channels(&self) -> usize {
+        self.image.channels.next_multiple_of(BLOCK)
+    }
+
+    /// Elements of an image.
+    pub(super) fn len(&self) -> usize {
+        self.channels() * self.plane
+    }
+
+    /// Elements of an image without its border.
+    pub(super) fn inner_len(&self) -> usize {
+        let PaddedImage { height, width, above, beside, channels } = self.image;
+        (height - 2 * above) * (width - 2 * beside) * channels
+    }
+
+    /// Rounds and transposes an image without border to the interior of `to`. `wide` and `transposed` are memory for as
+    /// many elements as the image has.
+    pub(super) fn copy<E: Storage>(
+        &self,
+        from: &[E],
+        to: &mut [bf16],
+        wide: &mut [f32],
+        transposed: &mut [f32],
+    ) {
+        let PaddedImage { width, above, beside, channels, .. } = self.image;
+        let inner = width - 2 * beside;
+        let pixels = from.len() / channels;
+        let from = E::wide(from).unwrap_or_else(|| {
+            convert(from, wide);
+            wide
+        });
+        Transpose { from, rows: pixels, columns: channels, row: channels }.to(transposed, pixels);
+        for (plane, to) in transposed.chunks_exact(pixels).zip(to.chunks_exact_mut(self.plane)) {
+            let rows = to[above * width + beside..].chunks_mut(width);
+            for (from, to) in plane.chunks_exact(inner).zip(rows) {
+                convert(from, &mut to[..inner]);
+            }
+        }
+    }
+}
