@@ -34,8 +34,12 @@ pub(super) struct Args {
     /// form) for every layer of the networks, pass and precision, beside the least time that the GPU allows.
     #[arg(long, conflicts_with_all = ["quick", "bandwidth", "compile_only"])]
     pub(super) layers: bool,
-    /// With --layers: batch sizes, in images [default: 1024 and 128; 2 on a fake GPU].
-    #[arg(long, value_name = "N", num_args = 1.., value_delimiter = ',', requires = "layers", value_parser = positive)]
+    /// Instead of the checks, count the kernels of a training step of each network in bf16 with --kernels builtin, and the
+    /// bytes that they move, beside the least that a step can do with; and time the step.
+    #[arg(long, conflicts_with_all = ["quick", "bandwidth", "layers", "compile_only"])]
+    pub(super) steps: bool,
+    /// With --layers or --steps: batch sizes, in images [default: 1024 and 128; with --layers on a fake GPU 2].
+    #[arg(long, value_name = "N", num_args = 1.., value_delimiter = ',', conflicts_with_all = ["quick", "bandwidth"], value_parser = positive)]
     pub(super) batch: Vec<usize>,
     /// With --layers: begin no further pass after this many seconds. A pass takes a few seconds at most on a large GPU.
     #[arg(long, value_name = "SECONDS", requires = "layers")]
