@@ -121,7 +121,7 @@ fn a_step_has_three_launches_a_layer_and_six_more() {
                 (folder.path().join("steps"), folder.path().join(format!("{net}-{batch}")));
             let mut command = gpu_check();
             command.env("FAKE_GPU_IDLE", "1").env("FAKE_GPU_MULTIPROCESSORS", "132");
-            command.env("FAKE_GPU_COUNTERS", &counters);
+            command.env("FAKE_GPU_COUNTERS", &counters).env("MGPU_BACKEND", "nccl");
             command.args(["--steps", "--only", net, "--batch", batch, "--json"]).arg(&json);
             run(&mut command).expect(0, &[net]);
             let read = |file: &Path| -> serde_json::Value {

@@ -213,10 +213,11 @@ impl Gpu {
         let &Gpu { ref conv, weight, .. } = self;
         let (images, workspace) = (step.images, step.shared.workspace.view());
         let (dw, db) = (model.gradient(weight), model.gradient(weight + 1));
-        Ok(match bias_is_done {
-            true => conv.backward_weights(stream, images, x, dy, dw, workspace)?,
-            false => conv.backward_parameters(stream, images, x, dy, dw, db, workspace)?,
-        })
+        let enqueued = match bias_is_done {
+            true => conv.backward_weights(stream, images, x, dy, dw, workspace),
+            false => conv.backward_parameters(stream, images, x, dy, dw, db, workspace),
+        };
+        Ok(enqueued?)
     }
 
     /// Enqueues the gradient of the input, with what the pass includes of the stages before.
