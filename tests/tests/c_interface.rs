@@ -33,7 +33,8 @@ fn launch(ranks: u32, program: &[&Path], arguments: &[&str]) -> Finished {
 
 /// The names that follow `before` in a text and are followed by `(`.
 fn functions(text: &str, before: &str) -> BTreeSet<String> {
-    let names = text.match_indices(&format!("{before}mgpu_")).map(|(at, _)| &text[at + before.len()..]);
+    let prefix = format!("{before}mgpu_");
+    let names = text.match_indices(&prefix).map(|(at, _)| &text[at + before.len()..]);
     let name = |rest: &str| {
         let end = rest.find(|c: char| !c.is_alphanumeric() && c != '_')?;
         rest[end..].starts_with('(').then(|| rest[..end].to_owned())

@@ -8,7 +8,7 @@ continues; it does not hold the interpreter's lock. A bucket is copied once, int
 DDP reads the averages from there.
 """
 
-from __future__ import annotations
+# Annotations are objects here, not texts: DDP compares those of the hook.
 
 import atexit
 import ctypes
