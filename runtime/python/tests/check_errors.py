@@ -42,13 +42,21 @@ if case == "lost":
         raise
 if case == "interrupt":
     if world.rank == 0:
-        waiting = threading.Timer(0.3, mgpurun.interrupt)
-        waiting.start()
+        ended = threading.Event()
+
+        def interrupt():
+            # An interruption before the wait begins has no effect.
+            while not ended.wait(0.05):
+                mgpurun.interrupt()
+
+        threading.Thread(target=interrupt).start()
         try:
             comm.receive(values, source=1)
             raise AssertionError("no error")
         except mgpurun.Interrupted as error:
             print("interrupted:", error)
+        finally:
+            ended.set()
         sys.exit(6)
     # Sends nothing.
     signal.pause()
