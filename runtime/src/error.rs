@@ -122,6 +122,14 @@ pub enum Error {
         /// What is wrong.
         problem: String,
     },
+    /// The program has [interrupted](crate::World::interrupt_when) the wait.
+    #[error("rank {rank} was interrupted in {operation}")]
+    Interrupted {
+        /// The rank, which is itself the reason.
+        rank: u32,
+        /// The operation in which it waited.
+        operation: String,
+    },
     /// Ranks hold different models.
     #[error("rank {rank} and rank {peer} hold different models: {difference}")]
     LayoutMismatch {
@@ -322,9 +330,10 @@ impl Error {
             | Error::Diverged { peer, .. }
             | Error::Disagreement { peer, .. } => Some(*peer),
             Error::Timeout { waited_for, .. } => waited_for.first().copied(),
-            Error::Stuck { rank, .. } | Error::Nccl { rank, .. } | Error::NotFinite { rank, .. } => {
-                Some(*rank)
-            }
+            Error::Stuck { rank, .. }
+            | Error::Nccl { rank, .. }
+            | Error::NotFinite { rank, .. }
+            | Error::Interrupted { rank, .. } => Some(*rank),
             _ => None,
         }
     }

@@ -84,6 +84,18 @@ impl Layout {
         self.tensors.len() - 1
     }
 
+    /// As [`push`](Self::push), for names that come from outside.
+    ///
+    /// # Errors
+    /// If a checkpoint could not store a tensor of this name.
+    pub fn try_push(&mut self, name: &str, shape: impl Into<Vec<usize>>) -> Result<usize> {
+        let is_taken = self.tensors.iter().any(|tensor| tensor.name == name);
+        match problem_of_name(name, is_taken) {
+            Some(problem) => Err(Error::InvalidArgument { operation: "layout", problem }),
+            None => Ok(self.push(name, shape)),
+        }
+    }
+
     /// As [`push`](Self::push), but aligns the tensor's offset to a multiple of `alignment` elements, so that kernels
     /// can use whole vectors. The padding between two tensors belongs to none.
     ///
@@ -255,6 +267,9 @@ mod tests {
             panicked.downcast_ref::<String>().expect("a text").clone()
         };
         assert_eq!(refused("a"), "two tensors are called `a`");
+        let mut layout = Layout::new();
+        assert_eq!(layout.try_push("a", [2]).unwrap(), 0);
+        assert_eq!(layout.try_push("a", [2]).unwrap_err().to_string(), "layout: two tensors are called `a`");
         assert_eq!(refused(""), "a tensor has an empty name");
         assert!(refused("__metadata__").starts_with("a tensor is called `__metadata__`"));
         assert!(refused(&"é".repeat(513)).ends_with("has 1026 bytes, more than 1024"));

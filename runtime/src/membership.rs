@@ -34,6 +34,8 @@ pub(crate) struct Membership {
     server: Option<RunningServer>,
     /// This rank has asked all ranks to stop.
     has_asked_to_stop: AtomicBool,
+    /// Says whether the wait of the calling thread is to end.
+    interrupt_check: OnceLock<fn() -> bool>,
     /// How many collectives this rank's NCCL communicators have begun.
     #[cfg(feature = "cuda")]
     pub(crate) collectives: crate::comm::nccl::CollectiveCounters,
@@ -61,6 +63,7 @@ impl Membership {
             injections,
             server: None,
             has_asked_to_stop: AtomicBool::new(false),
+            interrupt_check: OnceLock::new(),
             #[cfg(feature = "cuda")]
             collectives: crate::comm::nccl::CollectiveCounters::default(),
         }
@@ -84,6 +87,11 @@ impl Membership {
     /// The number of the next group that this rank can be in.
     pub(crate) fn next_group(&self) -> u32 {
         self.next_group.load(Ordering::Relaxed)
+    }
+
+    /// Ends waits when `check` is true. Only the first such call counts.
+    pub(crate) fn interrupt_when(&self, check: fn() -> bool) {
+        let _ = self.interrupt_check.set(check);
     }
 
     /// Counts a communicator that this rank creates, and returns their number.
@@ -225,7 +233,7 @@ impl Membership {
     }
 
     /// The error of waiting for `awaited`, if the wait cannot succeed: some rank has failed, or one of `awaited` has
-    /// left. It names the rank that failed first, as far as known.
+    /// left. It names the rank that failed first, as far as known. Or the wait of this thread was interrupted.
     pub(crate) fn lost_peer(&self, awaited: &[u32], operation: impl FnOnce() -> String) -> Option<Error> {
         // The server records how ranks end, but the rank that runs it cannot record its own end.
         if self.store.serving_rank_is_gone()
@@ -235,6 +243,9 @@ impl Membership {
             self.page.record_end(serving, Ending::Failed("ended without a goodbye"));
         }
         let failed = self.page.first_failed();
+        if failed.is_none() && self.interrupt_check.get().is_some_and(|is_interrupted| is_interrupted()) {
+            return Some(Error::Interrupted { rank: self.rank, operation: operation() });
+        }
         let left = || awaited.iter().copied().find(|peer| self.page.state(*peer) == RankState::Left);
         let peer = failed.or_else(left)?;
         Some(self.lost_error(peer, operation()))

@@ -4,6 +4,7 @@
 //! `main`, because cargo gives tests the paths of binaries of their own package only.
 #![forbid(unsafe_code)]
 
+pub mod c_library;
 pub mod checkpoints;
 pub mod collectives;
 pub mod device;

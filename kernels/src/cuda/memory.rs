@@ -128,6 +128,18 @@ impl Drop for Memory {
 }
 
 impl<'a> View<'a> {
+    /// `len` elements of `dtype` at device address `address`, which another owner has allocated: a framework's tensor.
+    ///
+    /// # Safety
+    /// - The elements are memory of the GPU on whose streams the view is used, and aligned to an element.
+    /// - They stay allocated for `'a`, and until all work that was enqueued with the view has finished. (After an error of
+    ///   a collective, the communicator's `drain` waits for that.) A framework whose allocator reuses memory in the order
+    ///   of a stream may free them once that stream waits for the work.
+    /// - Work on other streams that touches them is ordered with that work by events.
+    pub unsafe fn from_raw(address: u64, dtype: DType, len: usize) -> View<'a> {
+        View { address, dtype, len, memory: PhantomData }
+    }
+
     /// Device address of the first element.
     pub fn address(&self) -> u64 {
         self.address

@@ -17,6 +17,8 @@ pub struct Stream {
     device: Arc<Device>,
     raw: sys::CUstream,
     number: u64,
+    /// Another owner destroys it.
+    is_foreign: bool,
 }
 
 // SAFETY: a handle that may be used from all threads, destroyed by its only owner.
@@ -98,7 +100,20 @@ impl Stream {
 
     fn owning(device: &Arc<Device>, raw: sys::CUstream) -> Self {
         static STREAMS: AtomicU64 = AtomicU64::new(0);
-        Stream { device: Arc::clone(device), raw, number: STREAMS.fetch_add(1, Ordering::Relaxed) }
+        let number = STREAMS.fetch_add(1, Ordering::Relaxed);
+        Stream { device: Arc::clone(device), raw, number, is_foreign: false }
+    }
+
+    /// A stream that another owner has created, such as a framework. Work that is enqueued on it runs between the
+    /// framework's own, so neither waits on the host. Dropping it does not destroy the stream.
+    ///
+    /// # Safety
+    /// `raw` is a stream of `device`'s primary context. It is not destroyed before this object is dropped and all work
+    /// that was enqueued through it has finished.
+    pub unsafe fn from_raw(device: &Arc<Device>, raw: sys::CUstream) -> Self {
+        let mut stream = Self::owning(device, raw);
+        stream.is_foreign = true;
+        stream
     }
 
     /// As [`new`](Self::new), but with the highest priority: when work of several streams could start, this stream's
@@ -380,7 +395,7 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        if self.device.is_abandoned() {
+        if self.is_foreign || self.device.is_abandoned() {
             return;
         }
         let _ = self.device.bind();

@@ -145,9 +145,8 @@ impl Communicator {
             return Err(Error::InvalidArgument { operation: "adopt_in_place", problem });
         }
         // SAFETY: the caller's promise; the parts do not overlap.
-        let part = |range: Range<usize>| unsafe {
-            Buffer::from_raw_parts(dtype, at(range.start * size), range.len())
-        };
+        let part =
+            |range: Range<usize>| unsafe { Buffer::from_raw(at(range.start * size), dtype, range.len()) };
         let (common, pages) = match (common_pages(&offers, dtype), pages) {
             (Some(common), Some(pages)) if self.replaces_pages() => (common, pages),
             _ => {

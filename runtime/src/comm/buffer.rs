@@ -114,18 +114,21 @@ impl Arena {
 
 #[derive(Debug)]
 enum Allocation {
-    /// Allocated with this layout, or the caller's own memory if there is none.
     Private {
         base: NonNull<u8>,
-        layout: Option<Layout>,
+        layout: Layout,
     },
     Arena(Arena),
+    /// Memory of the program, which frees it.
+    Foreign {
+        base: NonNull<u8>,
+    },
 }
 
 impl Allocation {
     fn base(&self) -> *mut u8 {
         match self {
-            Allocation::Private { base, .. } => base.as_ptr(),
+            Allocation::Private { base, .. } | Allocation::Foreign { base } => base.as_ptr(),
             Allocation::Arena(arena) => arena.address(arena.rank(), 0),
         }
     }
@@ -133,7 +136,7 @@ impl Allocation {
 
 impl Drop for Allocation {
     fn drop(&mut self) {
-        if let Allocation::Private { base, layout: Some(layout) } = self {
+        if let Allocation::Private { base, layout } = self {
             // SAFETY: allocated with this layout in `zeroed`; this drops its only owner.
             unsafe { dealloc(base.as_ptr(), *layout) };
         }
@@ -185,12 +188,7 @@ impl Buffer {
         if bytes >= HUGE_PAGE {
             advise_huge_pages(base, layout.size());
         }
-        Buffer {
-            allocation: Arc::new(Allocation::Private { base, layout: Some(layout) }),
-            dtype,
-            offset: 0,
-            len,
-        }
+        Buffer { allocation: Arc::new(Allocation::Private { base, layout }), dtype, offset: 0, len }
     }
 
     /// A private copy of `values`.
@@ -200,27 +198,63 @@ impl Buffer {
         buffer
     }
 
-    /// The caller's own memory: `len` elements of `dtype` from `base` on. Dropping the buffer does not free it.
+    /// The elements of `values`, without a copy: operations read and write them in place, as private memory. For memory
+    /// of another framework, see [`from_raw`](Self::from_raw).
     ///
     /// ```
-    /// let mut own = vec![1.5f32; 100];
-    /// let base = std::ptr::NonNull::new(own.as_mut_ptr()).unwrap().cast();
-    /// // SAFETY: `own` outlives the buffer and is not used meanwhile.
-    /// let buffer = unsafe { mgpu::Buffer::from_raw_parts(mgpu::DType::F32, base, own.len()) };
-    /// assert_eq!(buffer.as_slice::<f32>()[99], 1.5);
-    /// drop(buffer);
+    /// # let mut world = mgpu::World::from_env()?;
+    /// # let mut comm = world.communicator()?;
+    /// let mut values = vec![1.5f32; 1000];
+    /// // SAFETY: `values` is not used before the operation has returned, and lives longer than `comm`.
+    /// let buffer = unsafe { mgpu::Buffer::borrow(&mut values) };
+    /// comm.all_reduce(buffer, mgpu::ReduceOp::Avg)?.wait()?;
+    /// assert_eq!(values[999], 1.5);
+    /// # Ok::<(), mgpu::Error>(())
     /// ```
     ///
     /// # Safety
-    /// The memory is valid for reads and writes of `len` elements, which are initialised, until all buffers made of it are
-    /// dropped. An operation that takes one and fails keeps it: then it stays valid until the communicator is dropped.
-    /// Nothing else accesses it meanwhile.
+    /// As [`from_raw`](Self::from_raw).
+    pub unsafe fn borrow<T: Element>(values: &mut [T]) -> Self {
+        let base = NonNull::from(&mut *values).cast();
+        // SAFETY: a slice is aligned and initialised; the rest is the caller's promise.
+        unsafe { Self::from_raw(base, T::DTYPE, values.len()) }
+    }
+
+    /// `len` elements of `dtype` at `base`, without a copy: operations read and write them in place, as private memory.
+    /// Dropping the buffer does not free them.
+    ///
+    /// # Safety
+    /// - The elements are valid and initialised.
+    /// - Nobody else reads or writes them while the buffer, or a part of it, exists or is in an operation.
+    /// - They stay valid until the buffer is dropped after the operation has given it back. After an error of the
+    ///   operation, which gives nothing back, they stay valid until the communicator and its groups are dropped.
     ///
     /// # Panics
     /// If `base` is not aligned for the element type.
-    pub unsafe fn from_raw_parts(dtype: DType, base: NonNull<u8>, len: usize) -> Buffer {
+    pub unsafe fn from_raw(base: NonNull<u8>, dtype: DType, len: usize) -> Self {
         assert!((base.as_ptr() as usize).is_multiple_of(dtype.size()), "{base:?} is not aligned for {dtype}");
-        Buffer { allocation: Arc::new(Allocation::Private { base, layout: None }), dtype, offset: 0, len }
+        Buffer { allocation: Arc::new(Allocation::Foreign { base }), dtype, offset: 0, len }
+    }
+
+    /// Another buffer of `len` elements of `dtype` in the same allocation, from byte `offset` of this buffer on. It keeps
+    /// the allocation alive, and is used in place by peers if this one is.
+    ///
+    /// # Safety
+    /// No two buffers that overlap are accessed or passed to operations at the same time.
+    ///
+    /// # Panics
+    /// If the elements are not within this buffer, or not aligned.
+    pub unsafe fn alias(&self, offset: usize, dtype: DType, len: usize) -> Self {
+        let end = len.checked_mul(dtype.size()).and_then(|bytes| bytes.checked_add(offset));
+        assert!(
+            end.is_some_and(|end| end <= self.bytes()),
+            "{len} elements at byte {offset} of {}",
+            self.bytes()
+        );
+        let aliased =
+            Buffer { allocation: Arc::clone(&self.allocation), dtype, offset: self.offset + offset, len };
+        assert!((aliased.address() as usize).is_multiple_of(dtype.size()), "{dtype} at an odd address");
+        aliased
     }
 
     /// The whole of this rank's part of `arena`, which holds at least `len` elements of `dtype`.
@@ -233,7 +267,7 @@ impl Buffer {
     pub(crate) fn arena(&self) -> Option<(&Arena, usize)> {
         match &*self.allocation {
             Allocation::Arena(arena) => Some((arena, self.offset)),
-            Allocation::Private { .. } => None,
+            Allocation::Private { .. } | Allocation::Foreign { .. } => None,
         }
     }
 
@@ -389,6 +423,29 @@ mod tests {
     fn only_adjacent_buffers_can_be_joined() {
         let (head, tail) = Buffer::zeroed::<f32>(4).split_at(2);
         let _ = tail.join(head);
+    }
+
+    #[test]
+    fn borrowed_memory_is_written_in_place_and_not_freed() {
+        let mut values = [1i32, 2, 3, 4];
+        // SAFETY: `values` outlives the buffer, and is not used meanwhile.
+        let buffer = unsafe { Buffer::borrow(&mut values) };
+        let (head, mut tail) = buffer.split_at(1);
+        tail.as_mut_slice::<i32>()[2] = 7;
+        drop((head, tail));
+        assert_eq!(values, [1, 2, 3, 7]);
+    }
+
+    #[test]
+    fn an_alias_is_the_same_memory() {
+        let bytes = Buffer::zeroed::<u8>(16);
+        // SAFETY: only one of the two is accessed at a time.
+        let mut alias = unsafe { bytes.alias(8, DType::F32, 2) };
+        alias.as_mut_slice::<f32>().fill(1.0);
+        assert_eq!(&bytes.as_slice::<u8>()[6..12], [0, 0, 0, 0, 128, 63]);
+        // SAFETY: as above; it panics.
+        let beyond = || unsafe { bytes.alias(12, DType::F64, 1) };
+        assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(beyond)).is_err());
     }
 
     #[test]

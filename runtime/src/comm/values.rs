@@ -29,7 +29,7 @@ impl Communicator {
         }
         let base = NonNull::from(&mut *values).cast();
         // SAFETY: the slice is borrowed until the operation has returned; then the transport does not use it any more.
-        let buffer = unsafe { Buffer::from_raw_parts(T::DTYPE, base, values.len()) };
+        let buffer = unsafe { Buffer::from_raw(base, T::DTYPE, values.len()) };
         operation(self, buffer).map(drop)
     }
 

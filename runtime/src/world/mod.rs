@@ -271,6 +271,15 @@ impl World {
         self.identity.timeout = timeout;
     }
 
+    /// Ends long waits for other ranks with [`Error::Interrupted`] when `check` returns true. A wait calls it in its own
+    /// thread, every 20 ms at least, while it does not spin. For programs whose user may press Ctrl-C during a collective,
+    /// such as an interpreter's. Only the first call counts.
+    pub fn interrupt_when(&self, check: fn() -> bool) {
+        if let Some(membership) = &self.membership {
+            membership.interrupt_when(check);
+        }
+    }
+
     /// Sets what ranks of different hosts use, for communicators created afterwards. For tests.
     #[doc(hidden)]
     pub fn set_net(&mut self, net: crate::comm::Net) {

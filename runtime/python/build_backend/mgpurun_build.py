@@ -1,0 +1,164 @@
+"""Builds the wheel (PEP 517): the Python files, the C library and the launcher, which cargo builds.
+
+The wheel is tagged with the oldest glibc that its programs need. For wheels that run everywhere, set MGPU_CARGO to
+"cargo zigbuild" and MGPU_TARGET to x86_64-unknown-linux-gnu.2.28 or aarch64-unknown-linux-gnu.2.28 (pip install
+cargo-zigbuild ziglang). MGPU_PREBUILT names a folder that has both files already; nothing is built then.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any, Optional
+
+HERE = Path(__file__).resolve().parent.parent
+ROOT = HERE.parent.parent
+LAUNCHER, LIBRARY = "mgpurun", "libmgpu_c.so"
+
+
+def get_requires_for_build_wheel(config_settings: Optional[dict[str, Any]] = None) -> list[str]:
+    return []
+
+
+def get_requires_for_build_sdist(config_settings: Optional[dict[str, Any]] = None) -> list[str]:
+    return []
+
+
+def build_sdist(sdist_directory: str, config_settings: Optional[dict[str, Any]] = None) -> str:
+    raise NotImplementedError("the package is built from a checkout of the repository: pip install runtime/python")
+
+
+def build_wheel(
+    wheel_directory: str,
+    config_settings: Optional[dict[str, Any]] = None,
+    metadata_directory: Optional[str] = None,
+) -> str:
+    version = workspace_version()
+    with tempfile.TemporaryDirectory() as folder:
+        launcher, library = binaries(Path(folder))
+        tag = f"py3-none-{platform_tag([launcher, library])}"
+        name = f"mgpurun-{version}-{tag}.whl"
+        info = f"mgpurun-{version}.dist-info"
+        wheel = Wheel(Path(wheel_directory) / name, f"{info}/RECORD")
+        with wheel:
+            for source in sorted((HERE / "mgpurun").iterdir()):
+                if source.suffix == ".py" or source.name == "py.typed":
+                    wheel.add(f"mgpurun/{source.name}", source.read_bytes())
+            wheel.add(f"mgpurun/{LIBRARY}", library.read_bytes(), executable=True)
+            wheel.add(f"mgpurun-{version}.data/scripts/{LAUNCHER}", launcher.read_bytes(), executable=True)
+            for licence in ("LICENSE-APACHE", "LICENSE-MIT"):
+                wheel.add(f"{info}/licenses/{licence}", (ROOT / licence).read_bytes())
+            wheel.add(f"{info}/METADATA", metadata(version).encode())
+            wheel.add(f"{info}/WHEEL", f"Wheel-Version: 1.0\nGenerator: mgpurun\nRoot-Is-Purelib: false\nTag: {tag}\n".encode())
+    return name
+
+
+class Wheel:
+    """A wheel that is being written. Its list of files comes last."""
+
+    def __init__(self, path: Path, record: str) -> None:
+        self.path, self.record, self.rows = path, record, []
+
+    def __enter__(self) -> Wheel:
+        self.archive = zipfile.ZipFile(self.path, "w", zipfile.ZIP_DEFLATED)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        rows = "".join(f"{row}\n" for row in [*self.rows, f"{self.record},,"])
+        if error[0] is None:
+            self.write(self.record, rows.encode(), 0o644)
+        self.archive.close()
+
+    def add(self, name: str, content: bytes, executable: bool = False) -> None:
+        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+        self.rows.append(f"{name},sha256={digest},{len(content)}")
+        self.write(name, content, 0o755 if executable else 0o644)
+
+    def write(self, name: str, content: bytes, mode: int) -> None:
+        # The same files give the same bytes.
+        entry = zipfile.ZipInfo(name, (2020, 1, 1, 0, 0, 0))
+        entry.external_attr = (stat.S_IFREG | mode) << 16
+        entry.compress_type = zipfile.ZIP_DEFLATED
+        self.archive.writestr(entry, content)
+
+
+def workspace_version() -> str:
+    text = (ROOT / "Cargo.toml").read_text()
+    section = text.partition("[workspace.package]")[2].partition("\n[")[0]
+    found = re.search(r'^version = "([^"]+)"', section, re.MULTILINE)
+    if found is None:
+        raise RuntimeError(f"{ROOT / 'Cargo.toml'} has no version in [workspace.package]")
+    return found[1]
+
+
+def metadata(version: str) -> str:
+    project = (HERE / "pyproject.toml").read_text()
+
+    def field(name: str) -> str:
+        found = re.search(rf'^{name} = "(.+)"$', project, re.MULTILINE)
+        if found is None:
+            raise RuntimeError(f"pyproject.toml has no {name}")
+        return found[1]
+
+    lines = [
+        "Metadata-Version: 2.1",
+        "Name: mgpurun",
+        f"Version: {version}",
+        f"Summary: {field('description')}",
+        f"Requires-Python: {field('requires-python')}",
+        "License: MIT OR Apache-2.0",
+        "Description-Content-Type: text/markdown",
+        "",
+        (HERE / "README.md").read_text(),
+    ]
+    return "\n".join(lines)
+
+
+def binaries(folder: Path) -> tuple[Path, Path]:
+    """Builds launcher and library, and returns copies of them without debugging symbols."""
+    prebuilt = os.environ.get("MGPU_PREBUILT")
+    built = Path(prebuilt) if prebuilt else build()
+    copies = []
+    for name in (LAUNCHER, LIBRARY):
+        copies.append(Path(shutil.copy2(built / name, folder / name)))
+        if shutil.which("strip") and not os.environ.get("MGPU_TARGET"):
+            subprocess.run(["strip", "--strip-unneeded", str(copies[-1])], check=True)
+    return copies[0], copies[1]
+
+
+def build() -> Path:
+    cargo = shlex.split(os.environ.get("MGPU_CARGO", "cargo"))
+    target = os.environ.get("MGPU_TARGET")
+    folder = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
+    command = [*cargo, "build", "--release", "--locked", "--manifest-path", str(ROOT / "Cargo.toml")]
+    command += ["--package", "mgpurun", "--package", "mgpu-c", "--target-dir", str(folder)]
+    if target:
+        command += ["--target", target]
+    try:
+        subprocess.run(command, check=True)
+    except FileNotFoundError as error:
+        raise RuntimeError("cargo is not in PATH: install Rust from https://rustup.rs") from error
+    # cargo-zigbuild's targets end with the version of glibc.
+    triple = re.sub(r"\.\d+\.\d+$", "", target) if target else ""
+    return folder / triple / "release"
+
+
+def platform_tag(files: list[Path]) -> str:
+    """The tag of wheels for machines with at least the glibc that `files` need."""
+    content = b"".join(file.read_bytes() for file in files)
+    newest = max((int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", content)), default=17)
+    # ELF's e_machine.
+    machine = int.from_bytes(files[0].read_bytes()[18:20], "little")
+    architecture = {62: "x86_64", 183: "aarch64"}.get(machine)
+    if architecture is None:
+        raise RuntimeError(f"{files[0].name} is for a machine of number {machine}, which has no wheels")
+    return f"manylinux_2_{max(newest, 17)}_{architecture}"
