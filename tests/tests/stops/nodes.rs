@@ -85,7 +85,7 @@ fn a_request_to_an_agent_whose_ranks_have_ended_stops_the_others() {
     let Some(hosts) = Hosts::start(2) else { return };
     for by_command in [false, true] {
         let options = ["-n", "1", "--backend", "cpu", "--no-prefix"];
-        let mut job = Job::start(&hosts, &options, &[env!("CARGO_BIN_EXE_t-job"), "until-stopped"]);
+        let job = Job::start(&hosts, &options, &[env!("CARGO_BIN_EXE_t-job"), "until-stopped"]);
         let agents = [0, 1].map(|host| job.mgpuruns(host)[1].as_raw() as u32);
         page::wait(agents[0], |page| page.checks_for_stops(0));
         page::wait(agents[1], |page| page.state(1) == RankState::Left);
