@@ -13,6 +13,7 @@
 use std::hash::{BuildHasher, RandomState};
 use std::io::IoSliceMut;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use mgpu_kernels::reduce;
 use nix::errno::Errno;
@@ -106,7 +107,7 @@ impl CpuTransport {
         Ok((0..self.size).map(address).collect())
     }
 
-    /// Copies `bytes` bytes of `peer` from `address` to `to`. `phase` is the one that this rank is in, from 1.
+    /// Copies `bytes` bytes of `peer` from `address` to `to`.
     ///
     /// # Safety
     /// `to` is valid for `bytes` bytes, which nobody else accesses.
@@ -115,7 +116,6 @@ impl CpuTransport {
         peer: u32,
         address: *const u8,
         (to, bytes): (*mut u8, usize),
-        phase: u32,
         call: &Signature,
     ) -> Result<()> {
         // SAFETY: the caller's promise; private memory and scratch memory are initialised.
@@ -124,20 +124,33 @@ impl CpuTransport {
             self.count(bytes, 1);
             return Ok(());
         };
-        // The memory of a peer is gone if it has ended or failed. No peer gets beyond this phase without this rank, so a wait
-        // for that ends with an error that names the culprit.
-        let is_gone = matches!(errno, Errno::ESRCH | Errno::EFAULT);
-        let target = self.streamed.wrapping_add(phase + u32::from(is_gone));
-        self.await_steps_of([peer].into_iter(), target, call)?;
-        let what = format!("read the memory of rank {}", self.members.world_rank(peer));
-        Err(Error::system(what, errno))
+        Err(self.read_error(peer, errno, call))
+    }
+
+    /// The error of not being able to read the memory of `peer`.
+    #[cold]
+    fn read_error(&self, peer: u32, errno: Errno, call: &Signature) -> Error {
+        let world_rank = self.members.world_rank(peer);
+        let operation = || format!("operation {} of {}, {call}", self.sequence, self.title);
+        // The memory is gone if the peer has ended or failed. That is known a little later.
+        let begin = Instant::now();
+        while matches!(errno, Errno::ESRCH | Errno::EFAULT) && begin.elapsed() < self.timeout {
+            if let Some(error) = self.membership.lost_peer(&[world_rank], operation) {
+                return error;
+            }
+            if self.membership.page().has_aborted(world_rank, self.family) {
+                return self.membership.lost_error(world_rank, operation());
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Error::system(format!("read the memory of rank {world_rank}"), errno)
     }
 
     /// Ends a phase: waits until all ranks have.
     fn end_phase(&self, phase: u32, call: &Signature) -> Result<()> {
         let target = self.streamed.wrapping_add(phase);
         self.region.lines(self.rank).steps().publish(target, self.policy);
-        self.await_steps_of(self.peers(), target, call)
+        self.await_steps(target, call)
     }
 
     /// Reduces `len` elements from byte `at` of all ranks' buffers into this rank's own.
@@ -162,7 +175,7 @@ impl CpuTransport {
                 let place = scratch.address().wrapping_add(index * most);
                 let address = all[peer as usize].wrapping_add(offset);
                 // SAFETY: each peer has a piece of the scratch memory, which is long enough and only ours.
-                unsafe { self.fetch(peer, address, (place, count * element), 1, call)? };
+                unsafe { self.fetch(peer, address, (place, count * element), call)? };
                 sources[peer as usize] = place;
             }
             // SAFETY: sources are scratch memory and our own buffer, whose part no peer reads in this phase.
@@ -191,7 +204,7 @@ impl CpuTransport {
             let (at, len) = part(peer);
             let to = (buffer.address().wrapping_add(at), len * element);
             // SAFETY: a part of our buffer that no peer reads in this phase.
-            unsafe { self.fetch(peer, all[peer as usize].wrapping_add(at), to, 2, call)? };
+            unsafe { self.fetch(peer, all[peer as usize].wrapping_add(at), to, call)? };
         }
         self.end_phase(2, call)?;
         self.streamed = self.streamed.wrapping_add(2);
@@ -225,7 +238,7 @@ impl CpuTransport {
             let (at, bytes) = (shares.range(peer).start * element, shares.range(peer).len() * element);
             let to = (buffer.address().wrapping_add(at), bytes);
             // SAFETY: the peer's part of our buffer, which nobody reads.
-            unsafe { self.fetch(peer, all[peer as usize].wrapping_add(at), to, 1, call)? };
+            unsafe { self.fetch(peer, all[peer as usize].wrapping_add(at), to, call)? };
         }
         self.end_phase(1, call)?;
         self.streamed = self.streamed.wrapping_add(1);

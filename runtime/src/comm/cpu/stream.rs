@@ -102,19 +102,9 @@ impl CpuTransport {
     }
 
     /// Waits until all peers are at step `target`.
-    fn await_steps(&self, target: u32, call: &Signature) -> Result<()> {
-        self.await_steps_of(self.peers(), target, call)
-    }
-
-    /// Waits until these peers are at step `target`.
-    pub(super) fn await_steps_of(
-        &self,
-        mut peers: impl Iterator<Item = u32>,
-        target: u32,
-        call: &Signature,
-    ) -> Result<()> {
+    pub(super) fn await_steps(&self, target: u32, call: &Signature) -> Result<()> {
         let steps = |peer: u32| -> &Flag { self.region.lines(peer).steps() };
-        peers.try_for_each(|peer| {
+        self.peers().try_for_each(|peer| {
             self.wait(steps(peer), target, call, || {
                 (vec![peer], self.peers().filter(|peer| !steps(*peer).reached(target)).collect())
             })
