@@ -464,7 +464,7 @@ KERNEL_BOUNDS(conv_first_backward_bf16_k5_x1, 256) FIRST_BACKWARD(bf16) {
 KERNEL_BOUNDS(conv_first_backward_pooled_bf16_k5_x1, 256) FIRST_BACKWARD(bf16) {
     first_backward<bf16, 5, 1, 2, WARP>(x, y, dy, chosen, sums, shape);
 }
-KERNEL_BOUNDS(conv_first_backward_bf16_k5_x2, 256) FIRST_BACKWARD(bf16) {
+KERNEL_BLOCKS(conv_first_backward_bf16_k5_x2, 256, 1) FIRST_BACKWARD(bf16) {
     first_backward<bf16, 5, 2, 1, WARP>(x, y, dy, chosen, sums, shape);
 }
 KERNEL_BOUNDS(conv_first_backward_pooled_bf16_k5_x2, 256) FIRST_BACKWARD(bf16) {

@@ -60,7 +60,7 @@ __device__ void bias_sums(const T* y, T* gradient, const BiasSums& sums, u32 wid
     }
 }
 
-KERNEL_BOUNDS(conv_bias_f32, BIAS_THREADS)(const f32* y, f32* gradient, BiasSums sums, u32 wide) {
+KERNEL_BLOCKS(conv_bias_f32, BIAS_THREADS, 2)(const f32* y, f32* gradient, BiasSums sums, u32 wide) {
     bias_sums(y, gradient, sums, wide);
 }
 KERNEL_BOUNDS(conv_bias_bf16, BIAS_THREADS)(const bf16* y, bf16* gradient, BiasSums sums, u32 wide) {

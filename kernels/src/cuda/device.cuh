@@ -15,6 +15,8 @@ typedef double f64;
 // Entry points are found by these macros' names, so each kernel's name is written out once.
 #define KERNEL(name) extern "C" __global__ void name
 #define KERNEL_BOUNDS(name, threads) extern "C" __global__ void __launch_bounds__(threads) name
+// For kernels that the compiler would otherwise give so few registers that some values are spilled.
+#define KERNEL_BLOCKS(name, threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks) name
 
 #ifndef MGPU_SHIM
 #define DYNAMIC_SHARED(type, name) extern __shared__ __align__(16) u8 name##_bytes[]; type* name = (type*)name##_bytes

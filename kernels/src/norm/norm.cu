@@ -164,7 +164,7 @@ __device__ void norm_sum_gradients(
     }
 }
 
-KERNEL_BOUNDS(norm_sum_gradients_f32, NORM_THREADS)(
+KERNEL_BLOCKS(norm_sum_gradients_f32, NORM_THREADS, 3)(
     NormShape shape, const f32* statistics, const f32* x, const f32* dy, NormTotals totals, u32 wide) {
     norm_sum_gradients(shape, statistics, x, dy, totals, wide);
 }
@@ -324,7 +324,7 @@ KERNEL_BOUNDS(norm_backward_input_f32, NORM_THREADS)(
     NormBefore before, u32 wide) {
     norm_backward_input(shape, statistics, sums, gamma, x, gradient, before, wide);
 }
-KERNEL_BOUNDS(norm_backward_input_bf16, NORM_THREADS)(
+KERNEL_BLOCKS(norm_backward_input_bf16, NORM_THREADS, 3)(
     NormShape shape, const f32* statistics, const f64* sums, const f32* gamma, const bf16* x, bf16* gradient,
     NormBefore before, u32 wide) {
     norm_backward_input(shape, statistics, sums, gamma, x, gradient, before, wide);
