@@ -69,18 +69,9 @@ impl DropoutOp {
         dropout::cpu::apply(step.threads, self.probability, &mask, key.step, values);
     }
 
-    /// The layer in the current step on a GPU.
-    pub(super) fn on_step<'a>(
-        &self,
-        model: &'a DeviceDataParallel,
-        key: DeviceDropout,
-    ) -> dropout::cuda::Dropout<'a> {
-        let mask = self.mask(key.seed, key.first_sample);
-        dropout::cuda::Dropout { probability: self.probability, mask, state: model.state() }
-    }
-
     fn apply_on_gpu(&self, model: &DeviceDataParallel, key: DeviceDropout, values: View<'_>) -> Result<()> {
-        Ok(dropout::cuda::apply(model.stream(), &self.on_step(model, key), values)?)
+        let mask = self.mask(key.seed, key.first_sample);
+        Ok(dropout::cuda::apply(model.stream(), self.probability, &mask, model.state(), values)?)
     }
 }
 
@@ -124,36 +115,27 @@ impl<T: Storage> OnCpu<T> for DropoutOp {
 }
 
 impl OnGpu for DropoutOp {
-    fn as_dropout(&self) -> Option<DropoutOp> {
-        Some(*self)
-    }
-
     fn forward(
         &self,
-        step: DeviceStep<'_>,
+        _: DeviceStep<'_>,
         model: &DeviceDataParallel,
         _: View<'_>,
         y: View<'_>,
         pass: DevicePass,
     ) -> Result<()> {
         match pass {
-            DevicePass::Train(Some(key)) if !step.neighbours.is_included[0] => {
-                self.apply_on_gpu(model, key, y)
-            }
-            DevicePass::Train(_) | DevicePass::Eval => Ok(()),
+            DevicePass::Train(Some(key)) => self.apply_on_gpu(model, key, y),
+            DevicePass::Train(None) | DevicePass::Eval => Ok(()),
         }
     }
 
     fn backward(
         &self,
-        step: DeviceStep<'_>,
+        _: DeviceStep<'_>,
         model: &mut DeviceDataParallel,
         tensors: DeviceStageTensors<'_>,
         dropout: Option<DeviceDropout>,
     ) -> Result<()> {
-        match dropout {
-            Some(key) if !step.neighbours.is_included[1] => self.apply_on_gpu(model, key, tensors.dy),
-            _ => Ok(()),
-        }
+        dropout.map_or(Ok(()), |key| self.apply_on_gpu(model, key, tensors.dy))
     }
 }
