@@ -73,7 +73,9 @@ impl Failure {
     pub(crate) fn record(self) -> Status {
         // A zero byte would end the text for C.
         let text = CString::new(self.text.replace('\0', "\\0")).unwrap_or_default();
-        LAST.with(|last| *last.borrow_mut() = LastError { text, culprit: self.culprit });
+        let last = LastError { text, culprit: self.culprit };
+        // Without effect at the end of a thread, whose text is gone.
+        let _ = LAST.try_with(|kept| *kept.borrow_mut() = last);
         self.status
     }
 }

@@ -4,8 +4,8 @@
     model.register_comm_hook(None, mgpurun.torch.ddp_comm_hook)
 
 DDP calls the hook for each bucket of gradients. A thread reduces the buckets, in that order, while the backward pass
-continues; it does not hold the interpreter's lock. A bucket is copied once, into memory that all ranks access in place, and
-DDP reads the averages from there.
+continues; it does not hold the interpreter's lock. A bucket is copied into memory that all ranks access in place, and
+the averages are copied back.
 """
 
 # Annotations are objects here, not texts: DDP compares those of the hook.
@@ -93,7 +93,10 @@ class _BucketReducer:
             self.arenas[key] = averages
         nbytes = gradients.numel() * gradients.element_size()
         ctypes.memmove(averages.data_ptr(), gradients.data_ptr(), nbytes)
-        return self.comm.all_reduce(averages, "avg")
+        self.comm.all_reduce(averages, "avg")
+        # Another model may use the arena before DDP reads the averages, at the end of the backward pass.
+        ctypes.memmove(gradients.data_ptr(), averages.data_ptr(), nbytes)
+        return gradients
 
     def _stop(self) -> None:
         self.tasks.put(None)

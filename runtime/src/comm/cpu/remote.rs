@@ -12,7 +12,7 @@
 
 use std::hash::{BuildHasher, RandomState};
 use std::io::IoSliceMut;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::time::{Duration, Instant};
 
 use mgpu_kernels::reduce;
@@ -148,6 +148,14 @@ impl CpuTransport {
 
     /// Ends a phase: waits until all ranks have.
     fn end_phase(&self, phase: u32, call: &Signature) -> Result<()> {
+        // A peer that has failed may have used its buffer again while this rank read it. It says so before it does.
+        fence(Ordering::Acquire);
+        let has_failed = |peer: &u32| self.membership.page().has_aborted(*peer, self.family);
+        if let Some(peer) = self.peers().map(|peer| self.members.world_rank(peer)).find(has_failed) {
+            return Err(self
+                .membership
+                .lost_error(peer, format!("operation {} of {}, {call}", self.sequence, self.title)));
+        }
         let target = self.streamed.wrapping_add(phase);
         self.region.lines(self.rank).steps().publish(target, self.policy);
         self.await_steps(target, call)
