@@ -36,7 +36,7 @@ install -m 644 "$here/include/mgpu.h" "$prefix/include/mgpu.h"
 install -m 644 "$target/$profile/libmgpu_c.a" "$prefix/lib/libmgpu_c.a"
 
 work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+trap 'rm -f "$work/mgpu.map" "$work/libmgpu_c.so.$version" && rmdir "$work"' EXIT
 sed "s/@VERSION@/$major/" "$here/mgpu.map.in" >"$work/mgpu.map"
 "${CC:-cc}" -shared -o "$work/libmgpu_c.so.$version" \
     -Wl,--whole-archive "$target/$profile/libmgpu_c.a" -Wl,--no-whole-archive \

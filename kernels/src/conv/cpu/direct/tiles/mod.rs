@@ -324,7 +324,7 @@ impl WeightBlocks {
 struct Gradients<'a, E> {
     shape: ConvShape,
     epilogue: Epilogue,
-    /// Of all images.
+    /// Those of all images.
     from: Backward<'a, E>,
     images: Range<usize>,
     /// For the input gradient.
