@@ -322,7 +322,8 @@ fn ranks_with_gpus_are_watched_too() {
         seen = shown(folder.path(), &["--collectives"]);
         let count =
             |rank| collectives_of(&seen, rank).iter().filter(|line| line.ends_with("enqueued")).count();
-        count(1) > 0 && count(0) > count(1)
+        // Rank 0 may also be ahead for a moment while rank 1 still runs.
+        count(1) > 0 && count(0) > count(1) && seen.contains("the ranks part")
     });
     assert!(seen.contains("\nthe ranks part in communicator 1:\n"), "{seen}");
     assert!(seen.contains("rank 1 is after all_reduce #"), "{seen}");
