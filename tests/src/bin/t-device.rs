@@ -108,6 +108,8 @@ fn turns(test: &DeviceTest<'_>, fault: Option<&str>) -> Result<()> {
                 Ok(()) => eprintln!("then: all is well"),
                 Err(error) => eprintln!("then: {error}"),
             }
+            // Before its memory is freed: the collective may still be in the stream.
+            comm.drain(stream);
             return Err(error);
         }
     }

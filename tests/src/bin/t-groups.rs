@@ -145,8 +145,13 @@ struct DeviceGrid {
 
 fn all_reduce(comm: &DeviceCommunicator, stream: &Stream, len: usize) -> Result<()> {
     let memory = Memory::zeroed(comm.device(), DType::F32, len)?;
-    comm.all_reduce(stream, memory.view(), ReduceOp::Sum)?;
-    comm.wait(stream, "a turn")
+    let reduced = comm.all_reduce(stream, memory.view(), ReduceOp::Sum);
+    let reduced = reduced.and_then(|_| comm.wait(stream, "a turn"));
+    if reduced.is_err() {
+        // Before its memory is freed: the collective may still be in the stream.
+        comm.drain(stream);
+    }
+    reduced
 }
 
 impl Grid for DeviceGrid {
