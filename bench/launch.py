@@ -4,7 +4,8 @@
     launch.py [--ranks 8] [--rounds 30] [--out FILE.json]
 
 Launchers run in turn; figures are medians. Peers are searched in target/peers or in the folder MGPU_PEERS, as in
-allreduce.sh. A launcher that takes more than a second runs a tenth of the rounds.
+allreduce.sh. A launcher that takes more than a second runs a tenth of the rounds; one that has not ended after half a
+minute is ended, and left out with a line.
 """
 
 import argparse
@@ -17,6 +18,8 @@ import time
 
 import provenance
 
+# Seconds.
+PATIENCE = 30
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -47,8 +50,12 @@ def versions(found):
 
 
 def once(command):
+    """Milliseconds of a run; None if it did not end in time."""
     started = time.perf_counter()
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        return None
     if done.returncode != 0:
         sys.exit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr}")
     return (time.perf_counter() - started) * 1e3
@@ -62,11 +69,22 @@ def main():
     args = parser.parse_args()
     found = contenders(args.ranks)
     times = {name: [] for name in found}
-    slow = {name for name, command in found.items() if once(command) > 1000}
+    slow = set()
+
+    def run(name):
+        took = once(found[name])
+        if took is None:
+            print(f"left out: {name} has not ended after {PATIENCE} s", file=sys.stderr)
+            del found[name], times[name]
+        return took
+
+    for name in list(found):
+        if (run(name) or 0) > 1000:
+            slow.add(name)
     for turn in range(args.rounds):
-        for name, command in found.items():
-            if name not in slow or turn % 10 == 0:
-                times[name].append(once(command))
+        for name in list(found):
+            if (name not in slow or turn % 10 == 0) and (took := run(name)) is not None:
+                times[name].append(took)
     ours = sorted(times["mgpurun"])[len(times["mgpurun"]) // 2]
     result = {
         **provenance.record(versions=versions(found)),

@@ -67,7 +67,7 @@ def rows(*lines):
 
 
 CPU = "train-cpu-2026-11-22-xeon-2c.json"
-LAUNCH = "launch-2026-11-21-xeon-2c.json"
+LAUNCH = "launch-2026-11-23-xeon-2c.json"
 ALLREDUCE = "allreduce-2026-11-21-xeon-2c.json"
 
 
