@@ -73,6 +73,8 @@ def main():
 
     def run(name):
         took = once(found[name])
+        if took is None and name == "mgpurun":
+            sys.exit(f"mgpurun has not ended after {PATIENCE} s")
         if took is None:
             print(f"left out: {name} has not ended after {PATIENCE} s", file=sys.stderr)
             del found[name], times[name]

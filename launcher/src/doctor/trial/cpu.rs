@@ -19,7 +19,7 @@ pub(super) const LARGE: u64 = 8 << 20;
 /// Passes of a cache line in a round, and the number of rounds; the fastest counts.
 const PASSES: u32 = 200;
 const ROUNDS: u32 = 50;
-/// How long all rounds may take. They take 5 ms on an idle machine.
+/// How long all rounds may take, however busy the machine is.
 const PATIENCE: Duration = Duration::from_millis(300);
 /// Up to this multiple of its bound an all-reduce is as fast as it should be. A small one passes a line there and back
 /// and computes; a large one was measured at 1 to 2 times its memory traffic on idle machines.
