@@ -499,6 +499,24 @@ fn wrong_links_and_commands_are_reported() {
     }
 }
 
+/// A file that is neither a program in `tests/Cargo.toml` nor a module of one would not be tested, in silence.
+#[test]
+fn every_suite_is_part_of_a_program() {
+    let suites = root().join("tests/tests");
+    let manifest = read(&root().join("tests/Cargo.toml"));
+    let is_program = |name: &str| manifest.contains(&format!("path = \"tests/{name}.rs\""));
+    let entries = fs::read_dir(&suites).expect("tests/tests can be read");
+    let files =
+        entries.map(|entry| entry.expect("an entry of a folder").path()).filter(|path| path.is_file());
+    let names: Vec<String> =
+        files.map(|path| path.file_stem().expect("a file name").to_string_lossy().into_owned()).collect();
+    let programs = names.iter().filter(|name| is_program(name));
+    let modules: String = programs.map(|name| read(&suites.join(format!("{name}.rs")))).collect();
+    let is_module = |name: &str| modules.lines().any(|line| line == format!("mod {name};"));
+    let untested: Vec<_> = names.iter().filter(|name| !is_program(name) && !is_module(name)).collect();
+    assert!(untested.is_empty() && modules.contains("mod supervision;"), "in no program: {untested:?}");
+}
+
 #[test]
 fn lines_are_split_as_a_shell_would() {
     let words = |line: &str| -> Vec<Vec<String>> { split(line) };

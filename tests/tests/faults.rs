@@ -79,7 +79,7 @@ fn misbehave(ranks: u32, arguments: &[&str]) -> Finished {
     launcher.env("TMPDIR", temporary.path()).env_remove("XDG_RUNTIME_DIR");
     launcher.env("MGPU_TEST_MARK", temporary.path());
     // Only these faults should need a timeout.
-    let seconds = |fault: &str| if arguments[0] == fault { "2" } else { "60" };
+    let seconds = |fault: &str| if arguments[0] == fault { "4" } else { "60" };
     launcher.env("MGPU_TIMEOUT", seconds("stop"));
     launcher.args(["-n", &ranks.to_string(), "--timeout", seconds("never-join"), "--grace", "2"]);
     let finished = run(launcher.arg(env!("CARGO_BIN_EXE_t-misbehave")).args(arguments));

@@ -91,7 +91,7 @@ fn a_timeout_names_the_rank_that_holds_up_other_groups() {
     let (finish, finished) = channel::<()>();
     let hung = std::sync::Mutex::new(finished);
     let errors = threads::run(4, |mut world| {
-        world.set_timeout(Duration::from_millis(700));
+        world.set_timeout(Duration::from_secs(2));
         let (mut row, mut column) = grid(&mut world, 2).unwrap();
         match world.rank() {
             3 => {
@@ -113,7 +113,8 @@ fn a_timeout_names_the_rank_that_holds_up_other_groups() {
     }
     let row = errors[2].as_ref().unwrap().to_string();
     assert!(
-        row.contains("rank 2 waited 0.7 s for rank 3 in operation 1 of group 1 (ranks 2, 3), barrier"),
+        row.starts_with("rank 2 waited ")
+            && row.contains(" s for rank 3 in operation 1 of group 1 (ranks 2, 3), barrier"),
         "{row}"
     );
 }
@@ -122,7 +123,7 @@ fn a_timeout_names_the_rank_that_holds_up_other_groups() {
 #[test]
 fn a_rank_that_works_in_another_group_has_not_timed_out() {
     let results = threads::run(3, |mut world| {
-        let timeout = Duration::from_millis(200);
+        let timeout = Duration::from_millis(600);
         world.set_timeout(timeout);
         let mut comm = world.communicator()?;
         let pair = comm.split((comm.rank() < 2).then_some(0), 0)?;

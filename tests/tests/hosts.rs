@@ -12,7 +12,7 @@ mod contradictions;
 #[path = "hosts/failures.rs"]
 mod failures;
 #[path = "hosts/job.rs"]
-mod job;
+pub(crate) mod job;
 #[path = "hosts/names.rs"]
 mod names;
 #[path = "hosts/network.rs"]

@@ -173,7 +173,8 @@ fn a_job_goes_on_without_a_host_that_is_lost() {
     let script = "echo start $MGPU_RESTART_COUNT of $WORLD_SIZE; test $WORLD_SIZE = 2 || exec sleep 1000";
     let mut starter =
         site.mgpurun(&["--hosts", "a,b,c", "--nnodes", "2:3", "--max-restarts", "1", "-n", "1"]);
-    starter.args(["--timeout", "1", "--no-prefix", "sh", "-c", script]);
+    // The third host must arrive in this time, and then it is awaited for as long.
+    starter.args(["--timeout", "4", "--no-prefix", "sh", "-c", script]);
     let mut starter = starter.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     until(|| (0..3).all(|host| site.hosts.processes(host).iter().any(|(_, line)| line.starts_with("sleep"))));
     for (pid, line) in site.hosts.processes(1) {

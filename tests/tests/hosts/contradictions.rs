@@ -5,7 +5,7 @@ use std::os::unix::fs::PermissionsExt;
 
 use mgpu_tests::hosts::Hosts;
 
-use crate::job::{Job, SLEEP, expect_all};
+use super::job::{Job, SLEEP, expect_all};
 
 #[test]
 fn contradictions_between_nodes_name_both_hosts_and_both_values() {

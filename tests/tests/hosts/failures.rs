@@ -7,7 +7,7 @@ use mgpu_tests::hosts::Hosts;
 use mgpu_tests::process::{Finished, until};
 use nix::sys::signal::{Signal, kill};
 
-use crate::job::{Job, SLEEP, STEPS, at_sizes, expect_all};
+use super::job::{Job, SLEEP, STEPS, at_sizes, expect_all};
 
 /// "rank 1 on it is" or "ranks 2-3 on it are", for the ranks of `host`.
 fn lost_ranks(host: usize, ranks: usize) -> String {

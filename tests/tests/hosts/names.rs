@@ -2,7 +2,7 @@
 
 use mgpu_tests::hosts::{Hosts, address, address_v6};
 
-use crate::job::{Job, STEPS, expect_all};
+use super::job::{Job, STEPS, expect_all};
 
 /// The names of both hosts, with these addresses of each.
 fn names(addresses: impl Fn(usize) -> Vec<String>) -> String {

@@ -4,7 +4,7 @@ use mgpu_tests::hosts::{Hosts, has_ucx};
 use mgpu_tests::process::{Program, run};
 use nix::sys::signal::{Signal, kill};
 
-use crate::job::{Job, MGPURUN, STEPS, expect_all};
+use super::job::{Job, MGPURUN, STEPS, expect_all};
 
 const TRAIN: &str = env!("CARGO_BIN_EXE_t-train_mnist");
 

@@ -5,7 +5,7 @@ use std::process::{Child, Stdio};
 
 use mgpu_tests::hosts::Hosts;
 
-use crate::job::{Job, SLEEP, expect_all};
+use super::job::{Job, SLEEP, expect_all};
 
 /// A program that prints a line when it is ready, and runs until its host does.
 struct Peer {
@@ -190,7 +190,7 @@ ready()
     ] {
         let peer = listener(answer);
         let mut job = Job::new(&hosts);
-        job.add(1, &["-n", "1", "--node-rank", "1", "--timeout", "1"], &["true"]);
+        job.add(1, &["-n", "1", "--node-rank", "1", "--timeout", "3"], &["true"]);
         job.finish_one(1).expect(code, &[text, "a"]);
         peer.stop(&hosts);
     }
@@ -201,7 +201,7 @@ fn the_coordinator_of_another_job_is_not_joined() {
     let Some(hosts) = Hosts::start(2) else { return };
     let mut job = Job::new(&hosts);
     job.add(0, &["-n", "1", "--rdzv-id", "one"], &["echo", "joined"]);
-    job.add(1, &["-n", "1", "--rdzv-id", "two", "--timeout", "1"], &["true"]);
+    job.add(1, &["-n", "1", "--rdzv-id", "two", "--timeout", "3"], &["true"]);
     let finished = job.finish_one(1);
     finished.expect(64, &["belongs to another run", "--rdzv-id"]);
     job.add(1, &["-n", "1", "--rdzv-id", "one"], &["echo", "joined"]);

@@ -5,7 +5,7 @@ use std::fs;
 use mgpu_tests::hosts::{Hosts, address_v6};
 use nix::sys::signal::{Signal, kill};
 
-use crate::job::{Job, MGPURUN, SLEEP, STEPS, expect_all};
+use super::job::{Job, MGPURUN, SLEEP, STEPS, expect_all};
 
 #[test]
 fn ranks_are_numbered_over_all_hosts_and_know_their_node() {

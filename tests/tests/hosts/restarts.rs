@@ -5,7 +5,7 @@ use std::thread::scope;
 use mgpu_tests::hosts::Hosts;
 use nix::sys::signal::{Signal, kill};
 
-use crate::job::{Job, expect_all};
+use super::job::{Job, expect_all};
 
 /// Options of a job that goes on with two of three nodes, after 4 s.
 const OPTIONS: [&str; 10] =

@@ -7,7 +7,7 @@ use mgpu_tests::hosts::Hosts;
 use mgpu_tests::process::{Finished, Program, run};
 use nix::sys::signal::{Signal, kill};
 
-use crate::job::{Job, MGPURUN, expect_all};
+use super::job::{Job, MGPURUN, expect_all};
 
 const TRAIN: &str = env!("CARGO_BIN_EXE_t-train_mnist");
 

@@ -10,12 +10,8 @@ use mgpu_tests::process::{Finished, finish, run, until};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-#[path = "../hosts/job.rs"]
-#[allow(dead_code, reason = "another suite uses the rest")]
-mod job;
-
 use super::{LAUNCHER, TRAIN, Training, expect_resumed, mgpurun, random, start, stopped_after};
-use job::Job;
+use crate::hosts::job::{self, Job};
 
 /// The command line of the training, which saves and resumes.
 fn words(training: &Training) -> Vec<String> {
