@@ -79,20 +79,45 @@ fn another_thread_interrupts_a_wait() {
 }
 
 #[test]
+fn refused_arguments_leave_the_run_unjoined() {
+    let Some(finished) = launch(2, "check_errors.py", &["timeout"]) else { return };
+    finished.expect(0, &["refused before joining"]);
+}
+
+#[test]
+fn communicators_are_freed_before_their_parents() {
+    let Some(finished) = launch(2, "check_errors.py", &["close"]) else { return };
+    let order = "freed ['columns', 'rows', 'groups', 'parent', 'comm']";
+    finished.expect(0, &[&format!("rank 0 {order}"), &format!("rank 1 {order}"), "closed: `comm` is null"]);
+}
+
+#[test]
 fn ctrl_c_ends_a_wait() {
     let Some(python) = python() else { return };
-    let mut command = launcher(&python, 2, "check_errors.py", &["ctrl_c"]);
-    // Only rank 0 gets the signal, as when the other one does not react to it.
-    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the launcher");
-    let stdout = child.stdout.take().expect("a pipe");
-    let mut lines = BufReader::new(stdout).lines();
-    assert_eq!(lines.next().expect("a line").expect("a line"), "waiting");
-    let waiting = || children(child.id()).into_iter().find(|pid| is_waiting(*pid));
-    until(|| waiting().is_some());
-    kill(Pid::from_raw(waiting().expect("it waits") as i32), Signal::SIGINT).expect("the rank exists");
-    let rest: Vec<String> = lines.map_while(Result::ok).collect();
-    assert_eq!(rest, ["KeyboardInterrupt after the wait"]);
-    assert_eq!(child.wait().expect("a child").code(), Some(130));
+    // With Python's own handler: also if asyncio or the program has replaced it meanwhile. A handler of the program runs.
+    for (handler, ending) in [
+        ("python", "KeyboardInterrupt after the wait"),
+        ("asyncio", "KeyboardInterrupt after the wait"),
+        ("again", "KeyboardInterrupt after the wait"),
+        ("handler", "Interrupted after own handler"),
+    ] {
+        let mut command = launcher(&python, 2, "check_errors.py", &["ctrl_c", handler]);
+        // Only rank 0 gets the signal, as when the other one does not react to it.
+        let mut child = command.stdout(Stdio::piped()).spawn().expect("the launcher");
+        let stdout = child.stdout.take().expect("a pipe");
+        let mut lines = BufReader::new(stdout).lines();
+        assert_eq!(lines.next().expect("a line").expect("a line"), "waiting", "{handler}");
+        let mut waiting = None;
+        // It wakes up again and again.
+        until(|| {
+            waiting = children(child.id()).into_iter().find(|pid| is_waiting(*pid));
+            waiting.is_some()
+        });
+        kill(Pid::from_raw(waiting.expect("it waits") as i32), Signal::SIGINT).expect("the rank exists");
+        let rest: Vec<String> = lines.map_while(Result::ok).collect();
+        assert_eq!(rest, [ending], "{handler}");
+        assert_eq!(child.wait().expect("a child").code(), Some(130), "{handler}");
+    }
 }
 
 /// All descendants of a process.
@@ -131,7 +156,14 @@ fn the_wheel_installs_launcher_and_module() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = |name: &str| folder.path().join(name);
     fs::create_dir(path("built")).expect("a folder");
-    fs::copy(MGPURUN, path("built/mgpurun")).expect("a copy");
+    let programs = [
+        ("mgpurun", MGPURUN),
+        ("allreduce_perf", env!("CARGO_BIN_EXE_t-allreduce_perf")),
+        ("gpu_check", env!("CARGO_BIN_EXE_t-gpu_check")),
+    ];
+    for (name, program) in programs {
+        fs::copy(program, path("built").join(name)).expect("a copy");
+    }
     fs::copy(shared_library(), path("built/libmgpu_c.so")).expect("a copy");
     let venv = run(command(&python).args(["-m", "venv"]).arg(path("venv")));
     if venv.code != Some(0) {
@@ -142,7 +174,14 @@ fn the_wheel_installs_launcher_and_module() {
     let mut pip = command(&in_venv);
     pip.args(["-m", "pip", "install", "--quiet", "--no-index", "--disable-pip-version-check"]).arg(package());
     run(pip.env("MGPU_PREBUILT", path("built")).env("HOME", folder.path())).expect(0, &[]);
-    assert!(path("venv/bin/mgpurun").metadata().expect("the program").permissions().mode() & 0o111 != 0);
+    for (name, _) in programs {
+        let installed = path("venv/bin").join(name).metadata().expect("the program");
+        assert!(installed.permissions().mode() & 0o111 != 0, "{name}");
+    }
+    // The programs that it runs are in the wheel.
+    let doctor = run(command(path("venv/bin/mgpurun")).args(["doctor", "--test"]));
+    let report = doctor.stdout.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(report.contains("ok two ranks joined, shared memory, and summed correctly"), "{doctor:#?}");
     let script = path("sum.py");
     let text = "import mgpurun, sys\nv = mgpurun.all_reduce(bytearray([mgpurun.rank() + 1]))\nprint('sum', v[0], sys.prefix)\n";
     fs::write(&script, text).expect("a script");

@@ -9,8 +9,8 @@ use candle_core::{DType, Device};
 use candle_nn::{VarBuilder, VarMap};
 use clap::Parser;
 use mgpu::optimizer::{Adam, OptimizerConfig, Rule};
-use mgpu::{SamplerConfig, evaluation_shard};
 use mgpu::{ReduceOp, Sampler, World};
+use mgpu::{SamplerConfig, evaluation_shard};
 use mgpu_candle::{Classifier, Replica};
 use mgpu_examples::data::{Dataset, Split, digits};
 

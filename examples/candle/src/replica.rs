@@ -2,9 +2,10 @@
 //!
 //! candle stores each variable in a separate tensor and returns all gradients at once from `backward`. mgpu needs
 //! them in one arena, in the same order on all ranks. A `VarMap` has no order, so variables are sorted by name. Each
-//! step copies the gradients into the arena and the parameters back into the variables, here a few hundred kilobytes.
+//! step copies every gradient once, from candle's memory into the arena, and every parameter once, from the arena into
+//! the memory of its variable.
 
-use candle_core::{DType, Tensor, Var};
+use candle_core::{CpuStorage, DType, InplaceOp1, Storage, Tensor, Var};
 use candle_nn::VarMap;
 use mgpu::optimizer::OptimizerConfig;
 use mgpu::{Communicator, DataParallel, Layout};
@@ -58,7 +59,9 @@ impl Replica {
                 return Err(Error::DType { name: name.clone(), dtype: variable.dtype() });
             }
             layout.push(name, variable.dims());
-            parameters.extend(values(variable)?);
+            let begin = parameters.len();
+            parameters.resize(begin + variable.elem_count(), 0.0);
+            copy_values(variable, &mut parameters[begin..])?;
         }
         let parallel = DataParallel::new(comm, layout, parameters, optimizer, threads)?;
         let variables = named.into_iter().map(|(_, variable)| variable).collect();
@@ -74,12 +77,13 @@ impl Replica {
     /// As candle's backward pass and [`DataParallel::step`].
     pub fn step(&mut self, loss: &Tensor) -> Result<(), Error> {
         let gradients = loss.backward()?;
-        let of_variable = |variable: &Var| gradients.get(variable).map(values).transpose();
-        let gradients = self.variables.iter().map(of_variable).collect::<Result<Vec<_>, _>>()?;
+        let variables = &self.variables;
         self.parallel.step(|_, sink| {
-            for (tensor, gradient) in gradients.iter().enumerate().rev() {
-                match gradient {
-                    Some(gradient) => sink.gradient(tensor).copy_from_slice(gradient),
+            for (tensor, variable) in variables.iter().enumerate().rev() {
+                match gradients.get(variable) {
+                    Some(gradient) => {
+                        copy_values(gradient, sink.gradient(tensor)).map_err(mgpu::Error::program)?;
+                    }
                     // The loss does not depend on this variable.
                     None => sink.gradient(tensor).fill(0.0),
                 }
@@ -102,14 +106,48 @@ impl Replica {
     /// As candle's.
     pub fn load(&self) -> Result<(), Error> {
         for (variable, tensor) in self.variables.iter().zip(self.parallel.layout().tensors()) {
-            let values = &self.parallel.parameters()[tensor.range()];
-            variable.set(&Tensor::from_slice(values, variable.shape(), variable.device())?)?;
+            variable.inplace_op1(&Overwrite(&self.parallel.parameters()[tensor.range()]))?;
         }
         Ok(())
     }
 }
 
-/// All elements of a tensor, in row-major order.
-fn values(tensor: &Tensor) -> candle_core::Result<Vec<f32>> {
-    tensor.flatten_all()?.to_vec1()
+/// Copies all elements of a tensor in memory of the CPU, in row-major order, to `values`.
+fn copy_values(tensor: &Tensor, values: &mut [f32]) -> candle_core::Result<()> {
+    // Itself, except for one such as a transposed gradient, which candle arranges first.
+    let tensor = tensor.contiguous()?;
+    let (storage, layout) = tensor.storage_and_layout();
+    let Storage::Cpu(storage) = &*storage else {
+        candle_core::bail!("a tensor on {:?}: this bridge is for models on the CPU", tensor.device())
+    };
+    let elements = &storage.as_slice::<f32>()?[layout.start_offset()..][..layout.shape().elem_count()];
+    if values.len() != elements.len() {
+        candle_core::bail!(
+            "a tensor of shape {:?} where {} elements are expected",
+            tensor.shape(),
+            values.len()
+        )
+    }
+    values.copy_from_slice(elements);
+    Ok(())
+}
+
+/// Writes these values, in row-major order, into the memory of a variable.
+struct Overwrite<'a>(&'a [f32]);
+
+impl InplaceOp1 for Overwrite<'_> {
+    fn name(&self) -> &'static str {
+        "overwrite"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &candle_core::Layout) -> candle_core::Result<()> {
+        let (CpuStorage::F32(elements), Some((begin, end))) = (storage, layout.contiguous_offsets()) else {
+            candle_core::bail!("a variable of layout {layout:?}, which is not contiguous f32")
+        };
+        if end - begin != self.0.len() {
+            candle_core::bail!("a variable of shape {:?} gets {} elements", layout.shape(), self.0.len())
+        }
+        elements[begin..end].copy_from_slice(self.0);
+        Ok(())
+    }
 }

@@ -430,7 +430,7 @@ mgpu_status mgpu_verify_equal(mgpu_comm *comm,
                               uint64_t *checksum);
 
 // Where the shard of rank `rank` begins and ends, in elements, if `count` elements are divided among `ranks` ranks:
-// ⌈count/ranks⌉ each, except that the last ones may be shorter or empty.
+// ⌈count/ranks⌉ each, except that the last ones may be shorter or empty. ranks · ⌈count/ranks⌉ must fit in a `size_t`.
 mgpu_status mgpu_shard(size_t count,
                        uint32_t ranks,
                        uint32_t rank,
@@ -539,6 +539,10 @@ void mgpu_interrupt(void);
 // Makes SIGINT interrupt calls, before the handler that the program has installed for it runs: for interpreters, whose
 // handlers only run after the call. Does nothing if the signal is ignored, ends the process, or has a handler that wants
 // more than its number.
+//
+// An interpreter whose program installs another handler puts its own function back. So call this again before a call
+// that may wait; it costs one system call. A handler that is neither this library's nor the one of the first call is
+// left as it is.
 mgpu_status mgpu_interrupt_on_sigint(void);
 
 // Creates a layout without tensors.
@@ -592,7 +596,7 @@ mgpu_status mgpu_reduce_gradients(mgpu_reducer *reducer,
                                   void *context);
 
 // The memory for the gradient of `tensor`, as the mean over this rank's micro-batch. It contains old values. Valid until
-// the tensor is marked ready.
+// the tensor is marked ready; an error afterwards, because its bucket may be on its way.
 mgpu_status mgpu_sink_gradient(mgpu_sink *handle,
                                size_t tensor,
                                float **gradient);

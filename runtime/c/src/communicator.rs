@@ -151,7 +151,7 @@ pub unsafe extern "C" fn mgpu_verify_equal(
 }
 
 /// Where the shard of rank `rank` begins and ends, in elements, if `count` elements are divided among `ranks` ranks:
-/// ⌈count/ranks⌉ each, except that the last ones may be shorter or empty.
+/// ⌈count/ranks⌉ each, except that the last ones may be shorter or empty. ranks · ⌈count/ranks⌉ must fit in a `size_t`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mgpu_shard(
     count: usize,
@@ -163,6 +163,10 @@ pub unsafe extern "C" fn mgpu_shard(
     call(|| {
         if rank >= ranks {
             return Err(Failure::argument(format!("no rank {rank}: there are {ranks}")));
+        }
+        if count.div_ceil(ranks as usize).checked_mul(ranks as usize).is_none() {
+            let text = format!("{count} elements among {ranks} ranks are more than can be counted");
+            return Err(Failure::argument(text));
         }
         let part = mgpu::comm::shard(count, ranks, rank);
         // SAFETY: the header's rules.

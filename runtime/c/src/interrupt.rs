@@ -5,14 +5,12 @@
 //! the program already.
 
 use std::cell::Cell;
-use std::ffi::c_int;
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::ffi::{c_int, c_void};
+use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
 
 use nix::libc;
-use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
 
-use crate::call::{Result, call};
+use crate::call::call;
 use crate::status::{Failure, MGPU_ERROR_SYSTEM, Status};
 
 static INTERRUPTIONS: AtomicU64 = AtomicU64::new(0);
@@ -40,54 +38,87 @@ pub extern "C" fn mgpu_interrupt() {
     INTERRUPTIONS.fetch_add(1, Ordering::Relaxed);
 }
 
-/// The handler of SIGINT before [`mgpu_interrupt_on_sigint`].
-static BEFORE: AtomicUsize = AtomicUsize::new(0);
+/// The handler to which [`on_sigint`] passes the signal on. Null before the first [`mgpu_interrupt_on_sigint`] that has found
+/// one.
+static PASSED_TO: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
 extern "C" fn on_sigint(signal: c_int) {
     mgpu_interrupt();
-    let before = BEFORE.load(Ordering::Relaxed);
-    // SAFETY: the address of a handler of one argument, which may be called here because the signal has arrived.
-    let before: extern "C" fn(c_int) = unsafe { std::mem::transmute(before) };
-    before(signal);
+    let handler = PASSED_TO.load(Ordering::Acquire);
+    if !handler.is_null() {
+        // SAFETY: the address of a handler of one argument, which may be called here because the signal has arrived.
+        let handler: extern "C" fn(c_int) = unsafe { std::mem::transmute(handler) };
+        handler(signal);
+    }
 }
 
 /// Makes SIGINT interrupt calls, before the handler that the program has installed for it runs: for interpreters, whose
 /// handlers only run after the call. Does nothing if the signal is ignored, ends the process, or has a handler that wants
 /// more than its number.
+///
+/// An interpreter whose program installs another handler puts its own function back. So call this again before a call
+/// that may wait; it costs one system call. A handler that is neither this library's nor the one of the first call is
+/// left as it is.
 #[unsafe(no_mangle)]
 pub extern "C" fn mgpu_interrupt_on_sigint() -> Status {
-    static DONE: OnceLock<Result<(), String>> = OnceLock::new();
     call(|| {
-        let done = DONE.get_or_init(|| chain_handler().map_err(|errno| errno.to_string()));
-        done.clone()
-            .map_err(|reason| Failure::new(MGPU_ERROR_SYSTEM, format!("cannot handle SIGINT: {reason}")))
+        chain_handler().map_err(|errno| {
+            Failure::new(MGPU_ERROR_SYSTEM, format!("cannot handle SIGINT: {}", errno.desc()))
+        })
     })
 }
 
+/// Puts [`on_sigint`] before the handler of the interpreter, if that is the handler now.
+///
+/// Only one handler is ever chained. Another one that was installed later may call ours, and a chain to it would be a loop.
 fn chain_handler() -> nix::Result<()> {
-    let mut current = std::mem::MaybeUninit::<libc::sigaction>::zeroed();
-    // SAFETY: only reads the current action.
-    let read = unsafe { libc::sigaction(libc::SIGINT, std::ptr::null(), current.as_mut_ptr()) };
-    nix::errno::Errno::result(read)?;
-    // SAFETY: written by the system.
-    let current = unsafe { current.assume_init() };
-    let is_handler = current.sa_sigaction != libc::SIG_DFL && current.sa_sigaction != libc::SIG_IGN;
-    if !is_handler || current.sa_flags & libc::SA_SIGINFO != 0 {
+    let ours = on_sigint as extern "C" fn(c_int) as usize;
+    let current = exchange_action(None)?;
+    let handler = current.sa_sigaction;
+    let is_plain =
+        ![libc::SIG_DFL, libc::SIG_IGN, ours].contains(&handler) && current.sa_flags & libc::SA_SIGINFO == 0;
+    if !is_plain {
         return Ok(());
     }
-    BEFORE.store(current.sa_sigaction, Ordering::Relaxed);
-    let flags = SaFlags::from_bits_retain(current.sa_flags);
-    let action = SigAction::new(SigHandler::Handler(on_sigint), flags, SigSet::empty());
-    // SAFETY: the handler only adds to a counter and calls the handler that was there.
-    unsafe { sigaction(Signal::SIGINT, &action) }.map(|_| ())
+    let handler = std::ptr::with_exposed_provenance_mut(handler);
+    let first =
+        PASSED_TO.compare_exchange(std::ptr::null_mut(), handler, Ordering::AcqRel, Ordering::Acquire);
+    if first.is_err_and(|first| first != handler) {
+        return Ok(());
+    }
+    // With the flags and the mask of the handler.
+    let mut action = current;
+    action.sa_sigaction = ours;
+    let replaced = exchange_action(Some(&action))?;
+    // Another thread has changed it meanwhile: to what the program wants, or to ours.
+    if ![current.sa_sigaction, ours].contains(&replaced.sa_sigaction) {
+        exchange_action(Some(&replaced))?;
+    }
+    Ok(())
+}
+
+/// The action of SIGINT; sets a new one if there is one.
+fn exchange_action(action: Option<&libc::sigaction>) -> nix::Result<libc::sigaction> {
+    let mut before = std::mem::MaybeUninit::<libc::sigaction>::zeroed();
+    let action = action.map_or(std::ptr::null(), std::ptr::from_ref);
+    // SAFETY: the new action is one that was there before, or `on_sigint`, which adds to a counter and calls the handler
+    // that was there.
+    let code = unsafe { libc::sigaction(libc::SIGINT, action, before.as_mut_ptr()) };
+    nix::errno::Errno::result(code)?;
+    // SAFETY: written by the system.
+    Ok(unsafe { before.assume_init() })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    /// Tests that interrupt run one after the other.
+    static ONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
+
     #[test]
     fn only_a_call_that_runs_is_interrupted() {
+        let _one = ONE.lock();
         std::thread::spawn(|| assert!(!is_interrupted())).join().unwrap();
         mgpu_interrupt();
         begin_call();
@@ -96,5 +127,47 @@ mod tests {
         assert!(is_interrupted());
         begin_call();
         assert!(!is_interrupted());
+    }
+
+    static HANDLED: AtomicU64 = AtomicU64::new(0);
+
+    extern "C" fn interpreter(_signal: c_int) {
+        HANDLED.fetch_add(1, Ordering::Relaxed);
+    }
+
+    extern "C" fn another(_signal: c_int) {}
+
+    /// Installs a handler, as an interpreter does, and calls the function under test. Returns the handler afterwards.
+    fn handler_after(handler: usize, flags: c_int) -> usize {
+        let mut action = exchange_action(None).unwrap();
+        (action.sa_sigaction, action.sa_flags) = (handler, flags);
+        exchange_action(Some(&action)).unwrap();
+        assert_eq!(mgpu_interrupt_on_sigint(), 0);
+        let after = exchange_action(None).unwrap();
+        assert_eq!(after.sa_flags & libc::SA_RESTART, flags & libc::SA_RESTART);
+        after.sa_sigaction
+    }
+
+    #[test]
+    fn only_the_handler_of_the_interpreter_is_chained() {
+        let _one = ONE.lock();
+        let ours = on_sigint as extern "C" fn(c_int) as usize;
+        let [interpreter, another] = [interpreter, another].map(|f: extern "C" fn(c_int)| f as usize);
+        for kept in [libc::SIG_DFL, libc::SIG_IGN] {
+            assert_eq!(handler_after(kept, 0), kept);
+        }
+        assert_eq!(handler_after(another, libc::SA_SIGINFO), another);
+        for flags in [0, libc::SA_RESTART] {
+            assert_eq!(handler_after(interpreter, flags), ours, "also when it is put back");
+            let (interruptions, handled) =
+                (INTERRUPTIONS.load(Ordering::Relaxed), HANDLED.load(Ordering::Relaxed));
+            nix::sys::signal::raise(nix::sys::signal::Signal::SIGINT).unwrap();
+            assert!(INTERRUPTIONS.load(Ordering::Relaxed) > interruptions);
+            assert_eq!(HANDLED.load(Ordering::Relaxed), handled + 1);
+        }
+        assert_eq!(handler_after(ours, 0), ours);
+        for kept in [another, libc::SIG_IGN, libc::SIG_DFL] {
+            assert_eq!(handler_after(kept, 0), kept);
+        }
     }
 }

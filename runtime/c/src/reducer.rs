@@ -12,7 +12,13 @@ use crate::structs::{self, SizedStruct};
 use crate::world::WorldHandle;
 
 /// Averages gradients over ranks, in buckets.
-pub struct ReducerHandle(Mutex<Reducer>);
+pub struct ReducerHandle(Mutex<State>);
+
+struct State {
+    reducer: Reducer,
+    /// Whether each tensor was marked ready in the current micro-batch.
+    marked: Vec<bool>,
+}
 
 /// How gradients are averaged. Must be the same on all ranks. Fill it with `mgpu_reducer_config_init`, and then change
 /// what should differ from the default.
@@ -90,7 +96,8 @@ impl ReducerOptions {
 /// thread at a time.
 pub struct SinkHandle<'a> {
     sink: &'a mut dyn GradientSink,
-    tensors: usize,
+    /// Whether each tensor was marked ready.
+    marked: &'a mut [bool],
     /// The error of the sink, which says more than the function's return value.
     error: Option<Error>,
 }
@@ -138,9 +145,10 @@ pub unsafe extern "C" fn mgpu_reducer_create(
         // SAFETY: the header's rules.
         unsafe { put(reducer, "reducer", std::ptr::null_mut())? };
         let comm = world.write()?.communicator()?;
-        let created = Reducer::new(comm, layout, config)?;
+        let marked = vec![false; layout.tensors().len()];
+        let state = State { reducer: Reducer::new(comm, layout, config)?, marked };
         // SAFETY: the header's rules.
-        unsafe { put_handle(reducer, "reducer", ReducerHandle(Mutex::new(created))) }
+        unsafe { put_handle(reducer, "reducer", ReducerHandle(Mutex::new(state))) }
     })
 }
 
@@ -161,11 +169,12 @@ pub unsafe extern "C" fn mgpu_reduce_gradients(
 ) -> Status {
     call(|| {
         // SAFETY: the header's rules.
-        let mut reducer = lock(&unsafe { borrow(reducer, "reducer")? }.0)?;
+        let mut state = lock(&unsafe { borrow(reducer, "reducer")? }.0)?;
+        let State { reducer, marked } = &mut *state;
         let compute = compute.ok_or_else(|| Failure::argument("`compute` is null"))?;
-        let tensors = reducer.layout().tensors().len();
         reducer.reduce_accumulated(&mut [], |micro_batch, _, sink| {
-            let mut handle = SinkHandle { sink, tensors, error: None };
+            marked.fill(false);
+            let mut handle = SinkHandle { sink, marked, error: None };
             // SAFETY: a function of this type, with a sink that lives during the call.
             let code = unsafe { compute(context, &mut handle, micro_batch) };
             match (code, handle.error) {
@@ -185,14 +194,14 @@ pub unsafe extern "C" fn mgpu_reduce_gradients(
 unsafe fn sink<'a, 'b>(sink: *mut SinkHandle<'b>, tensor: usize) -> Result<&'a mut SinkHandle<'b>> {
     // SAFETY: the caller's promise.
     let sink = unsafe { sink.as_mut() }.ok_or_else(|| Failure::argument("`sink` is null"))?;
-    match tensor < sink.tensors {
+    match tensor < sink.marked.len() {
         true => Ok(sink),
-        false => Err(Failure::argument(format!("no tensor {tensor}: the layout has {}", sink.tensors))),
+        false => Err(Failure::argument(format!("no tensor {tensor}: the layout has {}", sink.marked.len()))),
     }
 }
 
 /// The memory for the gradient of `tensor`, as the mean over this rank's micro-batch. It contains old values. Valid until
-/// the tensor is marked ready.
+/// the tensor is marked ready; an error afterwards, because its bucket may be on its way.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mgpu_sink_gradient(
     handle: *mut SinkHandle<'_>,
@@ -202,6 +211,12 @@ pub unsafe extern "C" fn mgpu_sink_gradient(
     call(|| {
         // SAFETY: the header's rules.
         let sink = unsafe { sink(handle, tensor)? };
+        if sink.marked[tensor] {
+            let problem = format!("the gradient of tensor {tensor} cannot be written: it was marked ready");
+            let error = Error::InvalidArgument { operation: "step", problem };
+            sink.error.get_or_insert_with(|| error.clone());
+            return Err(error.into());
+        }
         let memory = sink.sink.gradient(tensor).as_mut_ptr();
         // SAFETY: the header's rules.
         unsafe { put(gradient, "gradient", memory) }
@@ -214,6 +229,8 @@ pub unsafe extern "C" fn mgpu_sink_ready(handle: *mut SinkHandle<'_>, tensor: us
     call(|| {
         // SAFETY: the header's rules.
         let sink = unsafe { sink(handle, tensor)? };
+        // Also after an error: the bucket is lost then.
+        sink.marked[tensor] = true;
         sink.sink.ready(tensor).map_err(|error| {
             sink.error.get_or_insert_with(|| error.clone());
             error.into()
@@ -231,8 +248,8 @@ pub unsafe extern "C" fn mgpu_reducer_gradient(
 ) -> Status {
     call(|| {
         // SAFETY: the header's rules.
-        let mut reducer = lock(&unsafe { borrow(reducer, "reducer")? }.0)?;
-        let averaged = reducer.gradient(tensor)?;
+        let mut state = lock(&unsafe { borrow(reducer, "reducer")? }.0)?;
+        let averaged = state.reducer.gradient(tensor)?;
         // SAFETY: the header's rules.
         unsafe {
             put(count, "count", averaged.len())?;
@@ -246,7 +263,7 @@ pub unsafe extern "C" fn mgpu_reducer_gradient(
 pub unsafe extern "C" fn mgpu_reducer_gradient_norm(reducer: *const ReducerHandle, norm: *mut f64) -> Status {
     call(|| {
         // SAFETY: the header's rules.
-        let found = lock(&unsafe { borrow(reducer, "reducer")? }.0)?.gradient_norm();
+        let found = lock(&unsafe { borrow(reducer, "reducer")? }.0)?.reducer.gradient_norm();
         // SAFETY: the header's rules.
         unsafe { put(norm, "norm", found.unwrap_or(-1.0)) }
     })

@@ -1,8 +1,9 @@
-"""Builds the wheel (PEP 517): the Python files, the C library and the launcher, which cargo builds.
+"""Builds the wheel (PEP 517): the Python files, the C library, the launcher and the programs that `mgpurun doctor --test`
+runs. Cargo builds them.
 
 The wheel is tagged with the oldest glibc that its programs need. For wheels that run everywhere, set MGPU_CARGO to
 "cargo zigbuild" and MGPU_TARGET to x86_64-unknown-linux-gnu.2.28 or aarch64-unknown-linux-gnu.2.28 (pip install
-cargo-zigbuild ziglang). MGPU_PREBUILT names a folder that has both files already; nothing is built then.
+cargo-zigbuild ziglang). MGPU_PREBUILT names a folder that has these files already; nothing is built then.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from typing import Any, Optional
 
 HERE = Path(__file__).resolve().parent.parent
 ROOT = HERE.parent.parent
-LAUNCHER, LIBRARY = "mgpurun", "libmgpu_c.so"
+LIBRARY = "libmgpu_c.so"
+# The launcher, and what `mgpurun doctor --test` runs from the same folder.
+PROGRAMS = ("mgpurun", "allreduce_perf", "gpu_check")
 
 
 def get_requires_for_build_wheel(config_settings: Optional[dict[str, Any]] = None) -> list[str]:
@@ -44,8 +47,8 @@ def build_wheel(
 ) -> str:
     version = workspace_version()
     with tempfile.TemporaryDirectory() as folder:
-        launcher, library = binaries(Path(folder))
-        tag = f"py3-none-{platform_tag([launcher, library])}"
+        files = binaries(Path(folder))
+        tag = f"py3-none-{platform_tag(list(files.values()))}"
         name = f"mgpurun-{version}-{tag}.whl"
         info = f"mgpurun-{version}.dist-info"
         wheel = Wheel(Path(wheel_directory) / name, f"{info}/RECORD")
@@ -53,8 +56,9 @@ def build_wheel(
             for source in sorted((HERE / "mgpurun").iterdir()):
                 if source.suffix == ".py" or source.name == "py.typed":
                     wheel.add(f"mgpurun/{source.name}", source.read_bytes())
-            wheel.add(f"mgpurun/{LIBRARY}", library.read_bytes(), executable=True)
-            wheel.add(f"mgpurun-{version}.data/scripts/{LAUNCHER}", launcher.read_bytes(), executable=True)
+            wheel.add(f"mgpurun/{LIBRARY}", files[LIBRARY].read_bytes(), executable=True)
+            for program in PROGRAMS:
+                wheel.add(f"mgpurun-{version}.data/scripts/{program}", files[program].read_bytes(), executable=True)
             for licence in ("LICENSE-APACHE", "LICENSE-MIT"):
                 wheel.add(f"{info}/licenses/{licence}", (ROOT / licence).read_bytes())
             wheel.add(f"{info}/METADATA", metadata(version).encode())
@@ -123,16 +127,16 @@ def metadata(version: str) -> str:
     return "\n".join(lines)
 
 
-def binaries(folder: Path) -> tuple[Path, Path]:
-    """Builds launcher and library, and returns copies of them without debugging symbols."""
+def binaries(folder: Path) -> dict[str, Path]:
+    """Builds programs and library, and returns copies of them, by name, without debugging symbols."""
     prebuilt = os.environ.get("MGPU_PREBUILT")
     built = Path(prebuilt) if prebuilt else build()
-    copies = []
-    for name in (LAUNCHER, LIBRARY):
-        copies.append(Path(shutil.copy2(built / name, folder / name)))
+    copies = {}
+    for name in (*PROGRAMS, LIBRARY):
+        copies[name] = Path(shutil.copy2(built / name, folder / name))
         if shutil.which("strip") and not os.environ.get("MGPU_TARGET"):
-            subprocess.run(["strip", "--strip-unneeded", str(copies[-1])], check=True)
-    return copies[0], copies[1]
+            subprocess.run(["strip", "--strip-unneeded", str(copies[name])], check=True)
+    return copies
 
 
 def build() -> Path:
@@ -140,7 +144,9 @@ def build() -> Path:
     target = os.environ.get("MGPU_TARGET")
     folder = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
     command = [*cargo, "build", "--release", "--locked", "--manifest-path", str(ROOT / "Cargo.toml")]
-    command += ["--package", "mgpurun", "--package", "mgpu-c", "--target-dir", str(folder)]
+    command += ["--package", "mgpurun", "--package", "mgpu-c", "--package", "mgpu-examples", "--lib"]
+    command += [word for program in PROGRAMS for word in ("--bin", program)]
+    command += ["--target-dir", str(folder)]
     if target:
         command += ["--target", target]
     try:

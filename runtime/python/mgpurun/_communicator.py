@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import sys
 import threading
 import weakref
@@ -14,8 +15,9 @@ from ._memory import memory_of
 
 Array = TypeVar("Array")
 
-# All that are not closed.
-_open: weakref.WeakSet[Communicator] = weakref.WeakSet()
+# All that are not closed, by the order of their creation.
+_open: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 _OPERATIONS = {"sum": 0, "avg": 1, "mean": 1, "min": 2, "max": 3, "prod": 4}
 
@@ -35,6 +37,10 @@ def _sizes(counts: Sequence[int], size: int, name: str) -> Any:
 
 def shard(count: int, ranks: int, rank: int) -> slice:
     """The elements of `rank`, if `count` elements are divided among `ranks` ranks."""
+    # ctypes drops the bits that do not fit.
+    for value, bits, name in ((count, 64, "count"), (ranks, 32, "ranks"), (rank, 32, "rank")):
+        if not 0 <= value < 2**bits:
+            raise ArgumentError(f"{name} is {value}: pass a number from 0 to {2**bits - 1}")
     begin, end = ctypes.c_size_t(), ctypes.c_size_t()
     lib.mgpu_shard(count, ranks, rank, begin, end)
     return slice(begin.value, end.value)
@@ -51,11 +57,14 @@ class Communicator:
     size: int
     """Number of ranks."""
 
-    def __init__(self, handle: int) -> None:
+    def __init__(self, handle: int, parent: Optional[Communicator] = None) -> None:
         """Use `World.communicator` or `split` instead."""
         self._handle: Optional[int] = handle
+        # Is not freed before this one.
+        self._parent = parent
         self._in_use = threading.Lock()
-        _open.add(self)
+        self._number = next(_numbers)
+        _open[self._number] = self
         number = ctypes.c_uint32()
         lib.mgpu_comm_rank(handle, number)
         self.rank = number.value
@@ -68,6 +77,8 @@ class Communicator:
     def _call(self, function: Callable[..., int], *arguments: Any) -> None:
         # Nobody frees the handle meanwhile.
         with self._in_use:
+            # The program, or asyncio, may have replaced the handler since the last call.
+            lib.mgpu_interrupt_on_sigint()
             function(self._handle, *arguments)
 
     def close(self) -> None:
@@ -77,6 +88,7 @@ class Communicator:
         handle, self._handle = self._handle, None
         if handle:
             lib.mgpu_comm_free(handle)
+        _open.pop(self._number, None)
         self._in_use.release()
 
     def __del__(self) -> None:
@@ -95,7 +107,7 @@ class Communicator:
             raise ArgumentError(f"colour {colour}: pass a number from 0 on, or None for no group")
         handle = ctypes.c_void_p()
         self._call(lib.mgpu_comm_split, -1 if colour is None else colour, key, handle)
-        return Communicator(handle.value) if handle.value else None
+        return Communicator(handle.value, self) if handle.value else None
 
     def allocate(self, nbytes: int) -> memoryview:
         """Zeroed bytes that the other ranks access in place: operations on arrays in them need no copy.
@@ -179,8 +191,7 @@ class Communicator:
                 raise ArgumentError(f"{name} has {memory.count} elements, and its counts add up to {sum(counts)}")
         if sent.element != received.element:
             raise ArgumentError("send and receive have different types of elements")
-        self._call(lib.mgpu_all_to_all_v, sent.address, send_sizes, received.address, receive_sizes, sent.element
-        )
+        self._call(lib.mgpu_all_to_all_v, sent.address, send_sizes, received.address, receive_sizes, sent.element)
         return receive
 
     def send(self, array: Any, to: int) -> None:
@@ -196,8 +207,8 @@ class Communicator:
 
 
 def close_all() -> None:
-    """Closes all communicators."""
-    for communicator in list(_open):
+    """Closes all communicators, the latest first: groups before what they were split from, in the same order on all ranks."""
+    for _, communicator in sorted(_open.items(), reverse=True):
         communicator.close()
 
 

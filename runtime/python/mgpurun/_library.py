@@ -58,7 +58,6 @@ _STATUS_FUNCTIONS = {
     "mgpu_all_to_all_v": [c_void_p, c_void_p, POINTER(c_size_t), c_void_p, POINTER(c_size_t), c_int32],
     "mgpu_send": [c_void_p, c_void_p, c_size_t, c_int32, c_uint32],
     "mgpu_receive": [c_void_p, c_void_p, c_size_t, c_int32, c_uint32],
-    "mgpu_interrupt_on_sigint": [],
 }
 
 
@@ -86,6 +85,9 @@ def _load() -> ctypes.CDLL:
         function = getattr(library, name)
         function.argtypes = [c_void_p]
         function.restype = None
+    # Before every call that may wait, so without a check: it cannot fail for SIGINT.
+    library.mgpu_interrupt_on_sigint.argtypes = []
+    library.mgpu_interrupt_on_sigint.restype = None
     return library
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import numbers
 import os
-import signal
 import sys
 import threading
 from typing import Optional
@@ -49,7 +49,7 @@ class World:
         self.restart_count, self.threads = info.restart_count, info.threads
         self.is_launched = bool(info.is_launched)
         if timeout is not None:
-            lib.mgpu_world_set_timeout(self._handle, timeout)
+            lib.mgpu_world_set_timeout(self._handle, float(timeout))
 
     def __repr__(self) -> str:
         return f"<mgpurun.World: rank {self.rank} of {self.size}>"
@@ -60,6 +60,7 @@ class World:
         Threads that call collectives at the same time need a communicator each.
         """
         handle = ctypes.c_void_p()
+        lib.mgpu_interrupt_on_sigint()
         lib.mgpu_comm_create(self._handle, handle)
         assert handle.value is not None
         return Communicator(handle.value)
@@ -92,6 +93,7 @@ class World:
         All ranks ask equally often, for instance before each step: the n-th call returns the same on all of them.
         """
         stop = ctypes.c_int32()
+        lib.mgpu_interrupt_on_sigint()
         lib.mgpu_stop_requested(self._handle, stop)
         return bool(stop.value)
 
@@ -127,9 +129,18 @@ def _join() -> int:
     if errors:
         raise errors[0]
     assert handle.value is not None
-    if threading.current_thread() is threading.main_thread() and callable(signal.getsignal(signal.SIGINT)):
-        lib.mgpu_interrupt_on_sigint()
     return handle.value
+
+
+# Durations have 64 bits of seconds, and nanoseconds.
+_SHORTEST, _LONGEST = 1e-9, 2.0**64
+
+
+def _check_timeout(timeout: float) -> None:
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
+        raise ArgumentError(f"a timeout of {timeout!r}: pass a positive number of seconds")
+    if not _SHORTEST <= timeout < _LONGEST:
+        raise ArgumentError(f"a timeout of {timeout} s: pass a positive number of seconds")
 
 
 _world: Optional[World] = None
@@ -140,9 +151,12 @@ def init(timeout: Optional[float] = None) -> World:
     """Joins the run that the environment describes: under mgpurun, torchrun, mpirun or srun; else a world of one.
 
     Returns when all ranks have joined. Later calls return the same world. `timeout` is the time in seconds that an operation
-    waits for a rank that makes no progress (default: MGPU_TIMEOUT, or 300).
+    waits for a rank that makes no progress (default: MGPU_TIMEOUT, or 300); one that is not positive is an `ArgumentError`
+    before this rank joins.
     """
     global _world
+    if timeout is not None:
+        _check_timeout(timeout)
     with _joining:
         if _world is None:
             _world = World(timeout)

@@ -42,6 +42,9 @@ const REPORTING: Duration = Duration::from_secs(2);
 /// The ranks' program, and that of the copies.
 const RANKS: &str = "allreduce_perf";
 const LINKS: &str = "gpu_check";
+/// Where to get them.
+const WHERE_FROM: &str = "install it beside mgpurun; it is in the .deb, in the package for Python, and in target/release of a \
+     checkout after `cargo build --release`";
 
 /// What is tested.
 #[derive(Debug, Clone, Copy)]
@@ -177,7 +180,7 @@ impl Tests<'_> {
     fn beside(&self, name: &str) -> Result<PathBuf, String> {
         let folder = self.executable.parent().unwrap_or(Path::new("."));
         find(name.as_ref(), &[], Some(folder))
-            .map_err(|_| format!("no {name} in {}: install it beside mgpurun", folder.display()))
+            .map_err(|_| format!("no {name} in {}: {WHERE_FROM}", folder.display()))
     }
 }
 
@@ -197,7 +200,7 @@ mod tests {
         for (item, name, program) in [(ranks, "two ranks", RANKS), (copies, "copies", LINKS)] {
             assert_eq!((item.mark, item.name.as_str()), (Mark::Failed, name));
             assert!(item.text.starts_with(&format!("no {program} in ")), "{item:?}");
-            assert!(item.text.ends_with("install it beside mgpurun"), "{item:?}");
+            assert!(item.text.ends_with(WHERE_FROM), "{item:?}");
         }
     }
 }
