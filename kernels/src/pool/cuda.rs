@@ -6,11 +6,16 @@
 
 use super::PoolShape;
 use crate::DType;
-use crate::cuda::elements::{aligned, check, count, grid, pack, run, typed};
-use crate::cuda::{Arg, Result, Source, Stream, View};
+use crate::cuda::counters::{ColumnSums, check_counters};
+use crate::cuda::elements::{THREADS, aligned, check, count, grid, pack, run, typed};
+use crate::cuda::{Arg, Grid, Result, Source, Stream, View};
 
 /// The kernels.
 pub static SOURCE: Source = Source { name: "pool", text: include_str!("pool.cu") };
+
+/// Number of blocks per multiprocessor of [`backward_fused`]: enough to saturate memory, few enough for their sums to be
+/// added up quickly.
+const SUMMING: usize = 4;
 
 /// `struct PoolShape` of the kernels.
 #[derive(Clone, Copy, bytemuck::NoUninit)]
@@ -131,7 +136,24 @@ pub fn backward(
     run_windows(stream, "pool_backward", extents, &[dx, dy, chosen], &[dy.into(), chosen.into(), dx.into()])
 }
 
-/// Overwrites `dx` with the gradient of the input of [`forward_fused`], from that of its output `y`.
+/// The gradient of the bias in [`backward_fused`].
+#[derive(Debug, Clone, Copy)]
+pub struct BiasGradient<'a> {
+    /// Receives it: f32, one for each channel.
+    pub total: View<'a>,
+    /// f32, whose contents do not matter: as many blocks work as it has room for [rows of channels](workspace_len).
+    pub workspace: View<'a>,
+    /// Zero, before and after.
+    pub counters: View<'a>,
+}
+
+/// Number of f32 elements of workspace with which [`backward_fused`] is fastest.
+pub fn workspace_len(multiprocessors: u32, channels: usize) -> usize {
+    SUMMING * multiprocessors as usize * channels
+}
+
+/// Overwrites `dx` with the gradient of the input of [`forward_fused`], from that of its output `y`, and `bias` with
+/// the gradient of the bias.
 ///
 /// # Errors
 /// If the kernel cannot be launched.
@@ -142,15 +164,46 @@ pub fn backward(
 pub fn backward_fused(
     stream: &Stream,
     shape: &PoolShape,
-    channels: usize,
     slope: f32,
     dy: View<'_>,
     y: View<'_>,
     chosen: View<'_>,
     dx: View<'_>,
+    bias: &BiasGradient<'_>,
 ) -> Result<()> {
+    let &BiasGradient { total, workspace, counters } = bias;
+    let channels = total.len();
     let extents = Extents::new(shape, channels, dx, dy, chosen);
     check("the output of a pooling layer", y, dy.dtype(), dy.len());
-    let arguments = [dy.into(), y.into(), chosen.into(), slope.into(), dx.into()];
-    run_windows(stream, "pool_backward_fused", extents, &[dx, dy, y, chosen], &arguments)
+    check("the gradient of a bias", total, DType::F32, channels);
+    check("a workspace", workspace, DType::F32, workspace.len());
+    let pack = pack(dx.dtype());
+    let wide = channels.is_multiple_of(pack) && aligned(pack, &[dx, dy, y, chosen]);
+    let packs = channels / if wide { pack } else { 1 };
+    let tile = packs.min(THREADS as usize);
+    let windows = extents.windows() / channels;
+    let most = (workspace.len() / channels).clamp(1, SUMMING * stream.device().multiprocessors() as usize);
+    let slices = windows.div_ceil(THREADS as usize / tile).clamp(1, most);
+    let rows = packs.div_ceil(tile);
+    check_counters(counters, rows, slices);
+    assert!(
+        slices == 1 || workspace.len() >= slices * channels,
+        "a workspace of {} elements",
+        workspace.len()
+    );
+    let sums =
+        ColumnSums { slices: workspace.address(), total: total.address(), counters: counters.address() };
+    let arguments = [
+        Arg::of(&extents),
+        dy.into(),
+        y.into(),
+        chosen.into(),
+        slope.into(),
+        dx.into(),
+        Arg::of(&sums),
+        u32::from(wide).into(),
+    ];
+    let grid = Grid { blocks: [count(slices), count(rows), 1], threads: THREADS, shared: 0 };
+    // SAFETY: the views have the lengths that the extents say, and the workspace has a row for each slice.
+    unsafe { run(stream, &SOURCE, &typed("pool_backward_fused", dx), grid, &arguments) }
 }
