@@ -181,7 +181,6 @@ fn backward_input(
     let x_memory = harness.activations(dtype, &x)?;
     let chosen: Vec<u8> = x.iter().map(|_| harness.random.below(4) as u8).collect();
     let (slope, state) = ([0.0, LEAKY_SLOPE][harness.random.below(2)], state(harness)?);
-    let counters = Counters::new(harness.stream.device())?;
     for (pooled, drops, activated) in
         [(false, false, true), (false, true, false), (true, false, true), (true, true, true)]
     {
@@ -199,16 +198,9 @@ fn backward_input(
         let mask = mask(harness, channels, plane);
         let dropout = drops.then_some(Dropout { probability: 0.25, mask, state: state.view() });
         let len = if pooled { images * channels * window.height * window.width } else { x.len() };
-        let sums = pool::cuda::workspace_len(harness.stream.device().multiprocessors(), channels);
-        let sums = harness.input(&vec![f32::NAN; sums])?;
-        let outputs = [
-            Output::of(dtype, len),
-            Output::of(dtype, len),
-            Output::of(dtype, x.len()),
-            Output::of(DType::F32, channels),
-        ];
+        let outputs = [Output::of(dtype, len), Output::of(dtype, len), Output::of(dtype, x.len())];
         let found = harness.twice(verdict, &outputs, |stream, outputs| {
-            let &[dx, dx_apart, gradient, db] = outputs else { unreachable!("four outputs") };
+            let &[dx, dx_apart, gradient] = outputs else { unreachable!("three outputs") };
             let (w, dy, y, chosen) = (w.view(), dy.view(), x_memory.view(), chosen.view());
             let before = Before {
                 activated: activated.then_some((y, slope)),
@@ -219,13 +211,10 @@ fn backward_input(
             cuda::backward_input(stream, &shape, images, precision, w, dy, gradient)?;
             dropout.map_or(Ok(()), |dropout| dropout::cuda::apply(stream, &dropout, gradient))?;
             if pooled {
-                let bias =
-                    pool::cuda::BiasGradient { total: db, workspace: sums.view(), counters: counters.view() };
                 return pool::cuda::backward_fused(
-                    stream, &window, slope, gradient, y, chosen, dx_apart, &bias,
+                    stream, &window, channels, slope, gradient, y, chosen, dx_apart, None,
                 );
             }
-            stream.zero(db)?;
             if activated {
                 activation::cuda::backward(stream, slope, y, gradient)?;
             }
@@ -310,7 +299,8 @@ fn backward_first(
             workspace: pool_sums.view(),
             counters: counters.view(),
         };
-        pool::cuda::backward_fused(stream, &window, slope, dy.view(), y.view(), chosen.view(), before, &bias)
+        let (dy, y, chosen, channels) = (dy.view(), y.view(), chosen.view(), shape.filters);
+        pool::cuda::backward_fused(stream, &window, channels, slope, dy, y, chosen, before, Some(&bias))
     })?;
     // These kernels do not use tensor cores.
     let x = multiplied(precision, false, &x);

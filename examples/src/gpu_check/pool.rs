@@ -129,7 +129,8 @@ fn backward(
             Some(slope) => {
                 let (workspace, counters) = (workspace.view(), counters.view());
                 let bias = cuda::BiasGradient { total: outputs[1], workspace, counters };
-                cuda::backward_fused(stream, shape, slope, dy, y_memory.view(), chosen, dx, &bias)
+                let y = y_memory.view();
+                cuda::backward_fused(stream, shape, channels, slope, dy, y, chosen, dx, Some(&bias))
             }
         }
     })?;

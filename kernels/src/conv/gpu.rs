@@ -337,7 +337,7 @@ impl Conv {
     }
 
     /// Overwrites `dy` with the gradient of the output before activation and pooling, given that of the pooled output
-    /// `y`, and `db` \[F\] with that of the bias.
+    /// `y`, and `db` \[F\], if it is given, with that of the bias.
     ///
     /// # Errors
     /// If the work cannot be enqueued.
@@ -354,12 +354,13 @@ impl Conv {
         pooled: View<'_>,
         chosen: View<'_>,
         dy: View<'_>,
-        db: View<'_>,
+        db: Option<View<'_>>,
         workspace: View<'_>,
     ) -> Result<()> {
-        let counters = self.layer.counters.view();
-        let bias = pool::cuda::BiasGradient { total: db, workspace, counters };
-        pool::cuda::backward_fused(stream, window, self.layer.slope, pooled, y, chosen, dy, &bias)
+        let &Layer { ref shape, slope, ref counters, .. } = &self.layer;
+        let bias = db.map(|total| pool::cuda::BiasGradient { total, workspace, counters: counters.view() });
+        let bias = bias.as_ref();
+        pool::cuda::backward_fused(stream, window, shape.filters, slope, pooled, y, chosen, dy, bias)
     }
 
     /// Overwrites `dw` \[F, K, K, C\], in f32, with the gradient of the weights, summed over all images, given that

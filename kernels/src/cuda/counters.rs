@@ -44,6 +44,11 @@ pub(crate) struct ColumnSums {
     pub(crate) counters: u64,
 }
 
+impl ColumnSums {
+    /// The sums are not wanted.
+    pub(crate) const NONE: Self = ColumnSums { slices: 0, total: 0, counters: 0 };
+}
+
 /// # Panics
 /// Unless `counters` are those of a [`Counters`], and enough for `rows` rows of a grid with `slices` slices each.
 #[track_caller]

@@ -8,7 +8,7 @@
 
 use super::{EPSILON, MOMENTUM};
 use crate::DType;
-use crate::cuda::counters::{ColumnSums, check_counters};
+use crate::cuda::counters::check_counters;
 use crate::cuda::elements::{THREADS, aligned, blocks, check, count, grid, pack, run, typed};
 use crate::cuda::{Arg, Grid, Result, Source, Stream, View};
 
@@ -304,29 +304,9 @@ pub fn sum_gradients(
     unsafe { run(stream, &SOURCE, &typed("norm_sum_gradients", x), grid, &arguments) }
 }
 
-/// What precedes a normalisation, whose backward pass is part of [`backward_input`].
-#[derive(Debug, Clone, Copy)]
-pub struct Before<'a> {
-    /// The slope of the activation for negative values; 1 without one.
-    pub slope: f32,
-    /// Receives the gradient of a bias before the activation (f32); and f32 workspace for as many elements as
-    /// [`workspace_len`] says, whose contents do not matter.
-    pub bias: Option<(View<'a>, View<'a>)>,
-    /// Used if there is a bias.
-    pub counters: View<'a>,
-}
-
-/// `struct NormBefore` of the kernels.
-#[derive(Clone, Copy, bytemuck::NoUninit)]
-#[repr(C)]
-struct Preceding {
-    slope: f32,
-    unused: u32,
-    bias: ColumnSums,
-}
-
 /// Replaces the gradient of the output in place by that of the input, given [`sum_gradients`] summed over all ranks;
-/// or, with an activation [`Before`] it, by that before the activation.
+/// or, if that is the output of an activation, by that before the activation. `slope` is that of the activation for
+/// negative values, 1 without one.
 ///
 /// # Errors
 /// If the kernel cannot be launched.
@@ -340,30 +320,12 @@ pub fn backward_input(
     gamma: View<'_>,
     x: View<'_>,
     gradient: View<'_>,
-    before: &Before<'_>,
+    slope: f32,
 ) -> Result<()> {
     let channels = channels_of(sums);
     check("statistics", statistics, DType::F32, 2 * channels);
     check("a scale", gamma, DType::F32, channels);
     let rows = Rows::new(channels, &[x, gradient], &[statistics, gamma]);
-    let mut grid = rows.grid(blocks(stream) as usize);
-    if let Some((bias, workspace)) = before.bias {
-        check("the gradient of a bias", bias, DType::F32, channels);
-        check("a workspace", workspace, DType::F32, workspace.len());
-        let most = workspace.len() / channels;
-        assert!(most > 0, "a workspace of {} elements for {channels} channels", workspace.len());
-        grid = rows.grid(most.min(blocks(stream) as usize));
-        check_grid(before.counters, grid);
-    }
-    let preceding = Preceding {
-        slope: before.slope,
-        unused: 0,
-        bias: ColumnSums {
-            slices: before.bias.map_or(0, |(_, workspace)| workspace.address()),
-            total: before.bias.map_or(0, |(bias, _)| bias.address()),
-            counters: before.counters.address(),
-        },
-    };
     let arguments = [
         Arg::of(&rows.extents),
         statistics.into(),
@@ -371,9 +333,10 @@ pub fn backward_input(
         gamma.into(),
         x.into(),
         Arg::updated(gradient),
-        Arg::of(&preceding),
+        slope.into(),
         rows.wide(),
     ];
-    // SAFETY: the lengths fit the numbers of rows and channels, and the workspace has a row for each block.
+    let grid = rows.grid(blocks(stream) as usize);
+    // SAFETY: the lengths fit the numbers of rows and channels.
     unsafe { run(stream, &SOURCE, &typed("norm_backward_input", x), grid, &arguments) }
 }

@@ -262,16 +262,11 @@ KERNEL_BOUNDS(norm_normalise_bf16, NORM_THREADS)(
     norm_normalise(shape, batch, gamma, beta, x, y, wide);
 }
 
-// What precedes the normalisation: an activation whose output is the input `x`, and a bias.
-struct NormBefore {
-    f32 slope;         // 1 without an activation
-    ColumnSums bias;   // the gradient of the bias
-};
-
+// `before` is the slope of the activation whose output is the input `x`: 1 without one.
 template <class T, u32 N>
 __device__ void norm_backward_input_packs(
     const NormShape& shape, const f32* statistics, const f64* sums, const f32* gamma, const T* x, T* gradient,
-    const NormBefore& before) {
+    f32 before) {
     __shared__ Pack<f32, N> shifts[NORM_THREADS], slopes[NORM_THREADS];
     const NormPosition position = norm_position<N>(shape);
     const u32 width = position.tile * N, first = blockIdx.y * width;
@@ -283,35 +278,29 @@ __device__ void norm_backward_input_packs(
         slopes[column / N].at[column % N] = (f32)(sums[shape.channels + c] / count * inv_std);
     }
     __syncthreads();
-    f32 of_bias[N] = {};
-    if (position.row < shape.rows) {
-        const Pack<f32, N> shift = shifts[threadIdx.x % position.tile], slope = slopes[threadIdx.x % position.tile];
-        const Pack<f32, N> mean = load_channels<N>(statistics + position.channel);
-        const Pack<f32, N> inv_std = load_channels<N>(statistics + shape.channels + position.channel);
-        Pack<f32, N> scale = load_channels<N>(gamma + position.channel);
-        for (u32 j = 0; j < N; j++) scale.at[j] *= inv_std.at[j];
-        for (u32 row = position.row; row < shape.rows; row += position.stride) {
-            const u32 at = row * shape.channels + position.channel;
-            const Pack<T, N> values = load_pack<N>(x + at);
-            Pack<T, N> pack = load_pack<N>(gradient + at);
-            for (u32 j = 0; j < N; j++) {
-                const f32 off = (to_f32(values.at[j]) - mean.at[j]) * slope.at[j];
-                pack.at[j] = from_f32<T>(scale.at[j] * (to_f32(pack.at[j]) - shift.at[j] - off));
-                pack.at[j] = rectify_gradient(values.at[j], pack.at[j], before.slope);
-                of_bias[j] += to_f32(pack.at[j]);
-            }
-            store_pack<N>(gradient + at, pack);
+    if (position.row >= shape.rows) return;
+    const Pack<f32, N> shift = shifts[threadIdx.x % position.tile], slope = slopes[threadIdx.x % position.tile];
+    const Pack<f32, N> mean = load_channels<N>(statistics + position.channel);
+    const Pack<f32, N> inv_std = load_channels<N>(statistics + shape.channels + position.channel);
+    Pack<f32, N> scale = load_channels<N>(gamma + position.channel);
+    for (u32 j = 0; j < N; j++) scale.at[j] *= inv_std.at[j];
+    for (u32 row = position.row; row < shape.rows; row += position.stride) {
+        const u32 at = row * shape.channels + position.channel;
+        const Pack<T, N> values = load_pack<N>(x + at);
+        Pack<T, N> pack = load_pack<N>(gradient + at);
+        for (u32 j = 0; j < N; j++) {
+            const f32 off = (to_f32(values.at[j]) - mean.at[j]) * slope.at[j];
+            pack.at[j] = from_f32<T>(scale.at[j] * (to_f32(pack.at[j]) - shift.at[j] - off));
+            pack.at[j] = rectify_gradient(values.at[j], pack.at[j], before);
         }
+        store_pack<N>(gradient + at, pack);
     }
-    if (!before.bias.total) return;
-    add_columns<NORM_THREADS, N>(
-        before.bias, of_bias, shape.channels, position.tile, blockIdx.y, blockIdx.x, gridDim.x);
 }
 
 template <class T>
 __device__ void norm_backward_input(
     const NormShape& shape, const f32* statistics, const f64* sums, const f32* gamma, const T* x, T* gradient,
-    const NormBefore& before, u32 wide) {
+    f32 before, u32 wide) {
     if (wide) {
         norm_backward_input_packs<T, PACK<T>>(shape, statistics, sums, gamma, x, gradient, before);
     } else {
@@ -321,11 +310,11 @@ __device__ void norm_backward_input(
 
 KERNEL_BOUNDS(norm_backward_input_f32, NORM_THREADS)(
     NormShape shape, const f32* statistics, const f64* sums, const f32* gamma, const f32* x, f32* gradient,
-    NormBefore before, u32 wide) {
+    f32 before, u32 wide) {
     norm_backward_input(shape, statistics, sums, gamma, x, gradient, before, wide);
 }
 KERNEL_BLOCKS(norm_backward_input_bf16, NORM_THREADS, 3)(
     NormShape shape, const f32* statistics, const f64* sums, const f32* gamma, const bf16* x, bf16* gradient,
-    NormBefore before, u32 wide) {
+    f32 before, u32 wide) {
     norm_backward_input(shape, statistics, sums, gamma, x, gradient, before, wide);
 }

@@ -147,13 +147,27 @@ pub struct BiasGradient<'a> {
     pub counters: View<'a>,
 }
 
+impl BiasGradient<'_> {
+    /// For `slices` blocks in each of `rows` rows of the grid.
+    #[track_caller]
+    fn sums(&self, channels: usize, rows: usize, slices: usize) -> ColumnSums {
+        let &BiasGradient { total, workspace, counters } = self;
+        check("the gradient of a bias", total, DType::F32, channels);
+        check("a workspace", workspace, DType::F32, workspace.len());
+        check_counters(counters, rows, slices);
+        let has = workspace.len();
+        assert!(slices == 1 || has >= slices * channels, "a workspace of {has} elements");
+        ColumnSums { slices: workspace.address(), total: total.address(), counters: counters.address() }
+    }
+}
+
 /// Number of f32 elements of workspace with which [`backward_fused`] is fastest.
 pub fn workspace_len(multiprocessors: u32, channels: usize) -> usize {
     SUMMING * multiprocessors as usize * channels
 }
 
-/// Overwrites `dx` with the gradient of the input of [`forward_fused`], from that of its output `y`, and `bias` with
-/// the gradient of the bias.
+/// Overwrites `dx` with the gradient of the input of [`forward_fused`], from that of its output `y`, and `bias`, if it is
+/// given, with the gradient of the bias.
 ///
 /// # Errors
 /// If the kernel cannot be launched.
@@ -164,35 +178,26 @@ pub fn workspace_len(multiprocessors: u32, channels: usize) -> usize {
 pub fn backward_fused(
     stream: &Stream,
     shape: &PoolShape,
+    channels: usize,
     slope: f32,
     dy: View<'_>,
     y: View<'_>,
     chosen: View<'_>,
     dx: View<'_>,
-    bias: &BiasGradient<'_>,
+    bias: Option<&BiasGradient<'_>>,
 ) -> Result<()> {
-    let &BiasGradient { total, workspace, counters } = bias;
-    let channels = total.len();
     let extents = Extents::new(shape, channels, dx, dy, chosen);
     check("the output of a pooling layer", y, dy.dtype(), dy.len());
-    check("the gradient of a bias", total, DType::F32, channels);
-    check("a workspace", workspace, DType::F32, workspace.len());
     let pack = pack(dx.dtype());
     let wide = channels.is_multiple_of(pack) && aligned(pack, &[dx, dy, y, chosen]);
     let packs = channels / if wide { pack } else { 1 };
     let tile = packs.min(THREADS as usize);
     let windows = extents.windows() / channels;
-    let most = (workspace.len() / channels).clamp(1, SUMMING * stream.device().multiprocessors() as usize);
+    let most = SUMMING * stream.device().multiprocessors() as usize;
+    let most = bias.map_or(most, |bias| (bias.workspace.len() / channels).clamp(1, most));
     let slices = windows.div_ceil(THREADS as usize / tile).clamp(1, most);
     let rows = packs.div_ceil(tile);
-    check_counters(counters, rows, slices);
-    assert!(
-        slices == 1 || workspace.len() >= slices * channels,
-        "a workspace of {} elements",
-        workspace.len()
-    );
-    let sums =
-        ColumnSums { slices: workspace.address(), total: total.address(), counters: counters.address() };
+    let sums = bias.map_or(ColumnSums::NONE, |bias| bias.sums(channels, rows, slices));
     let arguments = [
         Arg::of(&extents),
         dy.into(),

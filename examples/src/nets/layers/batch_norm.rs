@@ -4,8 +4,9 @@ use std::ops::Range;
 
 use mgpu::Result;
 use mgpu::device::DeviceDataParallel;
+use mgpu_kernels::conv::cuda::LINEAR;
 use mgpu_kernels::cuda::{Counters, Memory, View};
-use mgpu_kernels::norm::cuda::{BatchStatistics, Before};
+use mgpu_kernels::norm::cuda::BatchStatistics;
 use mgpu_kernels::norm::{self, Statistics, Sums};
 use mgpu_kernels::{DType, Storage};
 
@@ -139,13 +140,17 @@ struct Gpu {
     workspace: usize,
 }
 
+impl Gpu {
+    /// The part of the shared memory for partial sums that this layer has asked for. There may be more, for other layers,
+    /// but the order of sums must not depend on which layers those are.
+    fn workspace_of<'a>(&self, step: DeviceStep<'a>) -> View<'a> {
+        step.shared.sums.slice(0..self.workspace)
+    }
+}
+
 impl OnGpu for Gpu {
     fn includes_end(&self, end: &BackwardEnd, dropout: bool) -> bool {
         end.pool.is_none() && !dropout
-    }
-
-    fn includes_bias(&self) -> bool {
-        true
     }
 
     fn workspace_needs(&self, _: &Neighbourhood) -> WorkspaceNeeds {
@@ -166,12 +171,12 @@ impl OnGpu for Gpu {
         pass: DevicePass,
     ) -> Result<()> {
         let (NormOp { weight, mean, var, .. }, stream) = (&self.norm, model.stream());
-        let (statistics, sums) = (step.state().view(), self.sums.view());
+        let (statistics, sums, workspace) = (step.state().view(), self.sums.view(), self.workspace_of(step));
         let (mean, var) = (model.buffers().slice(mean.clone()), model.buffers().slice(var.clone()));
         let (gamma, beta) = (model.parameter(*weight), model.parameter(weight + 1));
         match pass {
             DevicePass::Train(_) => {
-                norm::cuda::sum_inputs(stream, x, step.shared.sums.view(), self.counters.view(), sums)?;
+                norm::cuda::sum_inputs(stream, x, workspace, self.counters.view(), sums)?;
                 model.sum_over_ranks(sums)?;
                 let batch = BatchStatistics { sums, statistics, running_mean: mean, running_var: var };
                 Ok(norm::cuda::normalise_batch(stream, &batch, gamma, beta, x, y)?)
@@ -194,7 +199,7 @@ impl OnGpu for Gpu {
         let weight = self.norm.weight;
         let (statistics, sums) = (step.state().view(), self.sums.view());
         let (dgamma, dbeta) = (model.gradient(weight), model.gradient(weight + 1));
-        let (workspace, counters) = (step.shared.sums.view(), self.counters.view());
+        let (workspace, counters) = (self.workspace_of(step), self.counters.view());
         let stream = model.stream();
         norm::cuda::sum_gradients(stream, statistics, x, dy, workspace, counters, sums, dgamma, dbeta)?;
         model.ready(weight + 1)?;
@@ -202,14 +207,8 @@ impl OnGpu for Gpu {
         if dx.is_some() {
             model.sum_over_ranks(sums)?;
             let gamma = model.parameter(weight);
-            let end = step.neighbours.end_before.map(|(_, end)| end);
-            let bias = end.and_then(|end| end.bias).map(|bias| model.gradient(bias));
-            let before = Before {
-                slope: end.map_or(1.0, |end| end.slope),
-                bias: bias.map(|bias| (bias, workspace.cast(DType::F32))),
-                counters,
-            };
-            norm::cuda::backward_input(model.stream(), statistics, sums, gamma, x, dy, &before)?;
+            let slope = step.neighbours.end_before.map_or(LINEAR, |(_, end)| end.slope);
+            norm::cuda::backward_input(model.stream(), statistics, sums, gamma, x, dy, slope)?;
         }
         Ok(())
     }

@@ -8,7 +8,7 @@ use mgpu_kernels::conv::cuda::{After, Before, LINEAR};
 use mgpu_kernels::conv::first::OutputGradient;
 use mgpu_kernels::conv::{self, ConvShape, Padding};
 use mgpu_kernels::cuda::{Memory, Pass, Stream, View};
-use mgpu_kernels::{DType, Precision, Storage, pool};
+use mgpu_kernels::{DType, Precision, Storage, activation, pool};
 
 use super::activation::Rectifier;
 use super::{
@@ -196,7 +196,10 @@ impl Gpu {
         !self.input_gradient && self.conv.is_first(self.pool.as_ref().map(|pool| &pool.shape))
     }
 
-    /// Whether the gradient of the bias is computed with that of the weights.
+    /// Whether the gradient of the bias is computed with that of the weights, at no cost. Otherwise it is computed with
+    /// the backward pass of pooling, if there is pooling, or else in a launch that sums columns, perhaps with the backward
+    /// pass of the activation. Each has its own order of sums, so the layer alone decides which one is used, and not its
+    /// neighbours: at a cut they are on another rank.
     fn has_bias_with_weights(&self) -> bool {
         self.precision != Precision::Tf32 && self.conv.is_own(Pass::BackwardWeights)
     }
@@ -265,11 +268,12 @@ impl OnGpu for Gpu {
         WorkspaceNeeds { workspace, unpooled, ..WorkspaceNeeds::default() }
     }
 
-    /// None for a layer whose backward pass is one launch.
+    /// None for a layer whose backward pass is one launch, and if the gradient of the bias is computed with the backward
+    /// pass of pooling.
     fn backward_end(&self) -> Option<BackwardEnd> {
-        let bias = (!self.has_bias_with_weights()).then_some(self.weight + 1);
-        let end = BackwardEnd { slope: self.slope, pool: self.pool, bias, len: self.shape.output_len() };
-        (!self.is_first()).then_some(end)
+        let end = BackwardEnd { slope: self.slope, pool: self.pool, len: self.shape.output_len() };
+        let pools_bias = self.pool.is_some() && !self.has_bias_with_weights();
+        (!self.is_first() && !pools_bias).then_some(end)
     }
 
     fn includes_end(&self, _: &BackwardEnd, _: bool) -> bool {
@@ -334,6 +338,7 @@ impl OnGpu for Gpu {
             model.ready(weight + 1)?;
             return model.ready(weight);
         }
+        let with_weights = self.has_bias_with_weights();
         let db = model.gradient(weight + 1);
         // The gradient before activation and pooling.
         let raw = match pool {
@@ -341,8 +346,13 @@ impl OnGpu for Gpu {
             Some(PoolOp { shape: window, .. }) => {
                 let raw = shared.unpooled.slice(0..shape.output_len() * images);
                 let chosen = step.state().slice(0..y.len());
+                let db = (!with_weights).then_some(db);
                 conv.backward_pooled(model.stream(), window, y, dy, chosen, raw, db, workspace)?;
                 raw
+            }
+            None if slope != LINEAR && with_weights => {
+                activation::cuda::backward(model.stream(), slope, y, dy)?;
+                dy
             }
             None if slope != LINEAR => {
                 conv.backward_activation(model.stream(), images, y, dy, db, workspace)?;
@@ -350,8 +360,7 @@ impl OnGpu for Gpu {
             }
             None => dy,
         };
-        let includes_bias = !neighbours.is_ended && (pool.is_some() || slope != LINEAR);
-        let is_done = includes_bias || (neighbours.is_ended && neighbours.has_bias);
+        let is_done = !with_weights && !neighbours.is_ended && (pool.is_some() || slope != LINEAR);
         match dx {
             Some(dx) if self.is_forked(model, images) => {
                 let side = &shared.side;

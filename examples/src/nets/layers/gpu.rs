@@ -27,11 +27,6 @@ pub(in crate::nets) trait OnGpu: Send + Sync {
         false
     }
 
-    /// Whether it then computes the gradient of the bias, too, if that is wanted.
-    fn includes_bias(&self) -> bool {
-        false
-    }
-
     /// Whether its backward pass can include the dropout before it, and its forward pass the dropout behind it.
     fn includes_dropout(&self) -> [bool; 2] {
         [false; 2]
@@ -83,15 +78,15 @@ pub(in crate::nets) trait OnGpu: Send + Sync {
 }
 
 /// The end of the backward pass of a convolution or dense layer: from the gradient of its output to that before its
-/// activation.
+/// activation. It computes each element by itself, and no sums: the gradient of the bias always belongs to the layer. So
+/// a layer has the same bits whether another stage's pass includes its end or, where a network is cut over ranks, there
+/// is no such stage.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(in crate::nets) struct BackwardEnd {
     /// That of the activation for negative values; 1 without one.
     pub(super) slope: f32,
     /// Pooling after the activation.
     pub(super) pool: Option<PoolOp>,
-    /// The tensor of the bias, if its gradient has to be computed as well.
-    pub(super) bias: Option<usize>,
     /// Elements of an image before pooling.
     pub(in crate::nets) len: usize,
 }
@@ -107,8 +102,6 @@ pub(in crate::nets) struct Neighbourhood {
     pub(in crate::nets) end_before: Option<(usize, BackwardEnd)>,
     /// Another stage's backward pass includes the end of this stage's: the gradient is that before the activation.
     pub(in crate::nets) is_ended: bool,
-    /// That stage also computes the gradient of this stage's bias.
-    pub(super) has_bias: bool,
     /// Other stages' forward and backward passes include this stage's, which is dropout.
     pub(super) is_included: [bool; 2],
 }
@@ -142,7 +135,6 @@ impl Neighbourhood {
             if let Some(end) = end.filter(|end| stage.includes_end(end, dropout.is_some())) {
                 all[index].end_before = Some((before, end));
                 all[before].is_ended = true;
-                all[before].has_bias = end.bias.is_some() && stage.includes_bias();
             }
         }
         all
