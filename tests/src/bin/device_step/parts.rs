@@ -103,14 +103,19 @@ fn train_part(
     let stage = rank as u32;
     let behind = (rank + 1 < parts).then_some(stage + 1);
     let neighbours = Neighbours { comm: device, before: stage.checked_sub(1), behind };
-    for _ in 0..STEPS {
+    let trained = (0..STEPS).try_for_each(|_| {
         match parts {
             1 => net.step(&mut model, &data, dropout)?,
             _ => net.pipeline_step(&mut model, &data, dropout, &neighbours)?,
         }
         device.wait(model.stream(), "a step")?;
-        model.check()?;
+        model.check()
+    });
+    if trained.is_err() {
+        // Work that has been enqueued uses memory that is freed now.
+        device.drain(model.stream());
     }
+    trained?;
     let [gradients, weights] = [model.gradients()?, model.parameters()?];
     let line = |name: &str, values: &[&[f32]]| {
         let sums: Vec<String> = values.iter().map(|values| format!("{:016x}", checksum(values))).collect();
