@@ -464,6 +464,7 @@ API CUresult cuEventElapsedTime(float* milliseconds, CUevent start, CUevent end)
 API CUresult cuGraphInstantiateWithFlags(CUgraphExec* program, CUgraph graph, unsigned long long) {
     std::lock_guard lock(driver_state().mutex);
     if (driver_state().graphs.count(graph) == 0) return CUDA_ERROR_INVALID_VALUE;
+    note_graph(graph->nodes->size());
     *program = new CUgraphExec_st{std::make_shared<ExecutableGraph>(graph->nodes)};
     driver_state().programs.insert(*program);
     return CUDA_SUCCESS;

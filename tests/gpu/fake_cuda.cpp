@@ -381,6 +381,7 @@ API CUresult cuLaunchKernel(CUfunction function, unsigned blocks_x, unsigned blo
     }
     const Arguments arguments(*function->kernel, given);
     return enqueue(stream, [blocks, threads, shared, arguments] {
+        if (is_idle()) return;
         Arguments own = arguments;   // a graph runs this again
         shim::launch(*own.kernel, blocks, threads, shared, own.translate().data());
     });

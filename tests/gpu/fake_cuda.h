@@ -184,6 +184,12 @@ bool driver_supports(size_t built_with);
 enum class Count { Kernels, Graphs, Uploads, Drains };
 void count(Count what);
 
+// Notes the number of nodes of a graph, see fake_counters.cpp.
+void note_graph(size_t nodes);
+
+// Whether the GPU executes nothing (FAKE_GPU_IDLE=1): for counting what would be launched, in no time and memory.
+bool is_idle();
+
 // The value of an integer environment variable.
 long env_number(const char* variable, long otherwise);
 

@@ -117,7 +117,7 @@ CUresult allocate(CUdeviceptr* address, size_t bytes) {
     if (bytes > total() || used(ordinal) + bytes > total()) return CUDA_ERROR_OUT_OF_MEMORY;
     *address = open_pages(bytes + STRIP_BYTES);
     if (*address == 0) return CUDA_ERROR_OUT_OF_MEMORY;
-    memset(bytes_at(*address), POISON, bytes);
+    if (!is_idle()) memset(bytes_at(*address), POISON, bytes);
     memset(bytes_at(*address) + bytes, STRIP, STRIP_BYTES);
     driver_state().memory[*address] = {bytes, ordinal};
     return CUDA_SUCCESS;
@@ -274,6 +274,8 @@ CUresult fill(CUdeviceptr to, T value, size_t count, CUstream stream) {
     if (to % sizeof(T) != 0) return CUDA_ERROR_INVALID_VALUE;
     return enqueue(stream, [=] {
         auto* values = (T*)device_bytes(to, count * sizeof(T), "cuMemset");
+        // Fresh memory is zero without being touched.
+        if (is_idle() && value == 0 && count * sizeof(T) > 1 << 20) return;
         for (size_t i = 0; i < count; ++i) values[i] = value;
     });
 }

@@ -34,7 +34,7 @@ std::string image_of(const std::string& source, const std::string& architecture)
     char line[64];
     snprintf(line, sizeof line, "%s %s %016llx\n", fake::IMAGE_MAGIC, architecture.c_str(), (unsigned long long)hash);
     std::string image = line;
-    for (const std::string opening : {"KERNEL(", "KERNEL_BOUNDS("}) {
+    for (const std::string opening : {"KERNEL(", "KERNEL_BOUNDS(", "KERNEL_BLOCKS("}) {
         for (size_t at = source.find(opening); at != std::string::npos; at = source.find(opening, at + 1)) {
             size_t end = at + opening.size();
             while (end < source.size() && is_name_letter(source[end])) ++end;

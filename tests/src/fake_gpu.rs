@@ -312,6 +312,12 @@ fn entry_points(source: &str) -> BTreeMap<String, String> {
                 rest.strip_prefix("_BOUNDS(").and_then(|rest| rest.split_once(','))
             {
                 found.insert(name.trim().to_owned(), up_to_closing(bounds).trim().to_owned());
+            } else if let Some((name, bounds)) =
+                rest.strip_prefix("_BLOCKS(").and_then(|rest| rest.split_once(','))
+            {
+                // The last one is the number of blocks.
+                let (threads, _) = up_to_closing(bounds).rsplit_once(',').unwrap_or((bounds, ""));
+                found.insert(name.trim().to_owned(), threads.trim().to_owned());
             }
         }
     }
@@ -374,8 +380,9 @@ mod tests {
     #[test]
     fn entry_points_are_found_where_they_are_defined() {
         let source = "#define BOTH(T) \\\n    KERNEL(not_this)(T* x) {}\n// KERNEL(nor_this)\nKERNEL(one)(f32* x) {\n\
-                      KERNEL_BOUNDS(two, (4 * WARP))(u32 n) {\nBODY(KERNEL(three), f32)\n";
-        let expected = [("one", "1024"), ("three", "1024"), ("two", "(4 * WARP)")];
+                      KERNEL_BOUNDS(two, (4 * WARP))(u32 n) {\nBODY(KERNEL(three), f32)\n\
+                      KERNEL_BLOCKS(zero, (2 * WARP), 2)(u32 n) {\n";
+        let expected = [("one", "1024"), ("three", "1024"), ("two", "(4 * WARP)"), ("zero", "(2 * WARP)")];
         let found = entry_points(source);
         let found: Vec<_> = found.iter().map(|(name, bounds)| (name.as_str(), bounds.as_str())).collect();
         assert_eq!(found, expected);

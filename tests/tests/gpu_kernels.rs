@@ -81,7 +81,10 @@ fn a_wrong_kernel_is_detected() {
         ("conv_backward_weights_tf32_small", "conv backward_weights"),
         ("conv_first_forward_f32_k5_x1", "conv forward"),
         ("conv_forward_bf16_scalar", "dense forward"),
-        ("conv_sum_f32", "conv backward_bias"),
+        ("conv_bias_f32", "conv backward_bias"),
+        ("conv_first_backward_pooled_f32_k5_few", "fused backward_first"),
+        ("conv_backward_input_bf16_small", "fused backward_input"),
+        ("conv_forward_f32_small", "fused forward"),
         ("conv_flip_f32", "conv flip"),
         ("conv_plain_backward_weights_bf16", "conv plain"),
         ("compare_random_f32", "compare random"),
@@ -92,7 +95,7 @@ fn a_wrong_kernel_is_detected() {
         ("gelu_forward_f32", "gelu forward"),
         ("loss_gradient_f32", "loss gradient"),
         ("norm_backward_input_f32", "norm backward_input"),
-        ("norm_total_gradients", "norm sum_gradients"),
+        ("norm_sum_gradients_bf16", "norm sum_gradients"),
         ("optimizer_update_adamw", "optimizer adamw"),
         ("pool_backward_fused_f32", "pool backward_fused"),
         ("step_begin", "step begin"),
@@ -104,6 +107,33 @@ fn a_wrong_kernel_is_detected() {
         finished.expect(1, &["FAILED"]);
         // The same without the fault.
         run(gpu_check().args(["--quick", "--seed", "1", "--only", only])).expect(0, &[", 0 failed"]);
+    }
+}
+
+/// A training step of each of the seven networks is at most three launches for each layer with parameters, and six
+/// more: counted in the captured graph, on a GPU that executes nothing.
+#[test]
+fn a_step_has_three_launches_a_layer_and_six_more() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for net in ["conv6", "keras", "deep", "layers", "ensemble2400", "ensemble4800", "lenet5"] {
+        for batch in ["128", "1024"] {
+            let (json, counters) =
+                (folder.path().join("steps"), folder.path().join(format!("{net}-{batch}")));
+            let mut command = gpu_check();
+            command.env("FAKE_GPU_IDLE", "1").env("FAKE_GPU_MULTIPROCESSORS", "132");
+            command.env("FAKE_GPU_COUNTERS", &counters).env("MGPU_BACKEND", "nccl");
+            command.args(["--steps", "--only", net, "--batch", batch, "--json"]).arg(&json);
+            run(&mut command).expect(0, &[net]);
+            let read = |file: &Path| -> serde_json::Value {
+                serde_json::from_str(&std::fs::read_to_string(file).expect("a result file")).expect("JSON")
+            };
+            let step = &read(&json)["steps"][0];
+            let number = |key: &str| step[key].as_u64().unwrap_or_else(|| panic!("{key} in {step:#}"));
+            let (kernels, layers) = (number("kernels"), number("layers"));
+            assert!(kernels <= 3 * layers + 6, "{net}, batch {batch}: {layers} layers, {step:#}");
+            assert_eq!(read(&counters)["nodes"], kernels, "{net}, batch {batch}: {step:#}");
+            assert!(number("bytes") >= number("least_bytes"), "{step:#}");
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! Data parallelism on GPUs: the options of a step and their flags, on the fake libraries of `tests/gpu`.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::process::Command;
 
 use mgpu_tests::fake_gpu;
@@ -270,6 +271,41 @@ fn a_non_finite_loss_ends_the_training_and_is_named() {
     for name in ["replicated", "shared", "host"] {
         let finished = train(2, &["--batch", "4", "--steps", "20", "--lr", "1e30", "--placement", name]);
         finished.expect(1, &["non-finite gradients (NaN or Inf) in tensor `", "in step "]);
+    }
+}
+
+/// Each network, scaled down, is cut at every place where that is possible, and each part between two such places is alone
+/// on a rank. Every gradient, weight and running statistic has the bits of the whole network: no pass of a layer may
+/// depend on which layers are on the same rank.
+#[test]
+fn parts_of_every_network_have_the_bits_of_the_whole() {
+    for precision in ["f32", "tf32", "bf16"] {
+        let lines = |ranks: u32| -> Vec<String> {
+            let program = env!("CARGO_BIN_EXE_t-device-step");
+            let mut program = on_gpus(ranks, program);
+            // Like a large GPU, on which small gradients are computed beside each other.
+            program.env("FAKE_GPU_MULTIPROCESSORS", "132").args(["parts", precision]);
+            let finished = run(&mut program);
+            assert_eq!(finished.code, Some(0), "{precision} on {ranks} ranks: {finished:#?}");
+            finished.stdout.lines().map(str::to_owned).collect()
+        };
+        let whole: BTreeSet<String> = lines(1).iter().map(|line| line.trim_end().to_owned()).collect();
+        assert!(whole.iter().any(|line| line.starts_with("keras ") && line.contains("running_var")));
+        for ranks in [2, 3] {
+            let mut by_cut = BTreeMap::<(String, String), BTreeSet<String>>::new();
+            for line in lines(ranks) {
+                let (tensor, cut) = line.rsplit_once(' ').expect("cuts at the end of a line");
+                let net = tensor.split(' ').next().expect("a network").to_owned();
+                by_cut.entry((net, cut.to_owned())).or_default().insert(tensor.to_owned());
+            }
+            assert!(by_cut.len() >= 20, "{:?}", by_cut.keys());
+            for ((net, cut), found) in by_cut {
+                let of_net = |line: &&String| line.split(' ').next() == Some(&net[..]);
+                let expected: BTreeSet<String> = whole.iter().filter(of_net).cloned().collect();
+                let wrong: Vec<_> = expected.symmetric_difference(&found).collect();
+                assert!(wrong.is_empty(), "{net} cut before {cut}, {precision}: {wrong:#?}");
+            }
+        }
     }
 }
 

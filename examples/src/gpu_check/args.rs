@@ -32,14 +32,18 @@ pub(super) struct Args {
     pub(super) bandwidth: bool,
     /// Instead of the checks, time every candidate (our own kernel and each algorithm of cuDNN or cuBLASLt, in each
     /// form) for every layer of the networks, pass and precision, beside the least time that the GPU allows.
-    #[arg(long, conflicts_with_all = ["quick", "bandwidth", "compile_only"])]
+    #[arg(long, group = "batched", conflicts_with_all = ["quick", "bandwidth", "compile_only"])]
     pub(super) layers: bool,
     /// Instead of the checks, measure copies between the host and every GPU and between GPUs, and check which GPUs access
     /// each other's memory. Prints one JSON object per line.
-    #[arg(long, conflicts_with_all = ["quick", "bandwidth", "layers", "compile_only", "list", "json"])]
+    #[arg(long, conflicts_with_all = ["quick", "bandwidth", "layers", "steps", "compile_only", "list", "json"])]
     pub(super) links: bool,
-    /// With --layers: batch sizes, in images [default: 1024 and 128; 2 on a fake GPU].
-    #[arg(long, value_name = "N", num_args = 1.., value_delimiter = ',', requires = "layers", value_parser = positive)]
+    /// Instead of the checks, count the kernels of a training step of each network in bf16 with --kernels builtin, and the
+    /// bytes that they move, beside the least that a step can do with; and time the step.
+    #[arg(long, group = "batched", conflicts_with_all = ["quick", "bandwidth", "compile_only"])]
+    pub(super) steps: bool,
+    /// With --layers or --steps: batch sizes, in images [default: 1024 and 128; with --layers on a fake GPU 2].
+    #[arg(long, value_name = "N", num_args = 1.., value_delimiter = ',', requires = "batched", value_parser = positive)]
     pub(super) batch: Vec<usize>,
     /// With --layers: begin no further pass after this many seconds. A pass takes a few seconds at most on a large GPU.
     #[arg(long, value_name = "SECONDS", requires = "layers")]

@@ -4,7 +4,7 @@ use mgpu_kernels::DType;
 use mgpu_kernels::Precision;
 use mgpu_kernels::activation::LEAKY_SLOPE;
 use mgpu_kernels::conv::{ConvShape, Padding, cuda};
-use mgpu_kernels::cuda::{Memory, Result};
+use mgpu_kernels::cuda::{Counters, Memory, Result};
 use mgpu_kernels::dense;
 
 use super::harness::{Harness, Outcome, Output};
@@ -121,7 +121,9 @@ fn pass(harness: &mut Harness, conv: &Conv, precision: Precision, pass: LayerPas
         let (x_memory, w_memory, dy_memory) = (x_memory?, w_memory?, dy_memory?);
         let (x_view, w_view, dy_view) = (x_memory.view(), w_memory.view(), dy_memory.view());
         let b_memory = harness.input(&b)?;
-        let workspace = workspace(harness, conv, precision)?;
+        let sums = workspace(harness, conv, precision)?;
+        let counters = Counters::new(harness.stream.device())?;
+        let workspace = &cuda::Workspace { sums: sums.view(), counters: counters.view() };
         let [x, w, dy] = [&x, &w, &dy].map(|values| multiplied(precision, tensor_cores, values));
         let pixels = dy.len() / shape.filters;
         let in_place = shape.kernel * shape.kernel;
@@ -159,29 +161,37 @@ fn pass(harness: &mut Harness, conv: &Conv, precision: Precision, pass: LayerPas
                 verdict.close("gradient", found.floats(0), &sums.values, |i| sums.scale(i), bound);
             }
             LayerPass::BackwardWeights => {
-                let outputs = [Output::of(DType::F32, w.len())];
+                let outputs = [Output::of(DType::F32, w.len()), Output::of(DType::F32, shape.filters)];
                 let found = harness.twice(verdict, &outputs, |stream, outputs| {
-                    let (space, dw) = (workspace.view(), outputs[0]);
+                    let (dw, db) = (outputs[0], Some(outputs[1]));
                     if conv.is_dense() {
                         dense::cuda::backward_weights(
-                            stream, &as_dense, images, precision, x_view, dy_view, space, dw,
+                            stream, &as_dense, images, precision, x_view, dy_view, workspace, dw, db,
                         )
                     } else {
-                        cuda::backward_weights(stream, &shape, images, precision, x_view, dy_view, space, dw)
+                        cuda::backward_weights(
+                            stream, &shape, images, precision, x_view, dy_view, workspace, dw, db,
+                        )
                     }
                 })?;
                 let sums = reference::backward_weights(&shape, images, &x, &dy);
                 let bound = sum(pixels, false);
                 verdict.close("gradient", found.floats(0), &sums.values, |i| sums.scale(i), bound);
+                // In TF32 the sum is that of the product's operand, which is rounded.
+                let sums = reference::backward_bias(&shape, &dy);
+                let bound = bound::sum(pixels, false);
+                verdict.close("bias's gradient", found.floats(1), &sums.values, |i| sums.scale(i), bound);
             }
             LayerPass::BackwardBias => {
                 let outputs = [Output::of(DType::F32, shape.filters)];
                 let found = harness.twice(verdict, &outputs, |stream, outputs| {
-                    let (space, db) = (workspace.view(), outputs[0]);
+                    let db = outputs[0];
                     if conv.is_dense() {
-                        dense::cuda::backward_bias(stream, &as_dense, images, precision, dy_view, space, db)
+                        dense::cuda::backward_bias(
+                            stream, &as_dense, images, precision, dy_view, workspace, db,
+                        )
                     } else {
-                        cuda::backward_bias(stream, &shape, images, precision, dy_view, space, db)
+                        cuda::backward_bias(stream, &shape, images, precision, dy_view, workspace, db)
                     }
                 })?;
                 // There are no products, so nothing is rounded to TF32.
@@ -198,9 +208,9 @@ fn pass(harness: &mut Harness, conv: &Conv, precision: Precision, pass: LayerPas
                 let found = harness.twice(verdict, &outputs, |stream, outputs| {
                     let &[gradient, db] = outputs else { unreachable!("two outputs") };
                     stream.copy(dy_view, gradient)?;
-                    let (y, space) = (y_memory.view(), workspace.view());
+                    let y = y_memory.view();
                     cuda::backward_activation(
-                        stream, &shape, images, precision, slope, y, gradient, space, db,
+                        stream, &shape, images, precision, slope, y, gradient, workspace, db,
                     )
                 })?;
                 let dy = dy_memory_values(harness, &dy_memory.view())?;
@@ -231,7 +241,7 @@ fn dy_memory_values(harness: &Harness, view: &mgpu_kernels::cuda::View<'_>) -> R
 }
 
 /// Enough workspace for a pass, filled with NaNs to detect uninitialised reads.
-fn workspace(harness: &Harness, conv: &Conv, precision: Precision) -> Result<Memory> {
+pub(super) fn workspace(harness: &Harness, conv: &Conv, precision: Precision) -> Result<Memory> {
     let len = cuda::workspace_bytes(&conv.shape, conv.images, precision) / size_of::<f32>();
     Memory::from_slice(&harness.stream, &vec![f32::NAN; len.max(1)])
 }

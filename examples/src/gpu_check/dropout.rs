@@ -40,7 +40,8 @@ fn each(harness: &mut Harness, images: &Images) -> Outcome {
             let mask = Mask { seed, stream: layer, first_sample, channels, plane };
             let outputs = [Output::activations(dtype, &values)];
             let found = harness.twice(verdict, &outputs, |stream, outputs| {
-                cuda::apply(stream, probability, &mask, state.view(), outputs[0])
+                let dropout = cuda::Dropout { probability, mask, state: state.view() };
+                cuda::apply(stream, &dropout, outputs[0])
             })?;
             let mut expected = values;
             cpu::apply(&harness.threads, probability, &mask, step, &mut expected);

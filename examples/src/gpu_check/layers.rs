@@ -85,8 +85,7 @@ fn each(harness: &mut Harness, verdict: &mut Verdict, conv: &Conv, precision: Pr
         let &[y, dx, dw, db] = outputs else { unreachable!("four outputs") };
         layer.forward(stream, images, x_view, w_view, b_view, y, space)?;
         layer.backward_input(stream, images, w_view, dy_view, dx, space)?;
-        layer.backward_weights(stream, images, x_view, dy_view, dw, space)?;
-        layer.backward_bias(stream, images, dy_view, db, space)
+        layer.backward_parameters(stream, images, x_view, dy_view, dw, db, space)
     })?;
     let wide = |values: &[f32]| -> Vec<f64> { values.iter().map(|value| f64::from(*value)).collect() };
     let (x, w, b, dy) = (wide(&x), wide(&w), wide(&b), wide(&dy));

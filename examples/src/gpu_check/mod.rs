@@ -20,6 +20,7 @@ mod compile;
 mod conv;
 mod dropout;
 mod flip;
+mod fused;
 mod gather;
 mod gelu;
 mod harness;
@@ -35,6 +36,7 @@ mod reference;
 mod replay;
 mod report;
 mod shapes;
+mod steps;
 mod values;
 
 use std::error::Error;
@@ -82,6 +84,9 @@ fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
     let machine = Machine::of(&device, compiler_version().ok());
     outln!("{machine}");
     let fake = device.name().contains(FAKE);
+    if args.steps {
+        return steps::run(&machine, args, fake);
+    }
     let stream = Stream::new(&device)?;
     if args.layers {
         return candidates::run(&stream, &machine, args, fake);
@@ -99,7 +104,7 @@ fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
     let seed = args.seed();
     outln!("seed {seed}{}", if args.quick { ", quick" } else { "" });
     let mut harness = Harness::new(stream, seed, args.quick, args.only.clone());
-    let checks: [fn(&mut Harness) -> harness::Outcome; 13] = [
+    let checks: [fn(&mut Harness) -> harness::Outcome; 14] = [
         arena::check,
         pool::check,
         norm::check,
@@ -112,6 +117,7 @@ fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
         flip::check,
         plain::check,
         conv::check,
+        fused::check,
         layers::check,
     ];
     // A kernel that damages the GPU ends all later checks; the results so far are reported.

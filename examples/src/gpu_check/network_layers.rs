@@ -8,7 +8,8 @@ use mgpu_kernels::dense;
 use crate::nets::{Layer, Spec, names};
 
 /// The networks, most important first.
-const ORDER: [&str; 7] = ["conv6", "keras", "deep", "layers", "ensemble2400", "ensemble4800", "lenet5"];
+pub(super) const ORDER: [&str; 7] =
+    ["conv6", "keras", "deep", "layers", "ensemble2400", "ensemble4800", "lenet5"];
 
 /// A layer with its activation, and the networks that have it.
 #[derive(Debug, Clone, PartialEq)]

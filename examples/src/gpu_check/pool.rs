@@ -1,10 +1,11 @@
 //! Max pooling, alone and fused with bias and activation.
 
 use mgpu_kernels::activation::{self, LEAKY_SLOPE};
-use mgpu_kernels::cuda::Result;
+use mgpu_kernels::cuda::{Counters, Result};
 use mgpu_kernels::pool::{PoolShape, Rounding, cpu, cuda};
 use mgpu_kernels::{DType, activation::cpu as activate};
 
+use super::bound;
 use super::harness::{Harness, Outcome, Output, Verdict};
 use super::shapes::{Images, Shapes, awkward_images};
 use super::values::to_bf16;
@@ -117,12 +118,19 @@ fn backward(
     let dy = values(harness, dtype, outputs_len);
     let (y_memory, dy_memory) = (harness.activations(dtype, &y)?, harness.activations(dtype, &dy)?);
     let chosen_memory = harness.input(&chosen)?;
-    let found = harness.twice(verdict, &[Output::of(dtype, images.len())], |stream, outputs| {
+    let counters = Counters::new(harness.stream.device())?;
+    let len = cuda::workspace_len(harness.stream.device().multiprocessors(), channels);
+    let workspace = harness.input(&vec![f32::NAN; len])?;
+    let outputs = [Output::of(dtype, images.len()), Output::holding(&vec![0.0f32; channels])];
+    let found = harness.twice(verdict, &outputs, |stream, outputs| {
         let (dy, chosen, dx) = (dy_memory.view(), chosen_memory.view(), outputs[0]);
         match fused {
             None => cuda::backward(stream, shape, channels, dy, chosen, dx),
             Some(slope) => {
-                cuda::backward_fused(stream, shape, channels, slope, dy, y_memory.view(), chosen, dx)
+                let (workspace, counters) = (workspace.view(), counters.view());
+                let bias = cuda::BiasGradient { total: outputs[1], workspace, counters };
+                let y = y_memory.view();
+                cuda::backward_fused(stream, shape, channels, slope, dy, y, chosen, dx, Some(&bias))
             }
         }
     })?;
@@ -132,6 +140,16 @@ fn backward(
         if dtype == DType::Bf16 {
             dy.iter_mut().for_each(|dy| *dy = to_bf16(*dy));
         }
+    }
+    if fused.is_some() {
+        let (mut sums, mut squares) = (vec![0.0; channels], vec![0.0; channels]);
+        for (i, dy) in dy.iter().map(|dy| f64::from(*dy)).enumerate() {
+            sums[i % channels] += dy;
+            squares[i % channels] += dy * dy;
+        }
+        let scale = |i: usize| f64::max(squares[i].sqrt(), sums[i].abs());
+        let bound = bound::sum(dy.len() / channels, false);
+        verdict.close("bias's gradient", found.floats(1), &sums, scale, bound);
     }
     let mut dx = vec![0.0; images.len()];
     cpu::backward(&harness.threads, shape, channels, &dy, &chosen, &mut dx);

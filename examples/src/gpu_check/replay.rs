@@ -6,7 +6,7 @@
 
 use mgpu_kernels::Precision;
 use mgpu_kernels::conv::{ConvShape, Padding};
-use mgpu_kernels::cuda::{Result, StepState, Stream, View};
+use mgpu_kernels::cuda::{Counters, Result, StepState, Stream, View};
 use mgpu_kernels::loss::cuda::{SCRATCH_BYTES, Score};
 use mgpu_kernels::optimizer::Factors;
 use mgpu_kernels::optimizer::chunk::chunks;
@@ -60,6 +60,7 @@ fn replay(harness: &mut Harness, verdict: &mut Verdict, precision: Precision) ->
     let (images, labels) = (harness.input(&images)?, harness.input(&labels)?);
     let workspace = dense::cuda::workspace_bytes(&layer, BATCH, precision) / size_of::<f32>();
     let workspace = harness.input(&vec![0.0f32; workspace.max(1)])?;
+    let counters = Counters::new(harness.stream.device())?;
     let table = chunks([(0..weights, Factors::ONE), (weights..weights + CLASSES, Factors::NO_DECAY)]);
     let sums = harness.input(&vec![0.0f64; table.len()])?;
     let table = harness.input(bytemuck::cast_slice::<_, u8>(&table))?;
@@ -95,13 +96,13 @@ fn replay(harness: &mut Harness, verdict: &mut Verdict, precision: Precision) ->
         one_step(stream, &optimizer, plan, (table.view(), sums.view()), gradients, &outputs[..6])?;
         gather::cuda::batch(stream, &samples, state, x, labels_here, (0, 1))?;
         conv::cuda::forward(stream, &shape, BATCH, precision, x, filters.view(), bias.view(), 0.0, y)?;
-        dropout::cuda::apply(stream, 0.5, &mask, state, y)?;
+        dropout::cuda::apply(stream, &dropout::cuda::Dropout { probability: 0.5, mask, state }, y)?;
         dense::cuda::forward(stream, &layer, BATCH, precision, y, w, b, dense::cuda::LINEAR, logits)?;
         loss::cuda::gradient(stream, logits, labels_here, dlogits, scratch, score)?;
         let (dw, db) = (gradients.slice(0..weights), gradients.slice(weights..weights + CLASSES));
-        let space = workspace.view();
-        dense::cuda::backward_weights(stream, &layer, BATCH, precision, y, dlogits, space, dw)?;
-        dense::cuda::backward_bias(stream, &layer, BATCH, precision, dlogits, space, db)
+        let space = dense::cuda::Workspace { sums: workspace.view(), counters: counters.view() };
+        dense::cuda::backward_weights(stream, &layer, BATCH, precision, y, dlogits, &space, dw, None)?;
+        dense::cuda::backward_bias(stream, &layer, BATCH, precision, dlogits, &space, db)
     };
     let eager = harness
         .twice(verdict, &outputs, |stream, outputs| (0..STEPS).try_for_each(|_| step(stream, outputs)))?;

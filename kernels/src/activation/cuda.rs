@@ -1,7 +1,7 @@
 //! Activations on a GPU: one pass over memory each.
 
 use crate::cuda::elements::{check, count, grid, pack, packs, run, typed};
-use crate::cuda::{Result, Source, Stream, View};
+use crate::cuda::{Arg, Result, Source, Stream, View};
 use crate::{DType, cuda::elements};
 
 /// The kernels.
@@ -17,7 +17,7 @@ pub static SOURCE: Source = Source { name: "activation", text: include_str!("act
 pub fn forward(stream: &Stream, slope: f32, values: View<'_>) -> Result<()> {
     let name = typed("activation_forward", values);
     let packs = packs(pack(values.dtype()), &[values]);
-    let arguments = [values.into(), count(values.len()).into(), packs.into(), slope.into()];
+    let arguments = [Arg::updated(values), count(values.len()).into(), packs.into(), slope.into()];
     let grid = grid(stream, values.len().div_ceil(pack(values.dtype())));
     // SAFETY: the kernel visits as many elements as the view has.
     unsafe { run(stream, &SOURCE, &name, grid, &arguments) }
@@ -34,7 +34,7 @@ pub fn backward(stream: &Stream, slope: f32, y: View<'_>, gradient: View<'_>) ->
     check("the output of an activation", y, gradient.dtype(), gradient.len());
     let name = typed("activation_backward", gradient);
     let packs = packs(pack(y.dtype()), &[y, gradient]);
-    let arguments = [y.into(), gradient.into(), count(y.len()).into(), packs.into(), slope.into()];
+    let arguments = [y.into(), Arg::updated(gradient), count(y.len()).into(), packs.into(), slope.into()];
     let grid = grid(stream, y.len().div_ceil(pack(y.dtype())));
     // SAFETY: the kernel visits as many elements as both views have.
     unsafe { run(stream, &SOURCE, &name, grid, &arguments) }
@@ -56,7 +56,7 @@ pub fn bias(stream: &Stream, slope: f32, bias: View<'_>, values: View<'_>) -> Re
     let pack = pack(values.dtype());
     let wide = channels.is_multiple_of(pack) && elements::aligned(pack, &[bias, values]);
     let arguments = [
-        values.into(),
+        Arg::updated(values),
         bias.into(),
         count(values.len()).into(),
         count(channels).into(),

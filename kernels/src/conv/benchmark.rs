@@ -88,7 +88,7 @@ pub fn benchmark(
 ) -> Result<PassBenchmark> {
     let &LayerPass { shape, images, precision, slope, pass } = layer_pass;
     shape.check();
-    let mut layer = Layer { shape, images, precision, slope, library: None };
+    let mut layer = Layer::new(stream, shape, images, precision, slope)?;
     let mut notes = Vec::new();
     if options.libraries == Libraries::Auto
         && layer.suits_libraries()

@@ -1,5 +1,5 @@
 // Convolutions as matrix products whose operands are gathered on the fly ("implicit GEMM"; Chetlur and others,
-// "cuDNN: efficient primitives for deep learning", 2014). Included after tiles.cuh.
+// "cuDNN: efficient primitives for deep learning", 2014). Included after results.cuh.
 //
 //   pass              rows           columns          depth
 //   forward           output pixels  filters          taps x channels
@@ -8,53 +8,6 @@
 //
 // A tap is one of the K x K positions of the kernel, a pixel a position of one of the images.
 
-typedef long long i64;
-
-// Replaces the division of a number below 2^31 by a multiplication (Granlund and Montgomery, "Division by invariant
-// integers using multiplication", 1994): shift = ceil(log2 divisor), magic = ceil(2^(31 + shift) / divisor).
-struct Reciprocal {
-    u32 magic, shift;
-};
-
-__device__ inline u32 divide(u32 value, u32 divisor, Reciprocal reciprocal, u32& rest) {
-    const u32 quotient = (u32)(((u64)value * reciprocal.magic) >> 31) >> reciprocal.shift;
-    rest = value - quotient * divisor;
-    return quotient;
-}
-
-// The extents of the input or the output images, with the reciprocals that decompose an index.
-struct ImageExtents {
-    u32 channels, height, width, pixels;   // pixels: of the whole batch
-    Reciprocal by_channels, by_width, by_plane;
-
-    // Decomposes the index of a pixel in the batch into image, row and column.
-    __device__ u32 place(u32 pixel, u32& row, u32& column) const {
-        u32 rest;
-        const u32 image = divide(pixel, height * width, by_plane, rest);
-        row = divide(rest, width, by_width, column);
-        return image;
-    }
-
-    // Channels are the inner index.
-    __device__ u32 outer(u32 index, u32& channel) const { return divide(index, channels, by_channels, channel); }
-};
-
-struct Convolution {
-    ImageExtents input, output;
-    Reciprocal by_kernel;
-    u32 kernel, pad;
-    u32 slice;   // output pixels per slice in backward_weights: a multiple of a step's depth
-    f32 slope;   // of the activation for negative values: 1 is none, 0 is ReLU
-
-    __device__ u32 taps() const { return kernel * kernel; }
-
-    __device__ void tap(u32 tap, i32& down, i32& right) const {
-        u32 column;
-        down = (i32)divide(tap, kernel, by_kernel, column);
-        right = (i32)column;
-    }
-};
-
 // ---- Operands in global memory ----
 // Each operand returns the element at a line and a depth, or 16 bytes at lines or depths prepared before by
 // find_line, find_depth or find_run. Elements beyond the last line are zero; AlongDepth and AlongLines handle the end
@@ -62,25 +15,36 @@ struct Convolution {
 
 // Lines are pixels of the images `lines`, depths are (tap, channel): the pixels of the images `side` that the kernel
 // covers at that position. From an output pixel in row y, tap u reads the input row y - P + u; from an input pixel in
-// row y, tap u reads the output row y + P - u.
+// row y, tap u reads the output row y + P - u. If the output is pooled (`windows`), lines are the pixels of one window
+// after another, four each.
 template <class T, i32 SIGN>
 struct GatherByPixel {
     const T* values;
     const ImageExtents& lines;
     const ImageExtents& side;
     const Convolution& shape;
+    const ImageExtents* windows;
     i32 y[2], x[2], pixel[2];   // position read by tap 0
     u32 channel;
     i32 down, right;
 
-    __device__ GatherByPixel(const T* values, const ImageExtents& lines, const ImageExtents& side, const Convolution& shape)
-        : values(values), lines(lines), side(side), shape(shape) {}
+    __device__ GatherByPixel(
+        const T* values, const ImageExtents& lines, const ImageExtents& side, const Convolution& shape,
+        const ImageExtents* windows = nullptr)
+        : values(values), lines(lines), side(side), shape(shape), windows(windows) {}
 
     __device__ void find_line(u32 i, u32 line) {
-        u32 row, column;
-        const u32 image = lines.place(line, row, column);
+        u32 row, column, image;
+        bool known = line < lines.pixels;
+        if (windows) {
+            image = windows->place(line / 4, row, column);
+            row = 2 * row + line / 2 % 2, column = 2 * column + line % 2;
+            known = line / 4 < windows->pixels && row < lines.height && column < lines.width;
+        } else {
+            image = lines.place(line, row, column);
+        }
         // A line beyond the last one reads zeros: no tap leads from there into the image.
-        y[i] = line < lines.pixels ? (i32)row - SIGN * (i32)shape.pad : -(1 << 30);
+        y[i] = known ? (i32)row - SIGN * (i32)shape.pad : -(1 << 30);
         x[i] = (i32)column - SIGN * (i32)shape.pad;
         pixel[i] = (i32)((image * side.height + (u32)y[i]) * side.width + (u32)x[i]);
     }
@@ -216,51 +180,78 @@ __device__ inline void tile_of_block(u32 columns, u32& row, u32& column) {
 }
 
 template <class T, PRODUCT_TYPE, class TILE, bool VECTOR>
-__device__ inline void forward(const T* x, const T* w, const f32* bias, T* y, const Convolution& shape) {
+__device__ inline void forward(
+    const T* x, const T* w, const f32* bias, T* y, const Convolution& shape, const After& after) {
     using Product = PRODUCT<T, TILE>;
     using Left = AlongDepth<T, TILE, Product, GatherByPixel<T, 1>, VECTOR>;
     using Right = AlongDepth<T, TILE, Product, Filters<T>, VECTOR>;
-    const u32 rows = shape.output.pixels, columns = shape.output.channels;
+    __shared__ TileMemory<Left, Right> memory;
+    const u32 columns = shape.output.channels;
     u32 row, column;
     tile_of_block<TILE>(columns, row, column);
-    Left left({x, shape.output, shape.input, shape}, row);
+    Left left({x, shape.output, shape.input, shape, after.chosen ? &after.pooled : nullptr}, row);
     Right right({w, shape}, column);
     Product product;
-    multiply(left, right, product, row, column, 0, shape.taps() * shape.input.channels, Elements<T>::STEP);
-    product.write(Result<T, true, VECTOR>(y, rows, columns, row, column, bias, shape.slope));
+    const u32 depth = shape.taps() * shape.input.channels;
+    multiply(left, right, product, memory, row, column, 0, depth, Elements<T>::STEP, [](const u32*) {});
+    product.write(ForwardResult<T, VECTOR>{y, bias, shape, after, row, column}, memory.words());
 }
 
 template <class T, PRODUCT_TYPE, class TILE, bool VECTOR>
-__device__ inline void backward_input(const T* w, const T* dy, T* dx, const Convolution& shape) {
+__device__ inline void backward_input(
+    const T* w, const T* dy, T* dx, const Convolution& shape, const Before& before) {
     using Product = PRODUCT<T, TILE>;
     using Left = AlongDepth<T, TILE, Product, GatherByPixel<T, -1>, VECTOR>;
     using Right = AlongLines<T, TILE, Product, Channels<T>, VECTOR>;
-    const u32 rows = shape.input.pixels, columns = shape.input.channels;
+    __shared__ TileMemory<Left, Right> memory;
+    const u32 columns = shape.input.channels;
     u32 row, column;
     tile_of_block<TILE>(columns, row, column);
     Left left({dy, shape.input, shape.output, shape}, row);
     Right right({w, shape}, column);
     Product product;
-    multiply(left, right, product, row, column, 0, shape.taps() * shape.output.channels, Elements<T>::STEP);
-    product.write(Result<T, false, VECTOR>(dx, rows, columns, row, column, nullptr, 1.0f));
+    const u32 depth = shape.taps() * shape.output.channels;
+    multiply(left, right, product, memory, row, column, 0, depth, Elements<T>::STEP, [](const u32*) {});
+    const InputResult<T, VECTOR> result{dx, shape.input.pixels, columns, before, row, column};
+    product.write(result, memory.words());
 }
 
-// `dw` receives the weights' gradient of each slice of the output pixels, one slice after another.
+// The weights' gradient from a slice of the output pixels; the last blocks add up the slices. The gradient of the bias
+// is the sum of the lines of the left operand: the first tiles of the rows have them anyway.
 template <class T, PRODUCT_TYPE, class TILE, bool VECTOR>
-__device__ inline void backward_weights(const T* x, const T* dy, f32* dw, const Convolution& shape) {
+__device__ inline void backward_weights(const T* x, const T* dy, const Convolution& shape, const WeightSums& sums) {
     using Product = PRODUCT<T, TILE>;
     using Left = AlongLines<T, TILE, Product, Gradients<T>, VECTOR>;
     using Right = AlongLines<T, TILE, Product, GatherByTap<T>, VECTOR>;
+    __shared__ TileMemory<Left, Right> memory;
     const u32 rows = shape.output.channels, columns = shape.taps() * shape.input.channels;
     u32 row, column;
     tile_of_block<TILE>(columns, row, column);
     const u32 start = blockIdx.y * shape.slice, end = least(start + shape.slice, shape.output.pixels);
+    const bool sums_line = sums.bias && column == 0 && threadIdx.x < TILE::SIDE && row + threadIdx.x < rows;
+    f32 line_sum = 0.0f;
     Left left({dy, shape}, row);
     Right right({x, shape}, column);
     Product product;
-    multiply(left, right, product, row, column, start, end, Elements<T>::STEP);
-    f32* slice = dw + (u64)blockIdx.y * rows * columns;
-    product.write(Result<f32, false, VECTOR>(slice, rows, columns, row, column, nullptr, 1.0f));
+    multiply(left, right, product, memory, row, column, start, end, Elements<T>::STEP, [&](const u32* lines) {
+        if (sums_line) line_sum += Left::sum_line(lines, threadIdx.x);
+    });
+    const bool alone = gridDim.y == 1;
+    const u64 len = (u64)rows * columns, slice_len = len + rows;
+    f32* slice = sums.slices + blockIdx.y * slice_len;
+    product.write(WeightsResult<VECTOR>{alone ? sums.weights : slice, rows, columns, row, column}, memory.words());
+    if (sums_line) (alone ? sums.bias : slice + len)[row + threadIdx.x] = line_sum;
+    if (alone) return;
+    u32* counters = sums.counters + blockIdx.x * (slice_groups(gridDim.y) + 1);
+    add_slices(counters, blockIdx.y, gridDim.y, [&](u32 first, u32 step, u32 count, bool total) {
+        f32* from = sums.slices + first * slice_len;
+        const WeightsResult<VECTOR> result{total ? sums.weights : from, rows, columns, row, column};
+        Product::each_unit([&](u32 down, u32 across) { result.add(down, across, from, step * slice_len, count); });
+        if (sums_line) {
+            f32* to = (total ? sums.bias : from + len) + row + threadIdx.x;
+            *to = sum_of_slices(from + len + row + threadIdx.x, step * slice_len, count);
+        }
+    });
 }
 
 // ---- Entry points ----
@@ -282,6 +273,12 @@ __device__ inline void backward_weights(const T* x, const T* dy, f32* dw, const 
 #endif
 #define SMALL 128
 
-#define FORWARD(T) (const T *x, const T *w, const f32 *bias, T *y, const __grid_constant__ Convolution shape)
-#define BACKWARD_INPUT(T) (const T *w, const T *dy, T *dx, const __grid_constant__ Convolution shape)
-#define BACKWARD_WEIGHTS(T) (const T *x, const T *dy, f32 *dw, const __grid_constant__ Convolution shape)
+#define FORWARD(T)                                                                           \
+    (const T *x, const T *w, const f32 *bias, T *y, const __grid_constant__ Convolution shape, \
+     const __grid_constant__ After after)
+#define BACKWARD_INPUT(T)                                                          \
+    (const T *w, const T *dy, T *dx, const __grid_constant__ Convolution shape, \
+     const __grid_constant__ Before before)
+#define BACKWARD_WEIGHTS(T)                                             \
+    (const T *x, const T *dy, const __grid_constant__ Convolution shape, \
+     const __grid_constant__ WeightSums sums)

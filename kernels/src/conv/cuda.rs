@@ -15,12 +15,15 @@
 //! has 2^31 pixels or more; their errors are those of compiling, loading and launching a kernel.
 
 use super::ConvShape;
-use super::partition::{self, Bands, Reciprocal, Slices, Tile};
+use super::first::{self, OutputGradient};
+use super::partition::{self, Reciprocal, Slices, Tile};
 use crate::DType;
 use crate::Precision;
+use crate::cuda::counters::{ColumnSums, check_counters};
 use crate::cuda::elements::{aligned, check, count, run};
 use crate::cuda::{Arg, Grid, Result, Source, Stream, View};
 
+pub use super::fused::{After, Before};
 pub use super::partition::workspace_bytes;
 
 /// The `slope` of [`forward`] that means no activation.
@@ -33,6 +36,10 @@ macro_rules! product_source {
             text: concat!(
                 "#line 1 \"tiles.cuh\"\n",
                 include_str!("tiles.cuh"),
+                "#line 1 \"extents.cuh\"\n",
+                include_str!("extents.cuh"),
+                "#line 1 \"results.cuh\"\n",
+                include_str!("results.cuh"),
                 "#line 1 \"conv.cuh\"\n",
                 include_str!("conv.cuh"),
                 concat!("#line 1 \"", $name, ".cu\"\n"),
@@ -46,9 +53,6 @@ macro_rules! product_source {
 pub static PRODUCTS: [Source; 3] =
     [product_source!("conv_f32"), product_source!("conv_tf32"), product_source!("conv_bf16")];
 
-/// The kernels for images of one channel.
-pub static FIRST: Source = Source { name: "conv_first", text: include_str!("conv_first.cu") };
-
 /// Sums of rows.
 pub static SUMS: Source = Source { name: "conv_sums", text: include_str!("conv_sums.cu") };
 
@@ -58,7 +62,7 @@ pub static FLIP: Source = Source { name: "conv_flip", text: include_str!("conv_f
 /// `struct ImageExtents` of the kernels.
 #[derive(Clone, Copy, bytemuck::NoUninit)]
 #[repr(C)]
-struct ImageExtents {
+pub(super) struct ImageExtents {
     channels: u32,
     height: u32,
     width: u32,
@@ -70,7 +74,7 @@ struct ImageExtents {
 
 impl ImageExtents {
     #[track_caller]
-    fn new(images: usize, channels: usize, height: usize, width: usize) -> Self {
+    pub(super) fn new(images: usize, channels: usize, height: usize, width: usize) -> Self {
         // Line indices of the last tile exceed the last pixel.
         let pixels = count(images * height * width + Tile::Large.side()) - Tile::Large.side() as u32;
         ImageExtents {
@@ -119,51 +123,62 @@ impl Convolution {
     }
 }
 
-/// `struct OneChannel` of the kernels.
-#[derive(Clone, Copy, bytemuck::NoUninit)]
-#[repr(C)]
-struct OneChannel {
-    images: u32,
-    height: u32,
-    width: u32,
-    filters: u32,
-    out_height: u32,
-    out_width: u32,
-    pad: u32,
-    rows: u32,
-    bands: u32,
-    slope: f32,
+/// Memory for the sums of backward passes. Calls on one stream may share it.
+#[derive(Debug, Clone, Copy)]
+pub struct Workspace<'a> {
+    /// f32, at least [`workspace_bytes`]; its contents do not matter.
+    pub sums: View<'a>,
+    /// Those of a [`Counters`](crate::cuda::Counters).
+    pub counters: View<'a>,
 }
 
-impl OneChannel {
+impl Workspace<'_> {
+    /// The address of `rows` rows of `len` sums.
     #[track_caller]
-    fn new(shape: &ConvShape, images: usize, bands: &Bands, slope: f32) -> Self {
-        count(images * shape.height * shape.width);
-        OneChannel {
-            images: count(images),
-            height: count(shape.height),
-            width: count(shape.width),
-            filters: count(shape.filters),
-            out_height: count(shape.out_height()),
-            out_width: count(shape.out_width()),
-            pad: count(shape.pad()),
-            rows: count(bands.rows),
-            bands: count(bands.count),
-            slope,
-        }
+    fn rows(&self, rows: usize, len: usize) -> u64 {
+        assert_eq!(self.sums.dtype(), DType::F32, "element type of a convolution's workspace");
+        let wanted = if rows == 1 { 0 } else { rows * len };
+        let has = self.sums.len();
+        assert!(has >= wanted, "a workspace of {has} elements, but {wanted} are needed");
+        self.sums.address()
     }
 }
 
-/// The kernel of `pass` for images of one channel, and its grid for all filters if `blocks` blocks share the bands.
-fn first_kernel(pass: &str, shape: &ConvShape, precision: Precision, blocks: usize) -> (String, Grid) {
-    let (filters, of_block) = match shape.filters {
-        0..=8 => ("few", 8),
-        9..=32 => ("x1", 32),
-        _ => ("x2", 64),
-    };
-    let name = format!("conv_first_{pass}_{}_k{}_{filters}", precision.storage(), shape.kernel);
-    let groups = count(shape.filters.div_ceil(of_block));
-    (name, Grid { blocks: [count(blocks), groups, 1], threads: 256, shared: 0 })
+/// `struct WeightSums` and `struct FirstSums` of the kernels.
+#[derive(Clone, Copy, bytemuck::NoUninit)]
+#[repr(C)]
+pub(super) struct WeightSums {
+    slices: u64,
+    weights: u64,
+    bias: u64,
+    counters: u64,
+}
+
+impl WeightSums {
+    /// For the kernels. Slices are written and read.
+    pub(super) fn argument(&self, slices: usize, dw: View<'_>, filters: usize) -> Arg {
+        let sums = dw.bytes() + filters * size_of::<f32>();
+        Arg::of(self).moving(if slices == 1 { sums } else { (2 * slices + 1) * sums })
+    }
+
+    /// For `slices` slices of the gradients, each computed by `tiles` blocks.
+    #[track_caller]
+    pub(super) fn new(
+        workspace: &Workspace<'_>,
+        slices: usize,
+        tiles: usize,
+        dw: View<'_>,
+        db: Option<View<'_>>,
+        filters: usize,
+    ) -> Self {
+        check_counters(workspace.counters, tiles, slices);
+        WeightSums {
+            slices: workspace.rows(slices, dw.len() + filters),
+            weights: dw.address(),
+            bias: db.map_or(0, |db| db.address()),
+            counters: workspace.counters.address(),
+        }
+    }
 }
 
 /// True if the kernels that move 16 bytes at a time may be used.
@@ -232,30 +247,54 @@ pub fn forward(
     slope: f32,
     y: View<'_>,
 ) -> Result<()> {
+    forward_fused(stream, shape, images, precision, [x, weights, bias, y], slope, &After::default())
+}
+
+/// As [`forward`], with what follows the activation; the operands are those of `forward`, in the same order.
+#[track_caller]
+pub fn forward_fused(
+    stream: &Stream,
+    shape: &ConvShape,
+    images: usize,
+    precision: Precision,
+    operands: [View<'_>; 4],
+    slope: f32,
+    after: &After<'_>,
+) -> Result<()> {
     shape.check();
     let dtype = precision.storage();
+    let [x, weights, bias, y] = operands;
+    let pixels = after.pixels(shape, images);
     check("a convolution's input", x, dtype, images * shape.input_len());
     check("a convolution's weights", weights, dtype, shape.weights_len());
     check("a convolution's bias", bias, DType::F32, shape.filters);
-    check("a convolution's output", y, dtype, images * shape.output_len());
+    check("a convolution's output", y, dtype, pixels * shape.filters);
+    after.check(shape, y.len());
     if y.is_empty() {
         return Ok(());
     }
-    let operands = [x.into(), weights.into(), bias.into(), y.into()];
-    if let Some(bands) = Bands::new(shape, images) {
-        let blocks = bands.count.min(4 * stream.device().multiprocessors() as usize);
-        let (name, grid) = first_kernel("forward", shape, precision, blocks);
-        let [x, weights, bias, y] = operands;
-        let arguments = [x, weights, bias, y, Arg::of(&OneChannel::new(shape, images, &bands, slope))];
-        // SAFETY: the views have the lengths that the extents say, and bands lie within the images.
-        return unsafe { run(stream, &FIRST, &name, grid, &arguments) };
+    let (pool, chosen) = after.pool.unzip();
+    if let Some(bands) = first::bands(shape, images, pool) {
+        return first::forward(stream, shape, images, precision, operands, slope, after, &bands);
     }
-    let (rows, columns) = (partition::pixels(shape, images), shape.filters);
-    let tile = tile(stream, shape, precision, &[x, weights, y], rows, columns);
-    let [x, weights, bias, y] = operands;
-    let arguments = [x, weights, bias, y, Arg::of(&Convolution::new(shape, images, 0, slope))];
+    // With pooling, rows are the four pixels of each window.
+    let rows = if pool.is_some() { 4 * pixels } else { pixels };
+    count(rows + Tile::Large.side());
+    let tile = tile(
+        stream,
+        shape,
+        precision,
+        &[x, weights, y].into_iter().chain(chosen).collect::<Vec<_>>(),
+        rows,
+        shape.filters,
+    );
+    let [x, weights, bias, y] = operands.map(Arg::from);
+    let extents = Arg::of(&Convolution::new(shape, images, 0, slope));
+    let chosen = chosen.map_or(0, |chosen| chosen.bytes());
+    let after = Arg::of(&after.parameters(shape, images, pixels * shape.filters)).moving(chosen);
+    let arguments = [x, weights, bias, y, extents, after];
     // SAFETY: the views have the lengths that the extents say.
-    unsafe { run_product(stream, "forward", precision, tile, (rows, columns, 1), &arguments) }
+    unsafe { run_product(stream, "forward", precision, tile, (rows, shape.filters, 1), &arguments) }
 }
 
 /// Overwrites `dx` \[N, H, W, C\] with the gradient of the input, for `dy` \[N, H', W', F\].
@@ -269,20 +308,45 @@ pub fn backward_input(
     dy: View<'_>,
     dx: View<'_>,
 ) -> Result<()> {
+    backward_input_fused(stream, shape, images, precision, [weights, dy, dx], &Before::NOTHING)
+}
+
+/// As [`backward_input`], but through what precedes the layer: `dx` becomes the gradient before that, of the extents
+/// before pooling. The operands are those of `backward_input`, in the same order.
+#[track_caller]
+pub fn backward_input_fused(
+    stream: &Stream,
+    shape: &ConvShape,
+    images: usize,
+    precision: Precision,
+    [weights, dy, dx]: [View<'_>; 3],
+    before: &Before<'_>,
+) -> Result<()> {
     shape.check();
-    let dtype = precision.storage();
+    let (dtype, len) = (precision.storage(), images * shape.input_len());
     check("a convolution's weights", weights, dtype, shape.weights_len());
     check("the gradient of a convolution's output", dy, dtype, images * shape.output_len());
-    check("the gradient of a convolution's input", dx, dtype, images * shape.input_len());
-    if dx.is_empty() {
+    if len == 0 {
         return Ok(());
     }
+    let before_len = before.gradient_len(images, len);
+    check("the gradient of a convolution's input", dx, dtype, before_len);
+    count(before_len);
     let (rows, columns) = (images * shape.height * shape.width, shape.channels);
-    let tile = tile(stream, shape, precision, &[weights, dy, dx], rows, columns);
+    let views: Vec<View<'_>> = [weights, dy, dx].into_iter().chain(before.views()).collect();
+    let tile = tile(stream, shape, precision, &views, rows, columns);
     let extents = Convolution::new(shape, images, 0, LINEAR);
-    let arguments = [weights.into(), dy.into(), dx.into(), Arg::of(&extents)];
+    let read = before.views().map(|view| view.bytes()).sum();
+    let before = Arg::of(&before.parameters(images, dtype, len)).moving(read);
+    let arguments = [weights.into(), dy.into(), dx.into(), Arg::of(&extents), before];
     // SAFETY: the views have the lengths that the extents say.
     unsafe { run_product(stream, "backward_input", precision, tile, (rows, columns, 1), &arguments) }
+}
+
+/// Whether the blocks of [`backward_input`] are enough for all multiprocessors of a GPU.
+pub fn backward_input_fills(shape: &ConvShape, images: usize, multiprocessors: u32) -> bool {
+    let (rows, columns) = (images * shape.height * shape.width, shape.channels);
+    Tile::choose(rows, columns, multiprocessors).count(rows, columns) >= multiprocessors as usize
 }
 
 /// Overwrites `flipped` \[C, K, K, F\] with the weights of the transposed convolution, with channels and filters
@@ -308,8 +372,8 @@ pub fn flip_weights(
     unsafe { run(stream, &FLIP, &format!("conv_flip_{dtype}"), grid, &arguments) }
 }
 
-/// Overwrites `dw` \[F, K, K, C\], in f32, with the gradient of the weights, summed over all images. The workspace is
-/// f32 and has at least [`workspace_bytes`]; its contents do not matter.
+/// Overwrites `dw` \[F, K, K, C\] with the gradient of the weights and, if it is given, `db` \[F\] with that of the
+/// bias, both f32, summed over all images. In TF32 the sums of the bias are those of rounded gradients.
 #[track_caller]
 #[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
 pub fn backward_weights(
@@ -319,45 +383,44 @@ pub fn backward_weights(
     precision: Precision,
     x: View<'_>,
     dy: View<'_>,
-    workspace: View<'_>,
+    workspace: &Workspace<'_>,
     dw: View<'_>,
+    db: Option<View<'_>>,
 ) -> Result<()> {
     shape.check();
+    if first::is_supported(shape, None) {
+        let gradient = OutputGradient { dy, activated: None, pool: None };
+        return first::backward(stream, shape, images, precision, x, &gradient, workspace, dw, db);
+    }
     let dtype = precision.storage();
     check("a convolution's input", x, dtype, images * shape.input_len());
     check("the gradient of a convolution's output", dy, dtype, images * shape.output_len());
     check("the gradient of a convolution's weights", dw, DType::F32, shape.weights_len());
-    if images == 0 {
-        return stream.zero(dw);
+    if let Some(db) = db {
+        check("the gradient of a convolution's bias", db, DType::F32, shape.filters);
     }
-    if let Some(bands) = Bands::new(shape, images) {
-        let slices = bands.slices();
-        let sums = slice_sums(&slices, workspace, dw);
-        let (name, grid) = first_kernel("backward_weights", shape, precision, slices.count);
-        let extents = OneChannel::new(shape, images, &bands, LINEAR);
-        let arguments = [x.into(), dy.into(), sums.into(), Arg::of(&extents)];
-        // SAFETY: the views have the lengths that the extents say, and `sums` has a gradient for every block.
-        unsafe { run(stream, &FIRST, &name, grid, &arguments) }?;
-        return add_slices(stream, &slices, sums, dw);
+    if images == 0 {
+        stream.zero(dw)?;
+        return db.map_or(Ok(()), |db| stream.zero(db));
     }
     // Whether the workspace is aligned decides too, since the sums of slices are written to it.
     let (tile, slices) = partition::partition_weights(
         shape,
         images,
         precision,
-        vectors(shape, precision, &[x, dy, dw, workspace]),
+        vectors(shape, precision, &[x, dy, dw, workspace.sums]),
     );
-    let sums = slice_sums(&slices, workspace, dw);
+    let (rows, columns) = (shape.filters, shape.filter_len());
+    let sums = WeightSums::new(workspace, slices.count, tile.count(rows, columns), dw, db, rows);
     let extents = Convolution::new(shape, images, slices.len, LINEAR);
-    let arguments = [x.into(), dy.into(), sums.into(), Arg::of(&extents)];
-    let grid = (shape.filters, shape.filter_len(), slices.count);
-    // SAFETY: the views have the lengths that the extents say, and `sums` has a gradient for every slice.
-    unsafe { run_product(stream, "backward_weights", precision, tile, grid, &arguments) }?;
-    add_slices(stream, &slices, sums, dw)
+    let sums = sums.argument(slices.count, dw, rows);
+    let arguments = [x.into(), dy.into(), Arg::of(&extents), sums];
+    let grid = (rows, columns, slices.count);
+    // SAFETY: the views have the lengths that the extents say, and the workspace has the sums of every slice.
+    unsafe { run_product(stream, "backward_weights", precision, tile, grid, &arguments) }
 }
 
-/// Overwrites `db` \[F\], in f32, with the gradient of the bias, summed over all images and positions. The workspace
-/// is as for [`backward_weights`], and both may share one on the same stream.
+/// Overwrites `db` \[F\], in f32, with the gradient of the bias, summed over all images and positions.
 #[track_caller]
 pub fn backward_bias(
     stream: &Stream,
@@ -365,7 +428,7 @@ pub fn backward_bias(
     images: usize,
     precision: Precision,
     dy: View<'_>,
-    workspace: View<'_>,
+    workspace: &Workspace<'_>,
     db: View<'_>,
 ) -> Result<()> {
     shape.check();
@@ -374,12 +437,13 @@ pub fn backward_bias(
     if images == 0 {
         return stream.zero(db);
     }
-    bias_sums(stream, shape, images, None, dy, workspace, db)
+    let slices = partition::bias_slices(shape, images);
+    bias_sums(stream, shape.filters, &slices, None, dy, Some(workspace), db)
 }
 
 /// Replaces `dy`, the gradient of the activated output `y`, in place by that of the output before its activation, and
-/// overwrites `db` \[F\], in f32, with the gradient of the bias: both in one pass over memory. Slope and workspace
-/// are as for [`forward`] and [`backward_bias`].
+/// overwrites `db` \[F\], in f32, with the gradient of the bias: both in one pass over memory. The slope is that of
+/// [`forward`].
 #[track_caller]
 #[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
 pub fn backward_activation(
@@ -390,7 +454,7 @@ pub fn backward_activation(
     slope: f32,
     y: View<'_>,
     dy: View<'_>,
-    workspace: View<'_>,
+    workspace: &Workspace<'_>,
     db: View<'_>,
 ) -> Result<()> {
     shape.check();
@@ -401,54 +465,59 @@ pub fn backward_activation(
     if images == 0 {
         return stream.zero(db);
     }
-    bias_sums(stream, shape, images, Some((y, slope)), dy, workspace, db)
-}
-
-/// The gradient of the bias. Given `activated`, the output and the slope, `dy` is first replaced by the gradient
-/// before the activation.
-fn bias_sums(
-    stream: &Stream,
-    shape: &ConvShape,
-    images: usize,
-    activated: Option<(View<'_>, f32)>,
-    dy: View<'_>,
-    workspace: View<'_>,
-    db: View<'_>,
-) -> Result<()> {
     let slices = partition::bias_slices(shape, images);
-    let sums = slice_sums(&slices, workspace, db);
-    bias_slices(stream, shape.filters, &slices, activated, dy, sums)?;
-    add_slices(stream, &slices, sums, db)
+    bias_sums(stream, shape.filters, &slices, Some((y, slope)), dy, Some(workspace), db)
 }
 
-/// The sums over the rows of each slice of `dy`.
-fn bias_slices(
+/// `struct BiasSums` of the kernels.
+#[derive(Clone, Copy, bytemuck::NoUninit)]
+#[repr(C)]
+struct BiasSums {
+    rows: u32,
+    columns: u32,
+    slice: u32,
+    slope: f32,
+    to: ColumnSums,
+}
+
+/// The sums of the columns of `dy`. Given `activated`, the output and the slope, `dy` is first replaced by the gradient
+/// before the activation. A single slice needs no workspace.
+fn bias_sums(
     stream: &Stream,
     columns: usize,
     slices: &Slices,
     activated: Option<(View<'_>, f32)>,
     dy: View<'_>,
-    sums: View<'_>,
+    workspace: Option<&Workspace<'_>>,
+    total: View<'_>,
 ) -> Result<()> {
     let (y, slope) = activated.unzip();
     let pack = 16 / dy.dtype().size();
     let wide = columns.is_multiple_of(pack) && aligned(pack, &[dy, y.unwrap_or(dy)]);
     let threads = 256;
     let packs = if wide { columns / pack } else { columns };
-    let blocks = [count(packs.div_ceil(threads)), count(slices.count), 1];
-    let arguments = [
-        y.map_or(Arg::of(&0u64), Arg::from),
-        dy.into(),
-        count(dy.len() / columns).into(),
-        count(columns).into(),
-        count(slices.len).into(),
-        slope.unwrap_or(LINEAR).into(),
-        sums.into(),
-        u32::from(wide).into(),
-    ];
-    let grid = Grid { blocks, threads: threads as u32, shared: 0 };
-    // SAFETY: both matrices have this number of rows and columns, and `sums` has a row for every slice.
-    unsafe { run(stream, &SUMS, &format!("conv_bias_{}", dy.dtype()), grid, &arguments) }
+    let across = packs.div_ceil(threads);
+    if let Some(workspace) = workspace {
+        check_counters(workspace.counters, across, slices.count);
+    }
+    let sums = BiasSums {
+        rows: count(dy.len() / columns),
+        columns: count(columns),
+        slice: count(slices.len),
+        slope: slope.unwrap_or(LINEAR),
+        to: ColumnSums {
+            slices: workspace.map_or(0, |workspace| workspace.rows(slices.count, columns)),
+            total: total.address(),
+            counters: workspace.map_or(0, |workspace| workspace.counters.address()),
+        },
+    };
+    let name = format!("conv_bias_{}", dy.dtype());
+    let moved = slices.count * columns * size_of::<f32>();
+    let dy = if y.is_some() { Arg::updated(dy) } else { dy.into() };
+    let arguments = [y.into(), dy, Arg::of(&sums).moving(moved), u32::from(wide).into()];
+    let grid = Grid { blocks: [count(across), count(slices.count), 1], threads: threads as u32, shared: 0 };
+    // SAFETY: both matrices have this number of rows and columns, and the workspace has a row for every slice.
+    unsafe { run(stream, &SUMS, &name, grid, &arguments) }
 }
 
 /// Overwrites `total` (f32) with the sum of `parts`, each as long as `total`.
@@ -457,33 +526,5 @@ pub(super) fn sum_parts(stream: &Stream, parts: View<'_>, total: View<'_>) -> Re
     check("a sum of gradients", total, DType::F32, total.len());
     let slices = Slices { count: 1, len: parts.len() / total.len() };
     check("gradients", parts, parts.dtype(), slices.len * total.len());
-    bias_slices(stream, total.len(), &slices, None, parts, total)
-}
-
-/// Where the slices' sums are written: to the workspace, or directly to `total` if there is only one slice.
-#[track_caller]
-fn slice_sums<'a>(slices: &Slices, workspace: View<'a>, total: View<'a>) -> View<'a> {
-    if slices.count == 1 {
-        return total;
-    }
-    assert_eq!(workspace.dtype(), DType::F32, "element type of a convolution's workspace");
-    let wanted = slices.count * total.len();
-    assert!(
-        workspace.len() >= wanted,
-        "a workspace of {} elements, but {wanted} are needed",
-        workspace.len()
-    );
-    workspace.slice(0..wanted)
-}
-
-/// Adds up the slices' sums, unless the only one was written to `total`.
-fn add_slices(stream: &Stream, slices: &Slices, sums: View<'_>, total: View<'_>) -> Result<()> {
-    if slices.count == 1 {
-        return Ok(());
-    }
-    let (rows, columns) = (count(slices.count), count(total.len()));
-    let grid = Grid { blocks: [columns.div_ceil(32), 1, 1], threads: 256, shared: 0 };
-    let arguments = [sums.into(), rows.into(), columns.into(), rows.into(), total.into()];
-    // SAFETY: `sums` has this number of rows, each as long as `total`.
-    unsafe { run(stream, &SUMS, "conv_sum_f32", grid, &arguments) }
+    bias_sums(stream, total.len(), &slices, None, parts, None, total)
 }

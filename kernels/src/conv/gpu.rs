@@ -13,7 +13,8 @@
 //! All calls enqueue work on a stream, allocate nothing, and can be captured after they have run once.
 
 use super::ConvShape;
-use super::cuda;
+use super::cuda::{self, After, Before};
+use super::first::{self, OutputGradient};
 use super::layer::Layer;
 use super::library_layer::Operands;
 use super::tuning::TuningBuffers;
@@ -23,7 +24,8 @@ use crate::cuda::autotune::{self, Note, Selection};
 use crate::cuda::elements::{aligned, pack};
 use crate::cuda::trial::{self, Outcome, Trial};
 use crate::cuda::{AutotuneOptions, Error, Libraries, Pass, Result, Stream, View};
-use crate::pool;
+use crate::pool::{self, PoolShape};
+use crate::{activation, dropout};
 
 /// How often autotuning times each candidate.
 const ROUNDS: usize = 4;
@@ -71,7 +73,7 @@ impl Conv {
         options: AutotuneOptions,
     ) -> Result<Self> {
         shape.check();
-        let layer = Layer { shape, images, precision, slope, library: None };
+        let layer = Layer::new(stream, shape, images, precision, slope)?;
         let is_used = |pass| input_gradient || pass != Pass::BackwardInput;
         let mut conv = Conv {
             workspace: layer.own_workspace(),
@@ -177,37 +179,59 @@ impl Conv {
         self.run_selected(stream, images, &Operands::forward(x, weights, bias, y, workspace))
     }
 
-    /// As [`forward`](Self::forward), followed by max-pooling: overwrites `y` with the maxima of the activated
-    /// output, and `chosen` with their positions in the windows ([`pool::cuda::forward`]). `raw` has room for the
-    /// output before pooling; its contents are unspecified afterwards.
+    /// True if this crate's own kernel computes a pass of whole batches. Such a pass includes the layer's neighbours at
+    /// little cost.
+    pub fn is_own(&self, pass: Pass) -> bool {
+        self.selections[pass as usize].as_ref().is_some_and(|selection| selection.algorithm.is_none())
+    }
+
+    /// As [`forward`](Self::forward), with what follows the activation, in one launch if the pass is
+    /// [this crate's own](Self::is_own). Otherwise `raw` has room for the output before pooling; its contents are
+    /// unspecified afterwards.
     ///
     /// # Errors
     /// If the work cannot be enqueued.
     ///
     /// # Panics
-    /// As [`forward`](Self::forward).
+    /// As [`forward`](Self::forward), and if `raw` is missing.
     #[track_caller]
     #[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
-    pub fn forward_pooled(
+    pub fn forward_fused(
         &self,
         stream: &Stream,
         images: usize,
         x: View<'_>,
         weights: View<'_>,
         bias: View<'_>,
-        raw: View<'_>,
-        window: &pool::PoolShape,
         y: View<'_>,
-        chosen: View<'_>,
+        after: &After<'_>,
+        raw: Option<View<'_>>,
         workspace: View<'_>,
     ) -> Result<()> {
-        let operands = Operands::forward(x, weights, bias, raw, workspace);
-        let algorithm = self.selected(images, &operands)?;
-        if self.layer.compute(algorithm, stream, images, &operands)? {
-            pool::cuda::forward(stream, window, self.layer.shape.filters, raw, y, chosen)
-        } else {
-            pool::cuda::forward_fused(stream, window, self.layer.slope, bias, raw, y, chosen)
+        let &Layer { ref shape, precision, slope, .. } = &self.layer;
+        let to = raw.unwrap_or(y);
+        let operands = Operands::forward(x, weights, bias, to, workspace);
+        let Some(algorithm) = self.selected(images, &operands)? else {
+            return cuda::forward_fused(
+                stream,
+                shape,
+                images,
+                precision,
+                [x, weights, bias, y],
+                slope,
+                after,
+            );
+        };
+        let activated = self.layer.compute(Some(algorithm), stream, images, &operands)?;
+        match after.pool {
+            Some((window, chosen)) if activated => {
+                pool::cuda::forward(stream, window, shape.filters, to, y, chosen)?;
+            }
+            Some((window, chosen)) => pool::cuda::forward_fused(stream, window, slope, bias, to, y, chosen)?,
+            None if !activated => activation::cuda::bias(stream, slope, bias, y)?,
+            None => {}
         }
+        after.dropout.map_or(Ok(()), |dropout| dropout::cuda::apply(stream, &dropout, y))
     }
 
     /// Overwrites `dx` \[N, H, W, C\] with the gradient of the input, given that of the output before its activation.
@@ -228,6 +252,115 @@ impl Conv {
         workspace: View<'_>,
     ) -> Result<()> {
         self.run_selected(stream, images, &Operands::backward_input(weights, dy, dx, workspace))
+    }
+
+    /// As [`backward_input`](Self::backward_input), through what precedes the layer, in one launch.
+    ///
+    /// # Errors
+    /// If the work cannot be enqueued.
+    ///
+    /// # Panics
+    /// As [`forward`](Self::forward), and if the pass is not [this crate's own](Self::is_own).
+    #[track_caller]
+    pub fn backward_input_fused(
+        &self,
+        stream: &Stream,
+        images: usize,
+        operands: [View<'_>; 3],
+        before: &Before<'_>,
+    ) -> Result<()> {
+        assert!(self.is_own(Pass::BackwardInput), "{self:?}: a library computes the gradient of the input");
+        let &Layer { ref shape, precision, .. } = &self.layer;
+        cuda::backward_input_fused(stream, shape, images, precision, operands, before)
+    }
+
+    /// True if [`backward_first`](Self::backward_first) computes the layer's backward pass, with this pooling after it.
+    pub fn is_first(&self, pool: Option<&PoolShape>) -> bool {
+        first::is_supported(&self.layer.shape, pool)
+    }
+
+    /// The gradients of weights and bias of a layer that reads images with one channel, from the gradient of its pooled
+    /// and activated output, in one launch.
+    ///
+    /// # Errors
+    /// If the work cannot be enqueued.
+    ///
+    /// # Panics
+    /// As [`forward`](Self::forward), and unless the layer [is such a layer](Self::is_first).
+    #[track_caller]
+    #[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
+    pub fn backward_first(
+        &self,
+        stream: &Stream,
+        images: usize,
+        x: View<'_>,
+        gradient: &OutputGradient<'_>,
+        dw: View<'_>,
+        db: View<'_>,
+        workspace: View<'_>,
+    ) -> Result<()> {
+        autotune::check_batch(images, self.layer.images, workspace, self.workspace);
+        let &Layer { ref shape, precision, .. } = &self.layer;
+        let workspace = self.layer.workspace(workspace);
+        first::backward(stream, shape, images, precision, x, gradient, &workspace, dw, Some(db))
+    }
+
+    /// As [`backward_weights`](Self::backward_weights), and overwrites `db` \[F\], in f32, with the gradient of the
+    /// bias: in one launch if the pass is [this crate's own](Self::is_own) and the precision is not TF32, whose rounding
+    /// would affect the sums.
+    ///
+    /// # Errors
+    /// If the work cannot be enqueued.
+    ///
+    /// # Panics
+    /// As [`forward`](Self::forward).
+    #[track_caller]
+    #[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
+    pub fn backward_parameters(
+        &self,
+        stream: &Stream,
+        images: usize,
+        x: View<'_>,
+        dy: View<'_>,
+        dw: View<'_>,
+        db: View<'_>,
+        workspace: View<'_>,
+    ) -> Result<()> {
+        let operands = Operands::backward_weights(x, dy, dw, workspace);
+        let &Layer { ref shape, precision, .. } = &self.layer;
+        if precision != Precision::Tf32 && self.selected(images, &operands)?.is_none() {
+            let workspace = self.layer.workspace(workspace);
+            return cuda::backward_weights(stream, shape, images, precision, x, dy, &workspace, dw, Some(db));
+        }
+        self.run_selected(stream, images, &operands)?;
+        self.backward_bias(stream, images, dy, db, workspace)
+    }
+
+    /// Overwrites `dy` with the gradient of the output before activation and pooling, given that of the pooled output
+    /// `y`, and `db` \[F\], if it is given, with that of the bias.
+    ///
+    /// # Errors
+    /// If the work cannot be enqueued.
+    ///
+    /// # Panics
+    /// As [`forward`](Self::forward).
+    #[track_caller]
+    #[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
+    pub fn backward_pooled(
+        &self,
+        stream: &Stream,
+        window: &PoolShape,
+        y: View<'_>,
+        pooled: View<'_>,
+        chosen: View<'_>,
+        dy: View<'_>,
+        db: Option<View<'_>>,
+        workspace: View<'_>,
+    ) -> Result<()> {
+        let &Layer { ref shape, slope, ref counters, .. } = &self.layer;
+        let bias = db.map(|total| pool::cuda::BiasGradient { total, workspace, counters: counters.view() });
+        let bias = bias.as_ref();
+        pool::cuda::backward_fused(stream, window, shape.filters, slope, pooled, y, chosen, dy, bias)
     }
 
     /// Overwrites `dw` \[F, K, K, C\], in f32, with the gradient of the weights, summed over all images, given that
@@ -269,7 +402,8 @@ impl Conv {
     ) -> Result<()> {
         let &Layer { ref shape, precision, .. } = &self.layer;
         autotune::check_batch(images, self.layer.images, workspace, self.workspace);
-        cuda::backward_bias(stream, shape, images, precision, dy, workspace, db)
+        let workspace = self.layer.workspace(workspace);
+        cuda::backward_bias(stream, shape, images, precision, dy, &workspace, db)
     }
 
     /// Replaces `dy`, the gradient of the activated output `y`, in place by that of the output before its activation, and
@@ -292,7 +426,8 @@ impl Conv {
     ) -> Result<()> {
         autotune::check_batch(images, self.layer.images, workspace, self.workspace);
         let &Layer { ref shape, precision, slope, .. } = &self.layer;
-        cuda::backward_activation(stream, shape, images, precision, slope, y, dy, workspace, db)
+        let workspace = self.layer.workspace(workspace);
+        cuda::backward_activation(stream, shape, images, precision, slope, y, dy, &workspace, db)
     }
 
     /// Computes a pass with the [selected](Self::selected) algorithm.

@@ -4,7 +4,7 @@ use super::library_layer::{LibraryLayer, Operands};
 use super::{ConvShape, cublaslt, cuda, cudnn};
 use crate::cuda::algorithm::{Form, LibraryAlgorithm, LibraryName};
 use crate::cuda::elements::check;
-use crate::cuda::{Pass, Result, Stream};
+use crate::cuda::{Counters, Pass, Result, Stream, View};
 use crate::{DType, Precision, activation};
 
 /// A layer for batches of up to `images`, and its library if that is found.
@@ -14,6 +14,8 @@ pub(super) struct Layer {
     pub(super) precision: Precision,
     pub(super) slope: f32,
     pub(super) library: Option<Box<dyn LibraryLayer>>,
+    /// For this crate's own kernels.
+    pub(super) counters: Counters,
 }
 
 impl std::fmt::Display for Layer {
@@ -29,6 +31,21 @@ impl std::fmt::Display for Layer {
 }
 
 impl Layer {
+    /// Without a library.
+    ///
+    /// # Errors
+    /// If memory is short.
+    pub(super) fn new(
+        stream: &Stream,
+        shape: ConvShape,
+        images: usize,
+        precision: Precision,
+        slope: f32,
+    ) -> Result<Self> {
+        let counters = Counters::new(stream.device())?;
+        Ok(Layer { shape, images, precision, slope, library: None, counters })
+    }
+
     /// True if a library may be faster than this crate's kernels. cuDNN spends most of its time on rearranging images
     /// of one channel.
     pub(super) fn suits_libraries(&self) -> bool {
@@ -60,6 +77,11 @@ impl Layer {
         // The maximum over all batch sizes: fewer images are cut into slices in another way.
         let bytes = |images| cuda::workspace_bytes(&self.shape, images, self.precision);
         (1..=self.images).map(bytes).max().unwrap_or(0)
+    }
+
+    /// The workspace of this crate's own kernels.
+    pub(super) fn workspace<'a>(&'a self, sums: View<'a>) -> cuda::Workspace<'a> {
+        cuda::Workspace { sums, counters: self.counters.view() }
     }
 
     /// Computes a pass with a library's algorithm, or with this crate's kernel if there is none; the forward pass
@@ -98,7 +120,8 @@ impl Layer {
                 }
                 Pass::BackwardInput => cuda::backward_input(stream, shape, images, precision, from, by, to),
                 Pass::BackwardWeights => {
-                    cuda::backward_weights(stream, shape, images, precision, from, by, workspace, to)
+                    let workspace = self.workspace(workspace);
+                    cuda::backward_weights(stream, shape, images, precision, from, by, &workspace, to, None)
                 }
             }?;
             return Ok(true);

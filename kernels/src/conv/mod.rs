@@ -32,6 +32,10 @@ pub mod cuda;
 #[cfg(feature = "cuda")]
 mod cudnn;
 #[cfg(feature = "cuda")]
+pub mod first;
+#[cfg(feature = "cuda")]
+mod fused;
+#[cfg(feature = "cuda")]
 pub mod gpu;
 #[cfg(feature = "cuda")]
 mod layer;

@@ -144,7 +144,7 @@ pub(super) fn bias_slices(shape: &ConvShape, images: usize) -> Slices {
 /// The division of images of one channel into bands, if the kernels for one channel apply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Bands {
-    /// Output rows of a band.
+    /// Output rows of a band, or pairs of them if they are pooled.
     pub rows: usize,
     /// Number of bands in the batch.
     pub count: usize,
@@ -156,18 +156,18 @@ impl Bands {
     /// With fewer output rows a band would consist mostly of its border.
     const ROWS: usize = 4;
 
-    /// `None` if the kernels do not support the shape.
-    pub(super) fn new(shape: &ConvShape, images: usize) -> Option<Self> {
+    /// `None` if the kernels do not support the shape. `pooled` are the rows of the pooled output, if it is pooled.
+    pub(super) fn new(shape: &ConvShape, images: usize, pooled: Option<usize>) -> Option<Self> {
         if shape.channels != 1 || ![3, 5].contains(&shape.kernel) {
             return None;
         }
+        let (height, high) = pooled.map_or((shape.out_height(), 1), |rows| (rows, 2));
         let stride = shape.out_width().next_multiple_of(4) + 4;
-        let most = (Self::VALUES / stride).saturating_sub(shape.kernel - 1);
+        let most = (Self::VALUES / stride).saturating_sub(shape.kernel - 1) / high;
         if most == 0 {
             return None;
         }
-        let height = shape.out_height();
-        let wanted = BLOCKS.div_ceil(images.max(1)).min(height.div_ceil(Self::ROWS));
+        let wanted = BLOCKS.div_ceil(images.max(1)).min(height.div_ceil(Self::ROWS / high));
         let rows = height.div_ceil(wanted).min(most);
         Some(Bands { rows, count: images * height.div_ceil(rows) })
     }
@@ -182,13 +182,13 @@ impl Bands {
 /// [`backward_bias`](super::cuda::backward_bias) need for a batch of this size. A smaller batch may need a few slices
 /// more than a larger one, so ask for each size that is used.
 pub fn workspace_bytes(shape: &ConvShape, images: usize, precision: Precision) -> usize {
-    let weights = match Bands::new(shape, images) {
-        Some(bands) => bands.slices().workspace(shape.weights_len()),
+    // The gradient of the bias is computed with that of the weights.
+    let len = shape.weights_len() + shape.filters;
+    let weights = match Bands::new(shape, images, None) {
+        Some(_) => BLOCKS * len,
         // Whether vectors are used depends on addresses as well.
         None => [false, true]
-            .map(|vectors| {
-                partition_weights(shape, images, precision, vectors).1.workspace(shape.weights_len())
-            })
+            .map(|vectors| partition_weights(shape, images, precision, vectors).1.workspace(len))
             .into_iter()
             .fold(0, usize::max),
     };
@@ -232,18 +232,22 @@ mod tests {
 
         #[test]
         fn bands_fit_the_shared_memory_and_cover_the_image(
-            images in 0usize..3000, height in 5usize..300, width in 5usize..1100, five: bool, same: bool,
+            images in 0usize..3000, height in 5usize..300, width in 5usize..1100, five: bool, same: bool, pooled: bool,
         ) {
             let padding = if same { Padding::Same } else { Padding::Valid };
             let kernel = if five { 5 } else { 3 };
             let shape = ConvShape { channels: 1, height, width, filters: 64, kernel, padding };
-            let Some(bands) = Bands::new(&shape, images) else {
-                prop_assert!(shape.out_width() > 700, "only very wide images are too wide");
+            let (rows, high) = match pooled {
+                true => (shape.out_height().div_ceil(2), 2),
+                false => (shape.out_height(), 1),
+            };
+            let Some(bands) = Bands::new(&shape, images, pooled.then_some(rows)) else {
+                prop_assert!(shape.out_width() > 600, "only very wide images are too wide");
                 return Ok(());
             };
             let stride = shape.out_width().next_multiple_of(4) + 4;
-            prop_assert!(bands.rows >= 1 && (bands.rows + kernel - 1) * stride <= Bands::VALUES);
-            prop_assert_eq!(bands.count, images * shape.out_height().div_ceil(bands.rows));
+            prop_assert!(bands.rows >= 1 && (high * bands.rows + kernel - 1) * stride <= Bands::VALUES);
+            prop_assert_eq!(bands.count, images * rows.div_ceil(bands.rows));
         }
     }
 
@@ -283,10 +287,10 @@ mod tests {
     #[test]
     fn a_workspace_holds_a_gradient_for_every_slice() {
         let shape = conv(128, 28, 128, 5);
-        assert_eq!(workspace_bytes(&shape, 1024, Precision::Bf16), 10 * shape.weights_len() * 4);
+        assert_eq!(workspace_bytes(&shape, 1024, Precision::Bf16), 10 * (shape.weights_len() + 128) * 4);
         assert_eq!(workspace_bytes(&shape, 0, Precision::F32), 0);
         let first = conv(1, 28, 64, 5);
-        assert_eq!(workspace_bytes(&first, 1024, Precision::Bf16), 264 * 64 * 25 * 4);
+        assert_eq!(workspace_bytes(&first, 1024, Precision::Bf16), 264 * 64 * 26 * 4);
         let tiny = conv(8, 2, 8, 1);
         assert_eq!(
             workspace_bytes(&tiny, 1, Precision::Tf32),

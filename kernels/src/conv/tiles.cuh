@@ -73,6 +73,13 @@ __device__ inline void put(Quad& quad, u32 element, T value) {
     quad.word[element / WORD] |= bits_of(value) << (element % WORD * 16);
 }
 
+// The i-th value of a word, the lower half first.
+template <class T>
+__device__ inline f32 value_in_word(u32 word, u32 i) {
+    if (sizeof(T) == 4) return float_of(word);
+    return float_of(i == 0 ? word << 16 : word & 0xffff0000u);
+}
+
 // Operands that are contiguous along the depth. A thread moves four words of each of two lines. The lines of eight
 // neighbouring threads are chosen such that their 16-byte writes have no bank conflict. Plain products need a depth's
 // words side by side instead.
@@ -161,6 +168,18 @@ struct AlongLines {
         }
     }
 
+    // The sum of a line over a step's depth, from shared memory.
+    static __device__ f32 sum_line(const u32* shared, u32 line) {
+        f32 sum = 0.0f;
+#pragma unroll 4
+        for (u32 word = 0; word < TILE_WORDS; word++) {
+            const u32 values = shared[Layout::at(line, word)];
+#pragma unroll
+            for (u32 i = 0; i < Elements<T>::WORD; i++) sum += value_in_word<T>(values, i);
+        }
+        return sum;
+    }
+
     __device__ void store(u32* shared) const {
         if constexpr (sizeof(T) == 4) {
 #pragma unroll
@@ -184,7 +203,8 @@ struct AlongLines {
 };
 
 // ---- Products of two tiles in shared memory ----
-// Each keeps a thread's part of the result, and finally passes it to a Result.
+// Each keeps a thread's part of the result, and finally passes it to a result (results.cuh) in units of four rows and
+// four columns, which begin at multiples of four.
 
 // Fused multiply-adds: a thread computes 8 rows of 8 or 4 columns, in runs of four.
 template <class T, class TILE>
@@ -197,11 +217,6 @@ struct PlainProduct {
 
     // The i-th of a thread's lines, when `threads` threads share them.
     static __device__ u32 line(u32 thread, u32 threads, u32 i) { return 4 * (thread + threads * (i / 4)) + i % 4; }
-
-    static __device__ f32 part(u32 word, u32 i) {
-        if (sizeof(T) == 4) return float_of(word);
-        return float_of(i == 0 ? word << 16 : word & 0xffff0000u);
-    }
 
     // Not unrolled: with several words at once the compiler runs out of registers.
     template <class, class>
@@ -224,21 +239,36 @@ struct PlainProduct {
                 for (u32 r = 0; r < ROWS; r++) {
 #pragma unroll
                     for (u32 c = 0; c < COLUMNS; c++) {
-                        sums[r][c] += part(a[r / 4].word[r % 4], i) * part(b[c / 4].word[c % 4], i);
+                        const f32 factor = value_in_word<T>(a[r / 4].word[r % 4], i);
+                        sums[r][c] += factor * value_in_word<T>(b[c / 4].word[c % 4], i);
                     }
                 }
             }
         }
     }
 
-    template <class RESULT>
-    __device__ void write(const RESULT& result) const {
+    // Calls `visit(row, column)` for each of a thread's units.
+    template <class VISIT>
+    static __device__ void each_unit(const VISIT& visit) {
         const u32 across = threadIdx.x % ACROSS, down = threadIdx.x / ACROSS;
 #pragma unroll
-        for (u32 r = 0; r < ROWS; r++) {
+        for (u32 r = 0; r < ROWS; r += 4) {
+#pragma unroll
+            for (u32 c = 0; c < COLUMNS; c += 4) visit(line(down, DOWN, r), line(across, ACROSS, c));
+        }
+    }
+
+    template <class RESULT>
+    __device__ void write(const RESULT& result, u32*) const {
+        const u32 across = threadIdx.x % ACROSS, down = threadIdx.x / ACROSS;
+#pragma unroll
+        for (u32 r = 0; r < ROWS; r += 4) {
 #pragma unroll
             for (u32 c = 0; c < COLUMNS; c += 4) {
-                result.four(line(down, DOWN, r), line(across, ACROSS, c), sums[r] + c);
+                f32 unit[4][4];
+#pragma unroll
+                for (u32 i = 0; i < 16; i++) unit[i / 4][i % 4] = sums[r + i / 4][c + i % 4];
+                result.unit(line(down, DOWN, r), line(across, ACROSS, c), unit);
             }
         }
     }
@@ -293,121 +323,68 @@ struct TensorProduct {
         }
     }
 
+    // Calls `visit(row, column)` for each of a thread's units.
+    template <class VISIT>
+    static __device__ void each_unit(const VISIT& visit) {
+        const u32 lane = threadIdx.x % WARP;
+#pragma unroll
+        for (u32 i = 0; i < DOWN; i++) visit(first_row() + 16 * i + lane / 8 * 4, first_column() + lane % 8 * 4);
+    }
+
+    // A lane of a warp holds single pairs of columns. Through shared memory, 16 rows at a time, it gets a whole unit.
+    // The padding makes a row begin four banks after the row before.
     template <class RESULT>
-    __device__ void write(const RESULT& result) const {
-        const u32 group = threadIdx.x % WARP / 4, lane = threadIdx.x % 4;
-        const u32 row = first_row() + group, column = first_column() + lane * 2;
+    __device__ void write(const RESULT& result, u32* shared) const {
+        static_assert(TILE::WARP_COLUMNS == 32, "a lane for each unit of 16 rows");
+        constexpr u32 STRIDE = TILE::WARP_COLUMNS + 4;
+        const u32 lane = threadIdx.x % WARP, group = lane / 4;
+        u32* rows = shared + threadIdx.x / WARP * (16 * STRIDE);
 #pragma unroll
         for (u32 i = 0; i < DOWN; i++) {
+            __syncwarp();
 #pragma unroll
-            for (u32 half = 0; half < 2; half++) {
+            for (u32 j = 0; j < ACROSS; j++) {
 #pragma unroll
-                for (u32 j = 0; j < ACROSS; j += 2) {
-                    const f32 *near = sums[i][j] + 2 * half, *far = sums[i][j + 1] + 2 * half;
-                    if constexpr (RESULT::PAIRS) {
-                        result.pairs(row + 16 * i + 8 * half, column + 8 * j, near, far);
-                    } else {
-#pragma unroll
-                        for (u32 e = 0; e < 2; e++) {
-                            result.one(row + 16 * i + 8 * half, column + 8 * j + e, near[e]);
-                            result.one(row + 16 * i + 8 * half, column + 8 * (j + 1) + e, far[e]);
-                        }
-                    }
+                for (u32 half = 0; half < 2; half++) {
+                    const f32* pair = sums[i][j] + 2 * half;
+                    u32* to = rows + (group + 8 * half) * STRIDE + 8 * j + lane % 4 * 2;
+                    *(Pair*)to = Pair{{bits_of(pair[0]), bits_of(pair[1])}};
                 }
             }
+            __syncwarp();
+            f32 unit[4][4];
+#pragma unroll
+            for (u32 r = 0; r < 4; r++) {
+                const Quad quad = *(const Quad*)(rows + (lane / 8 * 4 + r) * STRIDE + lane % 8 * 4);
+#pragma unroll
+                for (u32 c = 0; c < 4; c++) unit[r][c] = float_of(quad.word[c]);
+            }
+            result.unit(first_row() + 16 * i + lane / 8 * 4, first_column() + lane % 8 * 4, unit);
         }
     }
 };
 #endif
 
-// ---- Results ----
-
-// A tile of a matrix of results, clipped to the matrix. BIAS adds a value per column and applies the activation.
-template <class T, bool BIAS, bool VECTOR>
-struct Result {
-    static constexpr bool PAIRS = VECTOR;
-    T* values;            // first value of the tile
-    u32 rows, columns;    // from there to the matrix's end
-    u32 stride;           // columns of the matrix
-    const f32* bias;
-    f32 slope;
-
-    __device__ Result(T* values, u32 all_rows, u32 all_columns, u32 row, u32 column, const f32* bias, f32 slope)
-        : values(values + ((u64)row * all_columns + column)),
-          rows(all_rows - row),
-          columns(all_columns - column),
-          stride(all_columns),
-          bias(BIAS ? bias + column : nullptr),
-          slope(slope) {}
-
-    __device__ f32 finished(u32 column, f32 value) const {
-        if constexpr (BIAS) {
-            if (column < columns) value += bias[column];
-            value = rectify(value, slope);
-        }
-        return value;
-    }
-
-    __device__ void one(u32 row, u32 column, f32 value) const {
-        if (row < rows && column < columns) values[row * stride + column] = from_f32<T>(finished(column, value));
-    }
-
-    // Writes four values side by side, from a column that is a multiple of four.
-    __device__ void four(u32 row, u32 column, const f32 value[4]) const {
-        if constexpr (!VECTOR) {
-#pragma unroll
-            for (u32 e = 0; e < 4; e++) one(row, column + e, value[e]);
-        } else if (row < rows && column < columns) {
-            f32 all[4];
-#pragma unroll
-            for (u32 e = 0; e < 4; e++) all[e] = finished(column + e, value[e]);
-            T* to = values + (row * stride + column);
-            if constexpr (sizeof(T) == 4) {
-                *(Quad*)to = Quad{{bits_of(all[0]), bits_of(all[1]), bits_of(all[2]), bits_of(all[3])}};
-            } else {
-                *(Pair*)to = Pair{{packed(all), packed(all + 2)}};
-            }
-        }
-    }
-
-    // Writes two pairs of values, the second eight columns after the first; the warp's lanes hold all sixteen
-    // columns. In bf16 neighbouring lanes exchange one pair each, so that every lane writes four values side by side,
-    // and the warp writes whole sectors of memory.
-    __device__ void pairs(u32 row, u32 column, const f32 near[2], const f32 far[2]) const {
-        f32 a[2], b[2];
-#pragma unroll
-        for (u32 e = 0; e < 2; e++) a[e] = finished(column + e, near[e]), b[e] = finished(column + 8 + e, far[e]);
-        if constexpr (sizeof(T) == 4) {
-            pair(row, column, bits_of(a[0]), bits_of(a[1]));
-            pair(row, column + 8, bits_of(b[0]), bits_of(b[1]));
-        } else {
-            const u32 first = packed(a), second = packed(b);
-            const bool odd = threadIdx.x % 2 != 0;
-            const u32 other = __shfl_xor_sync(EVERY_LANE, odd ? first : second, 1);
-            pair(row, odd ? column + 6 : column, odd ? other : first, odd ? second : other);
-        }
-    }
-
-    static __device__ u32 packed(const f32 value[2]) {
-        return (u32)bits_of(from_f32<bf16>(value[0])) | (u32)bits_of(from_f32<bf16>(value[1])) << 16;
-    }
-
-    __device__ void pair(u32 row, u32 column, u32 first, u32 second) const {
-        if (row < rows && column < columns) *(Pair*)(values + (row * stride + column)) = Pair{{first, second}};
-    }
-};
-
 // ---- The main loop ----
 
-template <class LEFT, class RIGHT, class PRODUCT>
+// The shared memory of a block: two buffers for each operand, and after the main loop the results on their way out.
+template <class LEFT, class RIGHT>
+struct TileMemory {
+    Quad lefts[2][LEFT::Layout::WORDS / 4], rights[2][RIGHT::Layout::WORDS / 4];
+
+    __device__ u32* words() { return lefts[0]->word; }
+};
+
+// `visit(lines)` is called with the left operand of every step in shared memory.
+template <class LEFT, class RIGHT, class PRODUCT, class VISIT>
 __device__ inline void multiply(
-    LEFT& left, RIGHT& right, PRODUCT& product, u32 row, u32 column, u32 start, u32 end, u32 step) {
-    __shared__ Quad lefts[2][LEFT::Layout::WORDS / 4], rights[2][RIGHT::Layout::WORDS / 4];
+    LEFT& left, RIGHT& right, PRODUCT& product, TileMemory<LEFT, RIGHT>& memory, u32 row, u32 column, u32 start,
+    u32 end, u32 step, const VISIT& visit) {
     left.fetch(row, start, end);
     right.fetch(column, start, end);
     u32 buffer = 0;
     for (; start < end; start += step) {
-        u32 *a = lefts[buffer]->word, *b = rights[buffer]->word;
+        u32 *a = memory.lefts[buffer]->word, *b = memory.rights[buffer]->word;
         // This buffer was last read two steps ago, and all threads finished that before the barrier of the last step.
         // Other threads may still be reading the other buffer.
         left.store(a);
@@ -418,6 +395,9 @@ __device__ inline void multiply(
             right.fetch(column, start + step, end);
         }
         product.template add<typename LEFT::Layout, typename RIGHT::Layout>(a, b);
+        visit(a);
         buffer ^= 1;
     }
+    // The results may overwrite the buffers.
+    __syncthreads();
 }

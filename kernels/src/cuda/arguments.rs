@@ -30,8 +30,8 @@ impl Grid {
 /// One argument of a kernel, passed by value.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Arg {
-    /// A device address.
-    Address(u64),
+    /// A device address, and how many bytes the kernel reads or writes there.
+    Address(u64, u64),
     /// `u32`.
     U32(u32),
     /// `i32`.
@@ -42,8 +42,9 @@ pub enum Arg {
     F32(f32),
     /// `f64`.
     F64(f64),
-    /// A structure with the memory layout of C: at most 128 bytes.
-    Struct([u64; 16]),
+    /// A structure with the memory layout of C, at most 128 bytes; and how many bytes the kernel reads or writes at
+    /// addresses in it.
+    Struct([u64; 16], u64),
 }
 
 impl Arg {
@@ -55,18 +56,40 @@ impl Arg {
         let mut words = [0u64; 16];
         let bytes = bytemuck::bytes_of(value);
         bytemuck::cast_slice_mut(&mut words)[..bytes.len()].copy_from_slice(bytes);
-        Arg::Struct(words)
+        Arg::Struct(words, 0)
+    }
+
+    /// The same structure, at whose addresses the kernel reads or writes so many bytes ([`Launch`](super::Launch)).
+    #[must_use]
+    pub fn moving(self, bytes: usize) -> Self {
+        match self {
+            Arg::Struct(words, _) => Arg::Struct(words, bytes as u64),
+            other => other,
+        }
+    }
+
+    /// The address of a view that the kernel reads and writes.
+    pub fn updated(view: View<'_>) -> Self {
+        Arg::Address(view.address(), 2 * view.bytes() as u64)
+    }
+
+    /// How many bytes the kernel reads or writes at the argument's addresses.
+    pub(super) fn bytes(&self) -> u64 {
+        match self {
+            Arg::Address(_, bytes) | Arg::Struct(_, bytes) => *bytes,
+            _ => 0,
+        }
     }
 
     /// The address of the value. The driver reads as many bytes from it as the kernel's parameter has.
     pub(super) fn pointer(&self) -> *mut std::ffi::c_void {
         let pointer: *const u8 = match self {
-            Arg::Address(value) | Arg::U64(value) => std::ptr::from_ref(value).cast(),
+            Arg::Address(value, _) | Arg::U64(value) => std::ptr::from_ref(value).cast(),
             Arg::U32(value) => std::ptr::from_ref(value).cast(),
             Arg::I32(value) => std::ptr::from_ref(value).cast(),
             Arg::F32(value) => std::ptr::from_ref(value).cast(),
             Arg::F64(value) => std::ptr::from_ref(value).cast(),
-            Arg::Struct(words) => words.as_ptr().cast(),
+            Arg::Struct(words, _) => words.as_ptr().cast(),
         };
         pointer.cast_mut().cast()
     }
@@ -74,14 +97,14 @@ impl Arg {
 
 impl From<View<'_>> for Arg {
     fn from(view: View<'_>) -> Self {
-        Arg::Address(view.address())
+        Arg::Address(view.address(), view.bytes() as u64)
     }
 }
 
 /// A view, or null for `None`.
 impl From<Option<View<'_>>> for Arg {
     fn from(view: Option<View<'_>>) -> Self {
-        Arg::Address(view.map_or(0, |view| view.address()))
+        view.map_or(Arg::Address(0, 0), Arg::from)
     }
 }
 
@@ -110,7 +133,7 @@ mod tests {
 
     #[test]
     fn a_structure_keeps_its_bytes() {
-        let Arg::Struct(words) = Arg::of(&[1u32, 2, 3]) else { panic!("a structure") };
+        let Arg::Struct(words, 0) = Arg::of(&[1u32, 2, 3]) else { panic!("a structure") };
         assert_eq!(words[..2], [1 | 2 << 32, 3]);
     }
 }

@@ -15,6 +15,8 @@ typedef double f64;
 // Entry points are found by these macros' names, so each kernel's name is written out once.
 #define KERNEL(name) extern "C" __global__ void name
 #define KERNEL_BOUNDS(name, threads) extern "C" __global__ void __launch_bounds__(threads) name
+// For kernels that the compiler would otherwise give so few registers that some values are spilled.
+#define KERNEL_BLOCKS(name, threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks) name
 
 #ifndef MGPU_SHIM
 #define DYNAMIC_SHARED(type, name) extern __shared__ __align__(16) u8 name##_bytes[]; type* name = (type*)name##_bytes
@@ -193,6 +195,138 @@ struct StepState {
     f64 step_size;       // the learning rate with Adam's bias correction
     f64 shrink;          // the learning rate times the weight decay
 };
+
+// The mask of a dropout layer, see dropout/mod.rs. Elements are counted as [N, C, P], although they are [N, P, C] in
+// memory: the number of the element in the next channel is larger by `plane`.
+struct DropoutMask {
+    u64 seed;
+    u64 stream;        // without the step, which is read from the device's memory
+    u64 first_sample;  // index of this rank's first sample in the batch of all ranks
+    u32 channels;
+    u32 plane;
+    u32 threshold;  // of 2^24: below it, an element is dropped
+    f32 scale;
+
+    __device__ u64 base(const StepState* state) const { return random_base(seed, stream | state->step << 16); }
+
+    // The number of the element at index `at` in memory.
+    __device__ u64 element(u32 at) const {
+        const u32 place = at / channels, sample = place / plane;
+        return ((first_sample + sample) * channels + at % channels) * plane + place % plane;
+    }
+
+    template <class T>
+    __device__ T apply(u64 base, u64 element, T value) const {
+        const bool kept = random_bits24(base, element) >= threshold;
+        return from_f32<T>(kept ? to_f32(value) * scale : 0.0f);
+    }
+};
+
+// ---- Sums over blocks ----
+// A long sum is cut into slices, one for each block of a row of the grid. The last block of a group of slices adds up
+// the group's, and the last group adds up the groups' sums. Both additions are in the order of slices, so the result
+// does not depend on which block is last. The counters are zero before and after a kernel; a row of the grid needs one
+// for each group, and one more.
+
+#define SLICES_OF_GROUP 16u
+
+__device__ inline u32 slice_groups(u32 slices) { return (slices + SLICES_OF_GROUP - 1) / SLICES_OF_GROUP; }
+
+// True in all threads of the last of `blocks` blocks that call it with this counter. That block sees what the others
+// have written before, if it does not read it from its own cache: see `fresh`.
+__device__ inline bool arrives_last(u32* counter, u32 blocks) {
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = atomicAdd(counter, 1u) + 1 == blocks;
+        if (last) *counter = 0;
+    }
+    __syncthreads();
+    const bool is_last = last;
+    if (is_last) __threadfence();
+    // The next call may overwrite `last`.
+    __syncthreads();
+    return is_last;
+}
+
+// A value that another block may have written during this kernel.
+template <class T>
+__device__ inline T fresh(const T* from) {
+    return *(const volatile T*)from;
+}
+
+// Four neighbours at a multiple of 16 bytes.
+__device__ inline void fresh_four(const f32* from, f32 values[4]) {
+#ifdef MGPU_SHIM
+    for (u32 e = 0; e < 4; e++) values[e] = fresh(from + e);
+#else
+    asm volatile("ld.volatile.global.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(values[0]), "=f"(values[1]), "=f"(values[2]), "=f"(values[3])
+                 : "l"(from)
+                 : "memory");
+#endif
+}
+
+// Calls `add(first, step, count, total)` in the blocks that add up slices: `count` of them, from `first` on in steps of
+// `step`, into slice `first` or, if `total` is true, into the result.
+template <class ADD>
+__device__ inline void add_slices(u32* counters, u32 slice, u32 slices, const ADD& add) {
+    const u32 group = slice / SLICES_OF_GROUP, groups = slice_groups(slices), first = group * SLICES_OF_GROUP;
+    const u32 members = least(SLICES_OF_GROUP, slices - first);
+    if (!arrives_last(counters + group, members)) return;
+    add(first, 1u, members, groups == 1);
+    if (groups == 1 || !arrives_last(counters + groups, groups)) return;
+    add(0u, SLICES_OF_GROUP, groups, true);
+}
+
+// The sum of one element over slices that are `stride` elements apart.
+template <class T>
+__device__ inline T sum_of_slices(const T* from, u64 stride, u32 count) {
+    T sum = fresh(from);
+    // As many loads are in flight as a group has slices.
+#pragma unroll 16
+    for (u32 i = 1; i < count; i++) sum += fresh(from + i * stride);
+    return sum;
+}
+
+// Sums of the columns of a matrix, for example the gradient of a bias.
+struct ColumnSums {
+    f32* slices;   // a row of sums for each slice, if there are several
+    f32* total;    // null if the sums are not wanted
+    u32* counters;
+};
+
+// Adds up the columns of a block of THREADS threads, and of all slices. The threads form lanes of `tile` threads, each
+// with N columns; `mine` are a thread's own sums. A tile of columns is computed by `slices` blocks.
+template <u32 THREADS, u32 N>
+__device__ inline void add_columns(
+    const ColumnSums& sums, const f32 mine[N], u32 columns, u32 tile, u32 tile_index, u32 slice, u32 slices) {
+    __shared__ f32 parts[THREADS * N];
+    const u32 lanes = THREADS / tile, lane = threadIdx.x / tile, place = threadIdx.x % tile, width = tile * N;
+    if (lane < lanes) {
+#pragma unroll
+        for (u32 j = 0; j < N; j++) parts[lane * width + place * N + j] = mine[j];
+    }
+    __syncthreads();
+    const bool alone = slices == 1;
+    const u32 begin = tile_index * width, known = least(width, columns - begin);
+    f32* own = (alone ? sums.total : sums.slices + (u64)slice * columns) + begin;
+    for (u32 column = threadIdx.x; column < known; column += THREADS) {
+        f32 sum = parts[column];
+        for (u32 other = 1; other < lanes; other++) sum += parts[other * width + column];
+        own[column] = sum;
+    }
+    if (alone) return;
+    u32* counters = sums.counters + tile_index * (slice_groups(slices) + 1);
+    add_slices(counters, slice, slices, [&](u32 first, u32 step, u32 count, bool total) {
+        f32* from = sums.slices + (u64)first * columns + begin;
+        f32* to = total ? sums.total + begin : from;
+        for (u32 column = threadIdx.x; column < known; column += THREADS) {
+            to[column] = sum_of_slices(from + column, (u64)step * columns, count);
+        }
+    });
+}
 
 #if defined(MGPU_SHIM) || __CUDA_ARCH__ >= 800
 #define TENSOR_CORES 1

@@ -12,6 +12,7 @@ use super::captures::{Allocation, Captures};
 use super::compile::{self, Source};
 use super::driver;
 use super::error::{Context, Error, Result};
+use super::launches::{Launch, Launches};
 
 /// Dynamic shared memory in bytes that a block gets without a request for more.
 const SHARED_BY_DEFAULT: u32 = 48 << 10;
@@ -32,6 +33,7 @@ pub struct Device {
     abandoned: AtomicBool,
     modules: Mutex<HashMap<&'static str, Module>>,
     captures: Mutex<Captures>,
+    launches: Launches,
     /// Fills new memory. Nothing else is enqueued on it, and it is never captured, so waiting for it is always legal.
     set_up: sys::CUstream,
     /// A copy from or to pinned memory was captured.
@@ -105,6 +107,21 @@ impl fmt::Debug for Device {
 }
 
 impl Device {
+    /// Records launches from now on, on all streams.
+    pub fn record_launches(&self) {
+        self.launches.start();
+    }
+
+    /// Ends the record of launches, and returns it.
+    pub fn recorded_launches(&self) -> Vec<Launch> {
+        self.launches.take()
+    }
+
+    /// Adds a launch to the record, if there is one.
+    pub(super) fn note_launch(&self, kernel: &str, bytes: impl FnOnce() -> u64) {
+        self.launches.add(kernel, bytes);
+    }
+
     /// Number of GPUs that CUDA sees.
     ///
     /// # Errors
@@ -167,6 +184,7 @@ impl Device {
             abandoned: AtomicBool::new(false),
             modules: Mutex::default(),
             captures: Mutex::default(),
+            launches: Launches::default(),
             set_up,
             pinned_captured: AtomicBool::new(false),
         })

@@ -7,7 +7,7 @@ use crate::{activation, arena, conv, digest, dropout, gather, gelu, loss, norm, 
 pub fn sources() -> Vec<&'static Source> {
     let mut all: Vec<&'static Source> = conv::cuda::PRODUCTS.iter().collect();
     all.extend([
-        &conv::cuda::FIRST,
+        &conv::first::SOURCE,
         &conv::cuda::SUMS,
         &conv::cuda::FLIP,
         &conv::plain::SOURCE,
@@ -27,8 +27,8 @@ pub fn sources() -> Vec<&'static Source> {
 }
 
 impl Source {
-    /// Names of the kernels in it, in the order of the text: every `KERNEL(name)` and `KERNEL_BOUNDS(name, threads)`
-    /// outside of comments and macro definitions.
+    /// Names of the kernels in it, in the order of the text: every `KERNEL(name)`, `KERNEL_BOUNDS(name, threads)` and
+    /// `KERNEL_BLOCKS(name, threads, blocks)` outside of comments and macro definitions.
     pub fn kernels(&self) -> Vec<&'static str> {
         let mut names = Vec::new();
         let mut in_macro = false;
@@ -38,7 +38,8 @@ impl Source {
             let code = if definition { "" } else { line.split("//").next().unwrap_or_default() };
             for (at, word) in code.match_indices("KERNEL") {
                 let rest = &code[at + word.len()..];
-                let rest = rest.strip_prefix("_BOUNDS").unwrap_or(rest);
+                let kinds = ["_BOUNDS", "_BLOCKS"];
+                let rest = kinds.iter().find_map(|kind| rest.strip_prefix(kind)).unwrap_or(rest);
                 if let Some(rest) = rest.strip_prefix('(') {
                     names.push(rest.split([',', ')']).next().unwrap_or_default().trim());
                 }
@@ -84,7 +85,8 @@ mod tests {
     #[test]
     fn kernels_are_found_where_they_are_defined() {
         let text = "#define BOTH(T) \\\n    KERNEL(not_this)(T* x) {}\n// KERNEL(nor_this)\nKERNEL(one)(f32* x) {\n\
-                    KERNEL_BOUNDS(two, (4 * WARP))(u32 n) {\nBODY(KERNEL(three), f32)\n";
-        assert_eq!(Source { name: "test", text }.kernels(), ["one", "two", "three"]);
+                    KERNEL_BOUNDS(two, (4 * WARP))(u32 n) {\nBODY(KERNEL(three), f32)\n\
+                    KERNEL_BLOCKS(four, WARP, 2)(u32 n) {\n";
+        assert_eq!(Source { name: "test", text }.kernels(), ["one", "two", "three", "four"]);
     }
 }

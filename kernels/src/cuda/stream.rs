@@ -196,6 +196,7 @@ impl Stream {
     pub unsafe fn launch(&self, function: &Function, grid: Grid, arguments: &[Arg]) -> Result<()> {
         assert!(function.belongs_to(&self.device), "kernel {} was loaded on another GPU", function.name());
         function.allow_shared(grid.shared)?;
+        self.device.note_launch(function.name(), || arguments.iter().map(Arg::bytes).sum());
         let mut pointers: smallvec::SmallVec<[_; 24]> = arguments.iter().map(Arg::pointer).collect();
         let Grid { blocks, threads, shared } = grid;
         // SAFETY: the driver reads as many bytes at each pointer as the parameter has, which the caller guarantees.
@@ -211,6 +212,7 @@ impl Stream {
         if view.is_empty() {
             return Ok(());
         }
+        self.device.note_launch("fill", || view.bytes() as u64);
         // SAFETY: a view lies within its memory.
         unsafe { driver::fill_zero(view.address(), view.bytes(), self.raw) }.context("cuMemsetD8Async")
     }
@@ -227,6 +229,7 @@ impl Stream {
         if from.is_empty() {
             return Ok(());
         }
+        self.device.note_launch("copy", || 2 * from.bytes() as u64);
         // SAFETY: views lie within their memories.
         unsafe { driver::copy(to.address(), from.address(), from.bytes(), self.raw) }
             .context("cuMemcpyDtoDAsync")

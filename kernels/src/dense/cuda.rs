@@ -9,7 +9,7 @@ use crate::Precision;
 use crate::conv::{self, Padding};
 use crate::cuda::{Result, Stream, View};
 
-pub use crate::conv::cuda::LINEAR;
+pub use crate::conv::cuda::{LINEAR, Workspace};
 
 /// The layer as a convolution: its inputs are channels, its outputs filters.
 pub fn convolution(shape: &DenseShape) -> conv::ConvShape {
@@ -60,7 +60,8 @@ pub fn backward_input(
     conv::cuda::backward_input(stream, &convolution(shape), samples, precision, weights, dy, dx)
 }
 
-/// Overwrites `dw` \[O, I\], in f32, with the gradient of the weights, summed over all samples.
+/// Overwrites `dw` \[O, I\] with the gradient of the weights and, if it is given, `db` \[O\] with that of the bias, both
+/// f32, summed over all samples.
 #[track_caller]
 #[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
 pub fn backward_weights(
@@ -70,10 +71,11 @@ pub fn backward_weights(
     precision: Precision,
     x: View<'_>,
     dy: View<'_>,
-    workspace: View<'_>,
+    workspace: &Workspace<'_>,
     dw: View<'_>,
+    db: Option<View<'_>>,
 ) -> Result<()> {
-    conv::cuda::backward_weights(stream, &convolution(shape), samples, precision, x, dy, workspace, dw)
+    conv::cuda::backward_weights(stream, &convolution(shape), samples, precision, x, dy, workspace, dw, db)
 }
 
 /// Overwrites `db` \[O\], in f32, with the gradient of the bias, summed over all samples.
@@ -84,7 +86,7 @@ pub fn backward_bias(
     samples: usize,
     precision: Precision,
     dy: View<'_>,
-    workspace: View<'_>,
+    workspace: &Workspace<'_>,
     db: View<'_>,
 ) -> Result<()> {
     conv::cuda::backward_bias(stream, &convolution(shape), samples, precision, dy, workspace, db)

@@ -11,9 +11,9 @@ use crate::cuda::{Arg, Result, Source, StepState, Stream, View};
 pub static SOURCE: Source = Source { name: "dropout", text: include_str!("dropout.cu") };
 
 /// `struct DropoutMask` of the kernels.
-#[derive(Clone, Copy, bytemuck::NoUninit)]
+#[derive(Clone, Copy, Default, bytemuck::NoUninit)]
 #[repr(C)]
-struct Parameters {
+pub(crate) struct Parameters {
     seed: u64,
     stream: u64,
     first_sample: u64,
@@ -23,44 +23,60 @@ struct Parameters {
     scale: f32,
 }
 
-/// Zeroes or scales every element by the mask of the step in `state`: values in the forward pass, gradients in the
+/// A dropout layer in a step.
+#[derive(Debug, Clone, Copy)]
+pub struct Dropout<'a> {
+    /// Of dropping an element; in [0, 1).
+    pub probability: f32,
+    /// Which elements are dropped.
+    pub mask: Mask,
+    /// The memory of a [`StepState`]: masks depend on the step.
+    pub state: View<'a>,
+}
+
+impl Dropout<'_> {
+    /// For the kernels.
+    ///
+    /// # Panics
+    /// Unless the probability is in [0, 1), and `len` elements are a whole number of samples.
+    #[track_caller]
+    pub(crate) fn parameters(&self, len: usize) -> Parameters {
+        let &Dropout { probability, mask, state } = self;
+        StepState::check(state);
+        let Mask { seed, stream, first_sample, channels, plane } = mask;
+        assert!(len.is_multiple_of(channels * plane), "{len} elements for {mask:?}");
+        Parameters {
+            seed,
+            stream,
+            first_sample,
+            channels: count(channels),
+            plane: count(plane),
+            threshold: dropped(probability),
+            scale: scale(probability),
+        }
+    }
+}
+
+/// Zeroes or scales every element by the mask of the step in the state: values in the forward pass, gradients in the
 /// backward pass.
 ///
 /// # Errors
 /// If the kernel cannot be launched.
 ///
 /// # Panics
-/// Unless `probability` is in [0, 1) and `values` is a whole number of samples.
-pub fn apply(
-    stream: &Stream,
-    probability: f32,
-    mask: &Mask,
-    state: View<'_>,
-    values: View<'_>,
-) -> Result<()> {
-    let threshold = dropped(probability);
-    StepState::check(state);
-    let &Mask { channels, plane, .. } = mask;
-    assert!(values.len().is_multiple_of(channels * plane), "{} elements for {mask:?}", values.len());
-    if probability == 0.0 {
+/// Unless the probability is in [0, 1) and `values` is a whole number of samples.
+pub fn apply(stream: &Stream, dropout: &Dropout<'_>, values: View<'_>) -> Result<()> {
+    let parameters = dropout.parameters(values.len());
+    if dropout.probability == 0.0 {
         return Ok(());
     }
     let pack = pack(values.dtype());
-    let wide = channels.is_multiple_of(pack) && aligned(pack, &[values]);
-    let parameters = Parameters {
-        seed: mask.seed,
-        stream: mask.stream,
-        first_sample: mask.first_sample,
-        channels: count(channels),
-        plane: count(plane),
-        threshold,
-        scale: scale(probability),
-    };
+    let wide = dropout.mask.channels.is_multiple_of(pack) && aligned(pack, &[values]);
     let arguments = [
-        values.into(),
+        Arg::updated(values),
         count(values.len()).into(),
         Arg::of(&parameters),
-        state.into(),
+        dropout.state.into(),
         u32::from(wide).into(),
     ];
     let grid = grid(stream, if wide { values.len() / pack } else { values.len() });

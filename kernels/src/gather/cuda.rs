@@ -70,8 +70,10 @@ impl Samples<'_> {
         let parameters = self.parameters(x, labels);
         let pack = pack(x.dtype());
         let wide = (parameters.sample_len as usize).is_multiple_of(pack) && aligned(pack, &[x, self.images]);
+        // A batch is a small part of the data set.
+        let moved = labels.len() * (parameters.sample_len as usize + 1 + size_of::<u32>());
         let arguments: [Arg; 6] = [
-            Arg::of(&parameters),
+            Arg::of(&parameters).moving(moved),
             place,
             x.into(),
             labels.into(),

@@ -4,10 +4,11 @@
 //! sums them over ranks. Statistics are f32 \[2C\]: means, then inverse deviations.
 //!
 //! Sums are computed in f64 by as many blocks as the workspace has room for, and added up in a fixed order, so they
-//! are the same from run to run.
+//! are the same from run to run. Each pass is two launches, between which a communicator may sum over ranks.
 
 use super::{EPSILON, MOMENTUM};
 use crate::DType;
+use crate::cuda::counters::check_counters;
 use crate::cuda::elements::{THREADS, aligned, blocks, check, count, grid, pack, run, typed};
 use crate::cuda::{Arg, Grid, Result, Source, Stream, View};
 
@@ -90,60 +91,106 @@ fn max_blocks(workspace: View<'_>, channels: usize) -> usize {
     blocks
 }
 
+/// `struct NormTotals` of the kernels.
+#[derive(Clone, Copy, bytemuck::NoUninit)]
+#[repr(C)]
+struct Totals {
+    workspace: u64,
+    sums: u64,
+    dgamma: u64,
+    dbeta: u64,
+    counters: u64,
+}
+
 /// Overwrites `sums` with this rank's sums of `x` and `x²` and the number of pixels.
-///
-/// # Errors
-/// If a kernel cannot be launched.
-///
-/// # Panics
-/// If lengths or types do not fit.
-pub fn sum_inputs(stream: &Stream, x: View<'_>, workspace: View<'_>, sums: View<'_>) -> Result<()> {
-    let channels = channels_of(sums);
-    let rows = Rows::new(channels, &[x], &[]);
-    let grid = rows.grid(max_blocks(workspace, channels));
-    let arguments = [Arg::of(&rows.extents), x.into(), workspace.into(), rows.wide()];
-    // SAFETY: `x` has rows · channels elements, the workspace 2 · channels for each block.
-    unsafe { run(stream, &SOURCE, &typed("norm_sum_inputs", x), grid, &arguments)? };
-    let arguments = [Arg::of(&rows.extents), workspace.into(), grid.blocks[0].into(), sums.into()];
-    // SAFETY: as above, and `sums` has 2 · channels + 1 elements.
-    unsafe { run(stream, &SOURCE, "norm_total_inputs", totals(channels), &arguments) }
-}
-
-/// A block for every 32 sums, `NORM_TOTAL_THREADS` of the kernels.
-fn totals(channels: usize) -> Grid {
-    Grid::new(count((2 * channels).div_ceil(32)), 1024)
-}
-
-/// Computes the statistics of a batch from its sums of `x` and `x²`, summed over all ranks, and updates the running
-/// statistics.
 ///
 /// # Errors
 /// If the kernel cannot be launched.
 ///
 /// # Panics
 /// If lengths or types do not fit.
-pub fn batch_statistics(
+pub fn sum_inputs(
     stream: &Stream,
+    x: View<'_>,
+    workspace: View<'_>,
+    counters: View<'_>,
     sums: View<'_>,
-    statistics: View<'_>,
-    running_mean: View<'_>,
-    running_var: View<'_>,
 ) -> Result<()> {
     let channels = channels_of(sums);
-    check("statistics", statistics, DType::F32, 2 * channels);
+    let rows = Rows::new(channels, &[x], &[]);
+    let grid = rows.grid(max_blocks(workspace, channels));
+    check_grid(counters, grid);
+    let totals = Totals {
+        workspace: workspace.address(),
+        sums: sums.address(),
+        dgamma: 0,
+        dbeta: 0,
+        counters: counters.address(),
+    };
+    let arguments = [Arg::of(&rows.extents), x.into(), Arg::of(&totals), rows.wide()];
+    // SAFETY: `x` has rows · channels elements, the workspace 2 · channels for each block, and `sums` 2 · channels + 1.
+    unsafe { run(stream, &SOURCE, &typed("norm_sum_inputs", x), grid, &arguments) }
+}
+
+#[track_caller]
+fn check_grid(counters: View<'_>, grid: Grid) {
+    let [slices, rows, _] = grid.blocks;
+    check_counters(counters, rows as usize, slices as usize);
+}
+
+/// `struct NormBatch` of the kernels.
+#[derive(Clone, Copy, bytemuck::NoUninit)]
+#[repr(C)]
+struct Batch {
+    sums: u64,
+    statistics: u64,
+    running_mean: u64,
+    running_var: u64,
+    epsilon: f64,
+    momentum: f64,
+}
+
+/// The statistics of a batch: where they come from, and what they change.
+#[derive(Debug, Clone, Copy)]
+pub struct BatchStatistics<'a> {
+    /// The batch's sums of `x` and `x²`, summed over all ranks.
+    pub sums: View<'a>,
+    /// Receives the statistics, for the backward pass.
+    pub statistics: View<'a>,
+    /// The running means, which move towards the batch's.
+    pub running_mean: View<'a>,
+    /// The running variances, which move towards the batch's.
+    pub running_var: View<'a>,
+}
+
+/// As [`normalise`], by the statistics of the batch itself, which it computes first.
+///
+/// # Errors
+/// If the kernel cannot be launched.
+///
+/// # Panics
+/// If lengths or types do not fit.
+pub fn normalise_batch(
+    stream: &Stream,
+    batch: &BatchStatistics<'_>,
+    gamma: View<'_>,
+    beta: View<'_>,
+    x: View<'_>,
+    y: View<'_>,
+) -> Result<()> {
+    let &BatchStatistics { sums, statistics, running_mean, running_var } = batch;
+    let channels = channels_of(sums);
     check("a running mean", running_mean, DType::F32, channels);
     check("a running variance", running_var, DType::F32, channels);
-    let arguments = [
-        count(channels).into(),
-        sums.into(),
-        EPSILON.into(),
-        MOMENTUM.into(),
-        statistics.into(),
-        running_mean.into(),
-        running_var.into(),
-    ];
-    // SAFETY: the lengths fit the number of channels.
-    unsafe { run(stream, &SOURCE, "norm_batch_statistics", grid(stream, channels), &arguments) }
+    let batch = Batch {
+        sums: sums.address(),
+        statistics: statistics.address(),
+        running_mean: running_mean.address(),
+        running_var: running_var.address(),
+        epsilon: EPSILON,
+        momentum: MOMENTUM,
+    };
+    run_normalise(stream, batch, statistics, gamma, beta, x, y)
 }
 
 /// Computes the statistics from the running statistics, for evaluation.
@@ -184,20 +231,33 @@ pub fn normalise(
     x: View<'_>,
     y: View<'_>,
 ) -> Result<()> {
+    let batch = Batch {
+        sums: 0,
+        statistics: statistics.address(),
+        running_mean: 0,
+        running_var: 0,
+        epsilon: EPSILON,
+        momentum: MOMENTUM,
+    };
+    run_normalise(stream, batch, statistics, gamma, beta, x, y)
+}
+
+fn run_normalise(
+    stream: &Stream,
+    batch: Batch,
+    statistics: View<'_>,
+    gamma: View<'_>,
+    beta: View<'_>,
+    x: View<'_>,
+    y: View<'_>,
+) -> Result<()> {
     let channels = gamma.len();
-    let rows = Rows::new(channels, &[x, y], &[statistics, gamma, beta]);
+    let rows = Rows::new(channels, &[x, y], &[gamma, beta]);
     check("statistics", statistics, DType::F32, 2 * channels);
     check("a scale", gamma, DType::F32, channels);
     check("a shift", beta, DType::F32, channels);
-    let arguments = [
-        Arg::of(&rows.extents),
-        statistics.into(),
-        gamma.into(),
-        beta.into(),
-        x.into(),
-        y.into(),
-        rows.wide(),
-    ];
+    let arguments =
+        [Arg::of(&rows.extents), Arg::of(&batch), gamma.into(), beta.into(), x.into(), y.into(), rows.wide()];
     let grid = rows.grid(blocks(stream) as usize);
     // SAFETY: the lengths fit the numbers of rows and channels.
     unsafe { run(stream, &SOURCE, &typed("norm_normalise", x), grid, &arguments) }
@@ -207,7 +267,7 @@ pub fn normalise(
 /// (both f32) with the gradients of the parameters, which are these sums before they are summed over ranks.
 ///
 /// # Errors
-/// If a kernel cannot be launched.
+/// If the kernel cannot be launched.
 ///
 /// # Panics
 /// If lengths or types do not fit.
@@ -218,6 +278,7 @@ pub fn sum_gradients(
     x: View<'_>,
     dy: View<'_>,
     workspace: View<'_>,
+    counters: View<'_>,
     sums: View<'_>,
     dgamma: View<'_>,
     dbeta: View<'_>,
@@ -228,25 +289,24 @@ pub fn sum_gradients(
     check("the gradient of a shift", dbeta, DType::F32, channels);
     let rows = Rows::new(channels, &[x, dy], &[]);
     let grid = rows.grid(max_blocks(workspace, channels));
+    check_grid(counters, grid);
+    let totals = Totals {
+        workspace: workspace.address(),
+        sums: sums.address(),
+        dgamma: dgamma.address(),
+        dbeta: dbeta.address(),
+        counters: counters.address(),
+    };
     let extents = Arg::of(&rows.extents);
-    let arguments = [extents, statistics.into(), x.into(), dy.into(), workspace.into(), rows.wide()];
+    let arguments = [extents, statistics.into(), x.into(), dy.into(), Arg::of(&totals), rows.wide()];
     // SAFETY: the lengths fit the numbers of rows and channels; the workspace has 2 · channels elements for each
     // block.
-    unsafe { run(stream, &SOURCE, &typed("norm_sum_gradients", x), grid, &arguments)? };
-    let arguments = [
-        extents,
-        workspace.into(),
-        grid.blocks[0].into(),
-        statistics.into(),
-        sums.into(),
-        dgamma.into(),
-        dbeta.into(),
-    ];
-    // SAFETY: as above.
-    unsafe { run(stream, &SOURCE, "norm_total_gradients", totals(channels), &arguments) }
+    unsafe { run(stream, &SOURCE, &typed("norm_sum_gradients", x), grid, &arguments) }
 }
 
-/// Replaces the gradient of the output in place by that of the input, given [`sum_gradients`] summed over all ranks.
+/// Replaces the gradient of the output in place by that of the input, given [`sum_gradients`] summed over all ranks;
+/// or, if that is the output of an activation, by that before the activation. `slope` is that of the activation for
+/// negative values, 1 without one.
 ///
 /// # Errors
 /// If the kernel cannot be launched.
@@ -260,6 +320,7 @@ pub fn backward_input(
     gamma: View<'_>,
     x: View<'_>,
     gradient: View<'_>,
+    slope: f32,
 ) -> Result<()> {
     let channels = channels_of(sums);
     check("statistics", statistics, DType::F32, 2 * channels);
@@ -271,7 +332,8 @@ pub fn backward_input(
         sums.into(),
         gamma.into(),
         x.into(),
-        gradient.into(),
+        Arg::updated(gradient),
+        slope.into(),
         rows.wide(),
     ];
     let grid = rows.grid(blocks(stream) as usize);

@@ -3,12 +3,10 @@
 //
 // In every kernel that iterates over rows, a thread keeps its channels: a block is `tile` packs of channels wide and
 // `lanes` rows high, and strides over the rows. Values that depend on the channel alone are then computed once per
-// thread. Sums take two kernels: each block writes its own sums, in f64, to a workspace [blocks][2][channels], and a
-// second kernel adds these up in the order of the blocks. The result depends on the size of the grid, never on
-// timing.
+// thread. Each block writes its own sums, in f64, to a workspace [blocks][2][channels], and the last blocks add these
+// up in the order of the blocks. The result depends on the size of the grid, never on timing.
 
 #define NORM_THREADS 256u
-#define NORM_TOTAL_THREADS 1024u
 
 struct NormShape {
     u32 rows;
@@ -58,8 +56,44 @@ __device__ void norm_add_lanes(const NormShape& shape, const NormPosition& posit
     }
 }
 
+// Where the sums of all blocks go. `dgamma` and `dbeta` are null for the sums of inputs.
+struct NormTotals {
+    f64* workspace;
+    f64* sums;   // first sums, second sums, count
+    f32* dgamma;
+    f32* dbeta;
+    u32* counters;
+};
+
+// Adds up the blocks' sums of a tile of channels. The gradients of the parameters are those of this rank alone. Their
+// second sums in the workspace are those of (x - mean) dy.
+template <u32 N>
+__device__ void norm_add_blocks(
+    const NormShape& shape, const NormPosition& position, const f32* statistics, const NormTotals& totals) {
+    const u32 channels = shape.channels, width = position.tile * N, begin = blockIdx.y * width;
+    const u32 known = least(width, channels - begin);
+    u32* counters = totals.counters + blockIdx.y * (slice_groups(gridDim.x) + 1);
+    add_slices(counters, blockIdx.x, gridDim.x, [&](u32 first, u32 step, u32 count, bool total) {
+        for (u32 i = threadIdx.x; i < 2 * known; i += NORM_THREADS) {
+            const u32 channel = begin + i % known, column = i < known ? channel : channels + channel;
+            f64* from = totals.workspace + (u64)first * 2 * channels + column;
+            f64 sum = sum_of_slices(from, (u64)step * 2 * channels, count);
+            if (!total) {
+                *from = sum;
+                continue;
+            }
+            if (totals.dgamma) {
+                if (i >= known) sum *= (f64)statistics[column];
+                (i < known ? totals.dbeta : totals.dgamma)[channel] = (f32)sum;
+            }
+            totals.sums[column] = sum;
+            if (column == 0) totals.sums[2 * channels] = (f64)shape.rows;
+        }
+    });
+}
+
 template <class T, u32 N>
-__device__ void norm_sum_inputs_packs(const NormShape& shape, const T* x, f64* workspace) {
+__device__ void norm_sum_inputs_packs(const NormShape& shape, const T* x, const NormTotals& totals) {
     const NormPosition position = norm_position<N>(shape);
     f64 sum[N], squares[N];
     for (u32 j = 0; j < N; j++) sum[j] = squares[j] = 0.0;
@@ -72,31 +106,32 @@ __device__ void norm_sum_inputs_packs(const NormShape& shape, const T* x, f64* w
             squares[j] += value * value;
         }
     }
-    f64* partial = workspace + (u64)blockIdx.x * 2 * shape.channels;
+    f64* partial = totals.workspace + (u64)blockIdx.x * 2 * shape.channels;
     norm_add_lanes<N>(shape, position, sum, partial);
     norm_add_lanes<N>(shape, position, squares, partial + shape.channels);
+    norm_add_blocks<N>(shape, position, nullptr, totals);
 }
 
 template <class T>
-__device__ void norm_sum_inputs(const NormShape& shape, const T* x, f64* workspace, u32 wide) {
+__device__ void norm_sum_inputs(const NormShape& shape, const T* x, const NormTotals& totals, u32 wide) {
     if (wide) {
-        norm_sum_inputs_packs<T, PACK<T>>(shape, x, workspace);
+        norm_sum_inputs_packs<T, PACK<T>>(shape, x, totals);
     } else {
-        norm_sum_inputs_packs<T, 1>(shape, x, workspace);
+        norm_sum_inputs_packs<T, 1>(shape, x, totals);
     }
 }
 
-KERNEL_BOUNDS(norm_sum_inputs_f32, NORM_THREADS)(NormShape shape, const f32* x, f64* workspace, u32 wide) {
-    norm_sum_inputs(shape, x, workspace, wide);
+KERNEL_BOUNDS(norm_sum_inputs_f32, NORM_THREADS)(NormShape shape, const f32* x, NormTotals totals, u32 wide) {
+    norm_sum_inputs(shape, x, totals, wide);
 }
-KERNEL_BOUNDS(norm_sum_inputs_bf16, NORM_THREADS)(NormShape shape, const bf16* x, f64* workspace, u32 wide) {
-    norm_sum_inputs(shape, x, workspace, wide);
+KERNEL_BOUNDS(norm_sum_inputs_bf16, NORM_THREADS)(NormShape shape, const bf16* x, NormTotals totals, u32 wide) {
+    norm_sum_inputs(shape, x, totals, wide);
 }
 
-// The second sum lacks its factor, the inverse deviation, which the kernel that adds up the blocks applies.
+// The second sum lacks its factor, the inverse deviation, which the last block applies.
 template <class T, u32 N>
 __device__ void norm_sum_gradients_packs(
-    const NormShape& shape, const f32* statistics, const T* x, const T* dy, f64* workspace) {
+    const NormShape& shape, const f32* statistics, const T* x, const T* dy, const NormTotals& totals) {
     const NormPosition position = norm_position<N>(shape);
     f64 sum[N], products[N], mean[N];
     for (u32 j = 0; j < N; j++) {
@@ -113,85 +148,32 @@ __device__ void norm_sum_gradients_packs(
             products[j] += ((f64)to_f32(values.at[j]) - mean[j]) * gradient;
         }
     }
-    f64* partial = workspace + (u64)blockIdx.x * 2 * shape.channels;
+    f64* partial = totals.workspace + (u64)blockIdx.x * 2 * shape.channels;
     norm_add_lanes<N>(shape, position, sum, partial);
     norm_add_lanes<N>(shape, position, products, partial + shape.channels);
+    norm_add_blocks<N>(shape, position, statistics, totals);
 }
 
 template <class T>
 __device__ void norm_sum_gradients(
-    const NormShape& shape, const f32* statistics, const T* x, const T* dy, f64* workspace, u32 wide) {
+    const NormShape& shape, const f32* statistics, const T* x, const T* dy, const NormTotals& totals, u32 wide) {
     if (wide) {
-        norm_sum_gradients_packs<T, PACK<T>>(shape, statistics, x, dy, workspace);
+        norm_sum_gradients_packs<T, PACK<T>>(shape, statistics, x, dy, totals);
     } else {
-        norm_sum_gradients_packs<T, 1>(shape, statistics, x, dy, workspace);
+        norm_sum_gradients_packs<T, 1>(shape, statistics, x, dy, totals);
     }
 }
 
-KERNEL_BOUNDS(norm_sum_gradients_f32, NORM_THREADS)(
-    NormShape shape, const f32* statistics, const f32* x, const f32* dy, f64* workspace, u32 wide) {
-    norm_sum_gradients(shape, statistics, x, dy, workspace, wide);
+KERNEL_BLOCKS(norm_sum_gradients_f32, NORM_THREADS, 3)(
+    NormShape shape, const f32* statistics, const f32* x, const f32* dy, NormTotals totals, u32 wide) {
+    norm_sum_gradients(shape, statistics, x, dy, totals, wide);
 }
 KERNEL_BOUNDS(norm_sum_gradients_bf16, NORM_THREADS)(
-    NormShape shape, const f32* statistics, const bf16* x, const bf16* dy, f64* workspace, u32 wide) {
-    norm_sum_gradients(shape, statistics, x, dy, workspace, wide);
-}
-
-// Adds up the blocks of a workspace: a warp's lanes are columns, and the warps take blocks in turn, with many loads
-// in flight to hide memory latency. Writes the sums and, for gradients, those of the parameters, which are of this
-// rank alone.
-template <bool GRADIENTS>
-__device__ void norm_total(
-    const NormShape& shape, const f64* workspace, u32 blocks, const f32* statistics, f64* sums, f32* dgamma,
-    f32* dbeta) {
-    constexpr u32 WARPS = NORM_TOTAL_THREADS / WARP;
-    __shared__ f64 of_warps[WARPS][WARP];
-    const u32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const u32 columns = 2 * shape.channels, column = blockIdx.x * WARP + lane;
-    f64 sum = 0.0;
-    if (column < columns) {
-#pragma unroll 4
-        for (u32 block = warp; block < blocks; block += WARPS) sum += workspace[(u64)block * columns + column];
-    }
-    of_warps[warp][lane] = sum;
-    __syncthreads();
-    if (warp > 0 || column >= columns) return;
-    for (u32 other = 1; other < WARPS; other++) sum += of_warps[other][lane];
-    if (GRADIENTS) {
-        // The second sums in the workspace are those of (x - mean) dy.
-        if (column < shape.channels) {
-            dbeta[column] = (f32)sum;
-        } else {
-            sum *= (f64)statistics[column];
-            dgamma[column - shape.channels] = (f32)sum;
-        }
-    }
-    sums[column] = sum;
-    if (column == 0) sums[columns] = (f64)shape.rows;
-}
-
-KERNEL_BOUNDS(norm_total_inputs, NORM_TOTAL_THREADS)(NormShape shape, const f64* workspace, u32 blocks, f64* sums) {
-    norm_total<false>(shape, workspace, blocks, nullptr, sums, nullptr, nullptr);
-}
-KERNEL_BOUNDS(norm_total_gradients, NORM_TOTAL_THREADS)(
-    NormShape shape, const f64* workspace, u32 blocks, const f32* statistics, f64* sums, f32* dgamma, f32* dbeta) {
-    norm_total<true>(shape, workspace, blocks, statistics, sums, dgamma, dbeta);
+    NormShape shape, const f32* statistics, const bf16* x, const bf16* dy, NormTotals totals, u32 wide) {
+    norm_sum_gradients(shape, statistics, x, dy, totals, wide);
 }
 
 // Statistics are [2][channels]: means, inverse deviations.
-KERNEL(norm_batch_statistics)(
-    u32 channels, const f64* sums, f64 epsilon, f64 momentum, f32* statistics, f32* running_mean, f32* running_var) {
-    for (u32 c = grid_thread(); c < channels; c += grid_threads()) {
-        const f64 count = sums[2 * channels], mean = sums[c] / count;
-        const f64 var = most(sums[channels + c] / count - mean * mean, 0.0);
-        statistics[c] = (f32)mean;
-        statistics[channels + c] = (f32)(1.0 / sqrt(var + epsilon));
-        const f64 unbiased = var * count / most(count - 1.0, 1.0);
-        running_mean[c] = (f32)((f64)running_mean[c] * (1.0 - momentum) + mean * momentum);
-        running_var[c] = (f32)((f64)running_var[c] * (1.0 - momentum) + unbiased * momentum);
-    }
-}
-
 KERNEL(norm_running_statistics)(
     u32 channels, const f32* running_mean, const f32* running_var, f64 epsilon, f32* statistics) {
     for (u32 c = grid_thread(); c < channels; c += grid_threads()) {
@@ -200,19 +182,59 @@ KERNEL(norm_running_statistics)(
     }
 }
 
+// A batch's statistics from its sums, and the running statistics. Every block computes those of its own channels, and
+// the first row of blocks stores them.
+struct NormBatch {
+    const f64* sums;   // null if the statistics are given
+    f32* statistics;
+    f32* running_mean;
+    f32* running_var;
+    f64 epsilon;
+    f64 momentum;
+};
+
+__device__ inline void norm_batch_statistics(
+    const NormBatch& batch, u32 channels, u32 c, bool store, f32& mean, f32& inv_std) {
+    const f64 count = batch.sums[2 * channels], exact = batch.sums[c] / count;
+    const f64 var = most(batch.sums[channels + c] / count - exact * exact, 0.0);
+    mean = (f32)exact;
+    inv_std = (f32)(1.0 / sqrt(var + batch.epsilon));
+    if (!store) return;
+    batch.statistics[c] = mean;
+    batch.statistics[channels + c] = inv_std;
+    const f64 unbiased = var * count / most(count - 1.0, 1.0), momentum = batch.momentum;
+    batch.running_mean[c] = (f32)((f64)batch.running_mean[c] * (1.0 - momentum) + exact * momentum);
+    batch.running_var[c] = (f32)((f64)batch.running_var[c] * (1.0 - momentum) + unbiased * momentum);
+}
+
 template <class T, u32 N>
 __device__ void norm_normalise_packs(
-    const NormShape& shape, const f32* statistics, const f32* gamma, const f32* beta, const T* x, T* y) {
+    const NormShape& shape, const NormBatch& batch, const f32* gamma, const f32* beta, const T* x, T* y) {
+    // Divisions in f64 are slow: they are computed once per channel in a block.
+    __shared__ Pack<f32, N> means[NORM_THREADS], deviations[NORM_THREADS];
     const NormPosition position = norm_position<N>(shape);
+    const u32 channels = shape.channels, width = position.tile * N, first = blockIdx.y * width;
+    for (u32 column = threadIdx.x; column < width && first + column < channels; column += NORM_THREADS) {
+        const u32 c = first + column;
+        f32 mean, inv_std;
+        if (batch.sums) {
+            norm_batch_statistics(batch, channels, c, blockIdx.x == 0, mean, inv_std);
+        } else {
+            mean = batch.statistics[c], inv_std = batch.statistics[channels + c];
+        }
+        means[column / N].at[column % N] = mean;
+        deviations[column / N].at[column % N] = inv_std;
+    }
+    __syncthreads();
     if (position.row >= shape.rows) return;
-    const Pack<f32, N> mean = load_channels<N>(statistics + position.channel);
+    const Pack<f32, N> mean = means[threadIdx.x % position.tile];
+    const Pack<f32, N> inv_std = deviations[threadIdx.x % position.tile];
     const Pack<f32, N> shift = load_channels<N>(beta + position.channel);
-    const Pack<f32, N> inv_std = load_channels<N>(statistics + shape.channels + position.channel);
     Pack<f32, N> scale = load_channels<N>(gamma + position.channel);
     for (u32 j = 0; j < N; j++) scale.at[j] *= inv_std.at[j];
 #pragma unroll 2
     for (u32 row = position.row; row < shape.rows; row += position.stride) {
-        const u32 at = row * shape.channels + position.channel;
+        const u32 at = row * channels + position.channel;
         Pack<T, N> pack = load_pack<N>(x + at);
         for (u32 j = 0; j < N; j++) {
             pack.at[j] = from_f32<T>((to_f32(pack.at[j]) - mean.at[j]) * scale.at[j] + shift.at[j]);
@@ -223,27 +245,28 @@ __device__ void norm_normalise_packs(
 
 template <class T>
 __device__ void norm_normalise(
-    const NormShape& shape, const f32* statistics, const f32* gamma, const f32* beta, const T* x, T* y, u32 wide) {
+    const NormShape& shape, const NormBatch& batch, const f32* gamma, const f32* beta, const T* x, T* y, u32 wide) {
     if (wide) {
-        norm_normalise_packs<T, PACK<T>>(shape, statistics, gamma, beta, x, y);
+        norm_normalise_packs<T, PACK<T>>(shape, batch, gamma, beta, x, y);
     } else {
-        norm_normalise_packs<T, 1>(shape, statistics, gamma, beta, x, y);
+        norm_normalise_packs<T, 1>(shape, batch, gamma, beta, x, y);
     }
 }
 
 KERNEL_BOUNDS(norm_normalise_f32, NORM_THREADS)(
-    NormShape shape, const f32* statistics, const f32* gamma, const f32* beta, const f32* x, f32* y, u32 wide) {
-    norm_normalise(shape, statistics, gamma, beta, x, y, wide);
+    NormShape shape, NormBatch batch, const f32* gamma, const f32* beta, const f32* x, f32* y, u32 wide) {
+    norm_normalise(shape, batch, gamma, beta, x, y, wide);
 }
 KERNEL_BOUNDS(norm_normalise_bf16, NORM_THREADS)(
-    NormShape shape, const f32* statistics, const f32* gamma, const f32* beta, const bf16* x, bf16* y, u32 wide) {
-    norm_normalise(shape, statistics, gamma, beta, x, y, wide);
+    NormShape shape, NormBatch batch, const f32* gamma, const f32* beta, const bf16* x, bf16* y, u32 wide) {
+    norm_normalise(shape, batch, gamma, beta, x, y, wide);
 }
 
+// `before` is the slope of the activation whose output is the input `x`: 1 without one.
 template <class T, u32 N>
 __device__ void norm_backward_input_packs(
-    const NormShape& shape, const f32* statistics, const f64* sums, const f32* gamma, const T* x, T* gradient) {
-    // Divisions in f64 are slow: they are computed once per channel in a block.
+    const NormShape& shape, const f32* statistics, const f64* sums, const f32* gamma, const T* x, T* gradient,
+    f32 before) {
     __shared__ Pack<f32, N> shifts[NORM_THREADS], slopes[NORM_THREADS];
     const NormPosition position = norm_position<N>(shape);
     const u32 width = position.tile * N, first = blockIdx.y * width;
@@ -268,6 +291,7 @@ __device__ void norm_backward_input_packs(
         for (u32 j = 0; j < N; j++) {
             const f32 off = (to_f32(values.at[j]) - mean.at[j]) * slope.at[j];
             pack.at[j] = from_f32<T>(scale.at[j] * (to_f32(pack.at[j]) - shift.at[j] - off));
+            pack.at[j] = rectify_gradient(values.at[j], pack.at[j], before);
         }
         store_pack<N>(gradient + at, pack);
     }
@@ -276,21 +300,21 @@ __device__ void norm_backward_input_packs(
 template <class T>
 __device__ void norm_backward_input(
     const NormShape& shape, const f32* statistics, const f64* sums, const f32* gamma, const T* x, T* gradient,
-    u32 wide) {
+    f32 before, u32 wide) {
     if (wide) {
-        norm_backward_input_packs<T, PACK<T>>(shape, statistics, sums, gamma, x, gradient);
+        norm_backward_input_packs<T, PACK<T>>(shape, statistics, sums, gamma, x, gradient, before);
     } else {
-        norm_backward_input_packs<T, 1>(shape, statistics, sums, gamma, x, gradient);
+        norm_backward_input_packs<T, 1>(shape, statistics, sums, gamma, x, gradient, before);
     }
 }
 
 KERNEL_BOUNDS(norm_backward_input_f32, NORM_THREADS)(
     NormShape shape, const f32* statistics, const f64* sums, const f32* gamma, const f32* x, f32* gradient,
-    u32 wide) {
-    norm_backward_input(shape, statistics, sums, gamma, x, gradient, wide);
+    f32 before, u32 wide) {
+    norm_backward_input(shape, statistics, sums, gamma, x, gradient, before, wide);
 }
-KERNEL_BOUNDS(norm_backward_input_bf16, NORM_THREADS)(
+KERNEL_BLOCKS(norm_backward_input_bf16, NORM_THREADS, 3)(
     NormShape shape, const f32* statistics, const f64* sums, const f32* gamma, const bf16* x, bf16* gradient,
-    u32 wide) {
-    norm_backward_input(shape, statistics, sums, gamma, x, gradient, wide);
+    f32 before, u32 wide) {
+    norm_backward_input(shape, statistics, sums, gamma, x, gradient, before, wide);
 }

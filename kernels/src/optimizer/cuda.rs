@@ -127,6 +127,13 @@ struct Addresses {
 }
 
 impl Arenas<'_> {
+    /// Bytes that an update of all parameters reads and writes.
+    fn bytes(&self, states: usize) -> usize {
+        let changed = 1 + states + usize::from(self.average.is_some());
+        let copy = self.copy.map_or(0, |copy| copy.bytes());
+        self.gradients.bytes() + 2 * changed * self.params.bytes() + copy
+    }
+
     #[track_caller]
     fn addresses(&self, states: usize) -> Addresses {
         let len = self.params.len();
@@ -191,7 +198,12 @@ pub fn update(
     if table == 0 {
         return Ok(());
     }
-    let arguments = [state.into(), chunks.into(), table.into(), Arg::of(&addresses)];
+    let arguments = [
+        state.into(),
+        chunks.into(),
+        table.into(),
+        Arg::of(&addresses).moving(arenas.bytes(optimizer.states())),
+    ];
     let grid = Grid::new(table.min(blocks(stream)), THREADS);
     // SAFETY: the arenas have equal lengths, and the kernel skips chunks that exceed them.
     unsafe { run(stream, &SOURCE, name, grid, &arguments) }

@@ -6,11 +6,16 @@
 
 use super::PoolShape;
 use crate::DType;
-use crate::cuda::elements::{aligned, check, count, grid, pack, run, typed};
-use crate::cuda::{Arg, Result, Source, Stream, View};
+use crate::cuda::counters::{ColumnSums, check_counters};
+use crate::cuda::elements::{THREADS, aligned, check, count, grid, pack, run, typed};
+use crate::cuda::{Arg, Grid, Result, Source, Stream, View};
 
 /// The kernels.
 pub static SOURCE: Source = Source { name: "pool", text: include_str!("pool.cu") };
+
+/// Number of blocks per multiprocessor of [`backward_fused`]: enough to saturate memory, few enough for their sums to be
+/// added up quickly.
+const SUMMING: usize = 4;
 
 /// `struct PoolShape` of the kernels.
 #[derive(Clone, Copy, bytemuck::NoUninit)]
@@ -131,7 +136,38 @@ pub fn backward(
     run_windows(stream, "pool_backward", extents, &[dx, dy, chosen], &[dy.into(), chosen.into(), dx.into()])
 }
 
-/// Overwrites `dx` with the gradient of the input of [`forward_fused`], from that of its output `y`.
+/// The gradient of the bias in [`backward_fused`].
+#[derive(Debug, Clone, Copy)]
+pub struct BiasGradient<'a> {
+    /// Receives it: f32, one for each channel.
+    pub total: View<'a>,
+    /// f32, whose contents do not matter: as many blocks work as it has room for [rows of channels](workspace_len).
+    pub workspace: View<'a>,
+    /// Zero, before and after.
+    pub counters: View<'a>,
+}
+
+impl BiasGradient<'_> {
+    /// For `slices` blocks in each of `rows` rows of the grid.
+    #[track_caller]
+    fn sums(&self, channels: usize, rows: usize, slices: usize) -> ColumnSums {
+        let &BiasGradient { total, workspace, counters } = self;
+        check("the gradient of a bias", total, DType::F32, channels);
+        check("a workspace", workspace, DType::F32, workspace.len());
+        check_counters(counters, rows, slices);
+        let has = workspace.len();
+        assert!(slices == 1 || has >= slices * channels, "a workspace of {has} elements");
+        ColumnSums { slices: workspace.address(), total: total.address(), counters: counters.address() }
+    }
+}
+
+/// Number of f32 elements of workspace with which [`backward_fused`] is fastest.
+pub fn workspace_len(multiprocessors: u32, channels: usize) -> usize {
+    SUMMING * multiprocessors as usize * channels
+}
+
+/// Overwrites `dx` with the gradient of the input of [`forward_fused`], from that of its output `y`, and `bias`, if it is
+/// given, with the gradient of the bias.
 ///
 /// # Errors
 /// If the kernel cannot be launched.
@@ -148,9 +184,31 @@ pub fn backward_fused(
     y: View<'_>,
     chosen: View<'_>,
     dx: View<'_>,
+    bias: Option<&BiasGradient<'_>>,
 ) -> Result<()> {
     let extents = Extents::new(shape, channels, dx, dy, chosen);
     check("the output of a pooling layer", y, dy.dtype(), dy.len());
-    let arguments = [dy.into(), y.into(), chosen.into(), slope.into(), dx.into()];
-    run_windows(stream, "pool_backward_fused", extents, &[dx, dy, y, chosen], &arguments)
+    let pack = pack(dx.dtype());
+    let wide = channels.is_multiple_of(pack) && aligned(pack, &[dx, dy, y, chosen]);
+    let packs = channels / if wide { pack } else { 1 };
+    let tile = packs.min(THREADS as usize);
+    let windows = extents.windows() / channels;
+    let most = SUMMING * stream.device().multiprocessors() as usize;
+    let most = bias.map_or(most, |bias| (bias.workspace.len() / channels).clamp(1, most));
+    let slices = windows.div_ceil(THREADS as usize / tile).clamp(1, most);
+    let rows = packs.div_ceil(tile);
+    let sums = bias.map_or(ColumnSums::NONE, |bias| bias.sums(channels, rows, slices));
+    let arguments = [
+        Arg::of(&extents),
+        dy.into(),
+        y.into(),
+        chosen.into(),
+        slope.into(),
+        dx.into(),
+        Arg::of(&sums),
+        u32::from(wide).into(),
+    ];
+    let grid = Grid { blocks: [count(slices), count(rows), 1], threads: THREADS, shared: 0 };
+    // SAFETY: the views have the lengths that the extents say, and the workspace has a row for each slice.
+    unsafe { run(stream, &SOURCE, &typed("pool_backward_fused", dx), grid, &arguments) }
 }

@@ -1,10 +1,12 @@
 //! A rank with a GPU that trains a model with gradients from formulas. `t-device-step same` compares steps in every
 //! configuration with the steps of a single CPU rank; `resume` continues from the state of another configuration;
 //! `guards` makes mistakes that must be detected; `groups` trains a model in each of two groups; `uneven` has parameter
-//! groups and uneven ranks; `trace` takes times.
+//! groups and uneven ranks; `trace` takes times; `parts PRECISION` trains networks that are cut over ranks.
 
 #[path = "device_step/groups.rs"]
 mod groups;
+#[path = "device_step/parts.rs"]
+mod parts;
 #[path = "device_step/trace.rs"]
 mod trace;
 #[path = "device_step/uneven.rs"]
@@ -31,6 +33,7 @@ fn main() -> ExitCode {
         "resume" => resume(&mut world),
         "guards" => guards(&mut world),
         "groups" => groups::check(&mut world),
+        "parts" => parts::train(&mut world, &std::env::args().nth(2).unwrap_or_default()),
         "trace" => trace::check(&mut world),
         "uneven" => uneven::check(&mut world),
         other => panic!("unknown body {other}"),

@@ -18,7 +18,7 @@ use order::ElementOrder;
 pub use part::Neighbours;
 
 use super::layers::{
-    DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep, OnGpu, SetUp, SharedWorkspace,
+    DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep, Neighbourhood, OnGpu, SetUp, SharedWorkspace,
 };
 use super::plan::{Plan, Stage};
 use super::profile::{DeviceTimes, Profile, StageTimes, TimelineSpans};
@@ -81,6 +81,8 @@ pub struct DeviceNet {
     loss_divisor: Option<f64>,
     /// The kernels of each stage.
     gpu_layers: Vec<Box<dyn OnGpu>>,
+    /// What each stage's passes include of others.
+    neighbours: Vec<Neighbourhood>,
     shared: SharedWorkspace,
     /// The batches between their forward and their backward pass, of which `current` is the one in work.
     batches: Vec<BatchInFlight>,
@@ -141,10 +143,14 @@ impl DeviceNet {
                 stage.op.on_gpu(&SetUp { input_gradient: plan.needs_input_gradient(index), ..set_up })?,
             );
         }
-        let shared =
-            SharedWorkspace::new(&set_up, gpu_layers.iter().map(|gpu_layer| gpu_layer.workspace_needs()))?;
+        let with_gradient = (0..plan.stages.len()).find(|index| plan.needs_input_gradient(*index));
+        let neighbours = Neighbourhood::of_stages(&gpu_layers, with_gradient.unwrap_or(plan.stages.len()));
+        let needs = gpu_layers.iter().zip(&neighbours).map(|(layer, around)| layer.workspace_needs(around));
+        let shared = SharedWorkspace::new(&set_up, needs)?;
         let activations = |len: &usize| set_up.zeroed(precision.storage(), *len);
-        let largest = plan.slots[usize::from(plan.tensors.before == 0)..].iter().max().unwrap_or(&0);
+        let slots = plan.slots[usize::from(plan.tensors.before == 0)..].iter().copied();
+        let unpooled = neighbours.iter().filter_map(|around| around.end_before.map(|(_, end)| end.len));
+        let largest = &slots.chain(unpooled).max().unwrap_or(0);
         let bytes = |len| Memory::zeroed(stream.device(), DType::U8, len);
         let batch = || {
             let states = gpu_layers.iter().map(|gpu_layer| gpu_layer.pass_state(&set_up));
@@ -163,6 +169,7 @@ impl DeviceNet {
             scratch: bytes(loss::cuda::SCRATCH_BYTES)?,
             score: bytes(loss::cuda::Score::BYTES)?,
             gpu_layers,
+            neighbours,
             shared,
             plan,
             max_batch,
@@ -369,8 +376,10 @@ impl DeviceNet {
 
     /// The context of the passes of stage `index`.
     fn context(&self, index: usize, images: usize) -> DeviceStep<'_> {
-        let state = self.batches[self.current].states[index].as_ref();
-        DeviceStep { images, shared: &self.shared, state }
+        let states = &self.batches[self.current].states;
+        let neighbours = &self.neighbours[index];
+        let state_before = neighbours.end_before.and_then(|(before, _)| states[before].as_ref());
+        DeviceStep { images, shared: &self.shared, state: states[index].as_ref(), neighbours, state_before }
     }
 
     /// Ends the span of a pass of a stage.
@@ -423,14 +432,25 @@ impl DeviceNet {
         let images = self.max_batch;
         let [mut current, mut other] = [&self.gradients[0], &self.gradients[1]];
         let mut at = begin;
+        // Of the current gradient, if it is not that of a slot.
+        let mut len_of_gradient = None;
         let first = self.plan.first_with_parameters();
         let stages = self.plan.stages.iter().zip(&self.gpu_layers).enumerate();
         for (index, (stage, gpu_layer)) in stages.skip(first).rev() {
             let (x, y) = (self.output(stage.input, images), self.output(stage.output, images));
-            let dx = self.plan.needs_input_gradient(index).then(|| other.slice(0..x.len()));
-            let tensors = DeviceStageTensors { x, y, dy: current.slice(0..y.len()), dx };
+            // Those before the activation and pooling of a stage, if another stage's pass includes that.
+            let end = self.neighbours[index].end_before.map(|(_, end)| end.len * images);
+            let dx_len = end.unwrap_or(x.len());
+            let dx = self.plan.needs_input_gradient(index).then(|| other.slice(0..dx_len));
+            let dy_len = len_of_gradient.unwrap_or(y.len());
+            let tensors = DeviceStageTensors { x, y, dy: current.slice(0..dy_len), dx };
             gpu_layer.backward(self.context(index, images), model, tensors, dropout)?;
             at = self.end_stage(model, at, |names| names.backward[index])?;
+            if end.is_some() {
+                len_of_gradient = end;
+            } else if stage.input != stage.output {
+                len_of_gradient = None;
+            }
             if !stage.backward_in_place() {
                 std::mem::swap(&mut current, &mut other);
             }

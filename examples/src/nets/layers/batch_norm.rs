@@ -4,14 +4,16 @@ use std::ops::Range;
 
 use mgpu::Result;
 use mgpu::device::DeviceDataParallel;
-use mgpu_kernels::cuda::{Memory, View};
+use mgpu_kernels::conv::cuda::LINEAR;
+use mgpu_kernels::cuda::{Counters, Memory, View};
+use mgpu_kernels::norm::cuda::BatchStatistics;
 use mgpu_kernels::norm::{self, Statistics, Sums};
 use mgpu_kernels::{DType, Storage};
 
 use super::{
-    BackwardPass, CpuKernels, CpuLayer, Definition, DeviceDropout, DevicePass, DeviceStageTensors,
-    DeviceStep, ForwardPass, InPlace, LayerContext, OnCpu, OnGpu, Operation, PassState, SetUp, StageTensors,
-    Step, WorkspaceNeeds,
+    BackwardEnd, BackwardPass, CpuKernels, CpuLayer, Definition, DeviceDropout, DevicePass,
+    DeviceStageTensors, DeviceStep, ForwardPass, InPlace, LayerContext, Neighbourhood, OnCpu, OnGpu,
+    Operation, PassState, SetUp, StageTensors, Step, WorkspaceNeeds,
 };
 use crate::nets::profile::{Lap, lap};
 use crate::nets::tensors::{Role, Tensors};
@@ -65,6 +67,7 @@ impl Operation for NormOp {
         Ok(Box::new(Gpu {
             sums: Memory::zeroed(device, DType::F64, 2 * self.channels + 1)?,
             workspace: norm::cuda::workspace_len(device.multiprocessors(), self.channels),
+            counters: Counters::new(device)?,
             norm: self.clone(),
         }))
     }
@@ -132,12 +135,25 @@ impl<T: Storage> OnCpu<T> for Cpu {
 struct Gpu {
     norm: NormOp,
     sums: Memory,
+    counters: Counters,
     /// Size of the memory for partial sums, in elements.
     workspace: usize,
 }
 
+impl Gpu {
+    /// The part of the shared memory for partial sums that this layer has asked for. There may be more, for other layers,
+    /// but the order of sums must not depend on which layers those are.
+    fn workspace_of<'a>(&self, step: DeviceStep<'a>) -> View<'a> {
+        step.shared.sums.slice(0..self.workspace)
+    }
+}
+
 impl OnGpu for Gpu {
-    fn workspace_needs(&self) -> WorkspaceNeeds {
+    fn includes_end(&self, end: &BackwardEnd, dropout: bool) -> bool {
+        end.pool.is_none() && !dropout
+    }
+
+    fn workspace_needs(&self, _: &Neighbourhood) -> WorkspaceNeeds {
         WorkspaceNeeds { sums: self.workspace, ..WorkspaceNeeds::default() }
     }
 
@@ -155,18 +171,21 @@ impl OnGpu for Gpu {
         pass: DevicePass,
     ) -> Result<()> {
         let (NormOp { weight, mean, var, .. }, stream) = (&self.norm, model.stream());
-        let (statistics, sums) = (step.state().view(), self.sums.view());
+        let (statistics, sums, workspace) = (step.state().view(), self.sums.view(), self.workspace_of(step));
         let (mean, var) = (model.buffers().slice(mean.clone()), model.buffers().slice(var.clone()));
+        let (gamma, beta) = (model.parameter(*weight), model.parameter(weight + 1));
         match pass {
             DevicePass::Train(_) => {
-                norm::cuda::sum_inputs(stream, x, step.shared.sums.view(), sums)?;
+                norm::cuda::sum_inputs(stream, x, workspace, self.counters.view(), sums)?;
                 model.sum_over_ranks(sums)?;
-                norm::cuda::batch_statistics(stream, sums, statistics, mean, var)?;
+                let batch = BatchStatistics { sums, statistics, running_mean: mean, running_var: var };
+                Ok(norm::cuda::normalise_batch(stream, &batch, gamma, beta, x, y)?)
             }
-            DevicePass::Eval => norm::cuda::running_statistics(stream, mean, var, statistics)?,
+            DevicePass::Eval => {
+                norm::cuda::running_statistics(stream, mean, var, statistics)?;
+                Ok(norm::cuda::normalise(stream, statistics, gamma, beta, x, y)?)
+            }
         }
-        let (gamma, beta) = (model.parameter(*weight), model.parameter(weight + 1));
-        Ok(norm::cuda::normalise(stream, statistics, gamma, beta, x, y)?)
     }
 
     fn backward(
@@ -180,14 +199,16 @@ impl OnGpu for Gpu {
         let weight = self.norm.weight;
         let (statistics, sums) = (step.state().view(), self.sums.view());
         let (dgamma, dbeta) = (model.gradient(weight), model.gradient(weight + 1));
-        let (stream, workspace) = (model.stream(), step.shared.sums.view());
-        norm::cuda::sum_gradients(stream, statistics, x, dy, workspace, sums, dgamma, dbeta)?;
+        let (workspace, counters) = (self.workspace_of(step), self.counters.view());
+        let stream = model.stream();
+        norm::cuda::sum_gradients(stream, statistics, x, dy, workspace, counters, sums, dgamma, dbeta)?;
         model.ready(weight + 1)?;
         model.ready(weight)?;
         if dx.is_some() {
             model.sum_over_ranks(sums)?;
             let gamma = model.parameter(weight);
-            norm::cuda::backward_input(model.stream(), statistics, sums, gamma, x, dy)?;
+            let slope = step.neighbours.end_before.map_or(LINEAR, |(_, end)| end.slope);
+            norm::cuda::backward_input(model.stream(), statistics, sums, gamma, x, dy, slope)?;
         }
         Ok(())
     }

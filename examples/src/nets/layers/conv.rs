@@ -4,16 +4,17 @@
 use mgpu::Result;
 use mgpu::device::DeviceDataParallel;
 use mgpu_kernels::conv::cpu::Epilogue as ConvEpilogue;
-use mgpu_kernels::conv::cuda::LINEAR;
+use mgpu_kernels::conv::cuda::{After, Before, LINEAR};
+use mgpu_kernels::conv::first::OutputGradient;
 use mgpu_kernels::conv::{self, ConvShape, Padding};
-use mgpu_kernels::cuda::{Memory, View};
-use mgpu_kernels::{DType, Storage, pool};
+use mgpu_kernels::cuda::{Memory, Pass, Stream, View};
+use mgpu_kernels::{DType, Precision, Storage, activation, pool};
 
 use super::activation::Rectifier;
 use super::{
-    BackwardPass, CpuKernels, CpuLayer, Definition, DeviceDropout, DevicePass, DeviceStageTensors,
-    DeviceStep, Epilogue, ForwardPass, Image, LayerContext, OnCpu, OnGpu, Operation, PassState, PoolOp,
-    SetUp, StageTensors, Step, Transposed, WorkspaceNeeds,
+    BackwardEnd, BackwardPass, CpuKernels, CpuLayer, Definition, DeviceDropout, DevicePass,
+    DeviceStageTensors, DeviceStep, Epilogue, ForwardPass, Image, LayerContext, Neighbourhood, OnCpu, OnGpu,
+    Operation, PassState, PoolOp, SetUp, StageTensors, Step, Transposed, WorkspaceNeeds,
 };
 use crate::nets::tensors::{Role, Tensors};
 
@@ -149,16 +150,22 @@ impl<T: Storage> OnCpu<T> for Cpu {
 }
 
 /// On a GPU. Dense layers use it as a 1×1 convolution of 1×1 images.
+///
+/// Where this project's kernels compute a pass, it is one launch: the forward pass with activation, pooling and dropout,
+/// that of the gradients of weights and bias, and that of the gradient of the input, which includes the backward passes of
+/// what precedes the layer ([`Neighbourhood`]). Where a library does, the others are launches of their own.
 pub(super) struct Gpu {
     conv: conv::gpu::Conv,
     shape: ConvShape,
     weight: usize,
-    /// The dtype of the weights.
-    dtype: DType,
+    precision: Precision,
     /// [`LINEAR`] without an activation function.
     slope: f32,
     /// A fused pooling layer.
     pool: Option<PoolOp>,
+    input_gradient: bool,
+    /// Elements of f32 workspace for the gradient of the bias in a pooling layer's backward pass.
+    pool_workspace: usize,
 }
 
 impl Gpu {
@@ -171,22 +178,110 @@ impl Gpu {
     ) -> Result<Self> {
         let &SetUp { stream, max_batch, precision, options, input_gradient } = set_up;
         let slope = slope.unwrap_or(LINEAR);
+        let multiprocessors = stream.device().multiprocessors();
         Ok(Gpu {
             conv: conv::gpu::Conv::new(stream, shape, max_batch, precision, slope, input_gradient, options)?,
             shape,
             weight,
-            dtype: precision.storage(),
+            precision,
             slope,
             pool,
+            input_gradient,
+            pool_workspace: pool.map_or(0, |_| pool::cuda::workspace_len(multiprocessors, shape.filters)),
         })
+    }
+
+    /// Whether one launch is the whole backward pass, from the gradient of the output.
+    fn is_first(&self) -> bool {
+        !self.input_gradient && self.conv.is_first(self.pool.as_ref().map(|pool| &pool.shape))
+    }
+
+    /// Whether the gradient of the bias is computed with that of the weights, at no cost. Otherwise it is computed with
+    /// the backward pass of pooling, if there is pooling, or else in a launch that sums columns, perhaps with the backward
+    /// pass of the activation. Each has its own order of sums, so the layer alone decides which one is used, and not its
+    /// neighbours: at a cut they are on another rank.
+    fn has_bias_with_weights(&self) -> bool {
+        self.precision != Precision::Tf32 && self.conv.is_own(Pass::BackwardWeights)
+    }
+
+    /// Enqueues the gradients of weights and bias on `stream`. With `bias_is_done`, that of the bias has been computed.
+    fn backward_parameters(
+        &self,
+        stream: &Stream,
+        step: DeviceStep<'_>,
+        model: &DeviceDataParallel,
+        (x, dy): (View<'_>, View<'_>),
+        bias_is_done: bool,
+    ) -> Result<()> {
+        let &Gpu { ref conv, weight, .. } = self;
+        let (images, workspace) = (step.images, step.shared.workspace.view());
+        let (dw, db) = (model.gradient(weight), model.gradient(weight + 1));
+        let enqueued = match bias_is_done {
+            true => conv.backward_weights(stream, images, x, dy, dw, workspace),
+            false => conv.backward_parameters(stream, images, x, dy, dw, db, workspace),
+        };
+        Ok(enqueued?)
+    }
+
+    /// Enqueues the gradient of the input, with what the pass includes of the stages before.
+    fn backward_input(
+        &self,
+        step: DeviceStep<'_>,
+        model: &DeviceDataParallel,
+        [x, dy, dx]: [View<'_>; 3],
+        dropout: Option<DeviceDropout>,
+    ) -> Result<()> {
+        let DeviceStep { images, shared, neighbours, .. } = step;
+        let &Gpu { ref conv, weight, precision, .. } = self;
+        let w = model.parameter_as(weight, precision.storage());
+        let dropout =
+            dropout.zip(neighbours.dropout_before).map(|(key, dropout)| dropout.on_step(model, key));
+        let end = neighbours.end_before.as_ref().map(|(_, end)| end);
+        if dropout.is_none() && end.is_none() {
+            let workspace = shared.workspace.view();
+            return Ok(conv.backward_input(model.stream(), images, w, dy, dx, workspace)?);
+        }
+        let chosen = |outputs: usize| step.state_before().slice(0..outputs * images);
+        let pool = end.and_then(|end| end.pool.as_ref());
+        let before = Before {
+            activated: end.map(|end| (x, end.slope)).filter(|(_, slope)| *slope != LINEAR),
+            pool: pool.map(|pool| (&pool.shape, chosen(pool.outputs()))),
+            dropout,
+        };
+        Ok(conv.backward_input_fused(model.stream(), images, [w, dy, dx], &before)?)
+    }
+
+    /// Whether the gradients of the input and of the parameters are computed beside each other: if the former leaves a
+    /// part of the GPU idle, and needs no workspace.
+    fn is_forked(&self, model: &DeviceDataParallel, images: usize) -> bool {
+        let multiprocessors = model.stream().device().multiprocessors();
+        self.conv.is_own(Pass::BackwardInput)
+            && !conv::cuda::backward_input_fills(&self.shape, images, multiprocessors)
     }
 }
 
 impl OnGpu for Gpu {
-    fn workspace_needs(&self) -> WorkspaceNeeds {
-        let unpooled = self.pool.as_ref().map_or(0, |_| self.shape.output_len());
-        let workspace = self.conv.workspace_bytes().div_ceil(size_of::<f32>());
+    fn workspace_needs(&self, neighbours: &Neighbourhood) -> WorkspaceNeeds {
+        let is_stored = !self.conv.is_own(Pass::Forward) || !(neighbours.is_ended || self.is_first());
+        let unpooled = if self.pool.is_some() && is_stored { self.shape.output_len() } else { 0 };
+        let workspace = self.conv.workspace_bytes().div_ceil(size_of::<f32>()).max(self.pool_workspace);
         WorkspaceNeeds { workspace, unpooled, ..WorkspaceNeeds::default() }
+    }
+
+    /// None for a layer whose backward pass is one launch, and if the gradient of the bias is computed with the backward
+    /// pass of pooling.
+    fn backward_end(&self) -> Option<BackwardEnd> {
+        let end = BackwardEnd { slope: self.slope, pool: self.pool, len: self.shape.output_len() };
+        let pools_bias = self.pool.is_some() && !self.has_bias_with_weights();
+        (!self.is_first() && !pools_bias).then_some(end)
+    }
+
+    fn includes_end(&self, _: &BackwardEnd, _: bool) -> bool {
+        self.conv.is_own(Pass::BackwardInput)
+    }
+
+    fn includes_dropout(&self) -> [bool; 2] {
+        [self.conv.is_own(Pass::BackwardInput), true]
     }
 
     fn describe(&self) -> Option<String> {
@@ -204,18 +299,23 @@ impl OnGpu for Gpu {
         model: &DeviceDataParallel,
         x: View<'_>,
         y: View<'_>,
-        _: DevicePass,
+        pass: DevicePass,
     ) -> Result<()> {
-        let DeviceStep { images, shared, .. } = step;
-        let &Gpu { ref conv, shape, weight, dtype, ref pool, .. } = self;
-        let (w, b) = (model.parameter_as(weight, dtype), model.parameter(weight + 1));
+        let DeviceStep { images, shared, neighbours, .. } = step;
+        let &Gpu { ref conv, shape, weight, precision, ref pool, .. } = self;
+        let (w, b) = (model.parameter_as(weight, precision.storage()), model.parameter(weight + 1));
         let (stream, workspace) = (model.stream(), shared.workspace.view());
-        let Some(PoolOp { shape: window, .. }) = pool else {
-            return Ok(conv.forward(stream, images, x, w, b, y, workspace)?);
+        let chosen = pool.map(|_| step.state().slice(0..y.len()));
+        let dropout = match pass {
+            DevicePass::Train(Some(key)) => {
+                neighbours.dropout_behind.map(|dropout| dropout.on_step(model, key))
+            }
+            DevicePass::Train(None) | DevicePass::Eval => None,
         };
-        let raw = shared.unpooled.slice(0..shape.output_len() * images);
-        let chosen = step.state().slice(0..y.len());
-        Ok(conv.forward_pooled(stream, images, x, w, b, raw, window, y, chosen, workspace)?)
+        let after = After { pool: pool.as_ref().map(|pool| &pool.shape).zip(chosen), dropout };
+        let len = shape.output_len() * images;
+        let raw = pool.filter(|_| !conv.is_own(Pass::Forward)).map(|_| shared.unpooled.slice(0..len));
+        Ok(conv.forward_fused(stream, images, x, w, b, y, &after, raw, workspace)?)
     }
 
     fn backward(
@@ -223,32 +323,60 @@ impl OnGpu for Gpu {
         step: DeviceStep<'_>,
         model: &mut DeviceDataParallel,
         tensors: DeviceStageTensors<'_>,
-        _: Option<DeviceDropout>,
+        dropout: Option<DeviceDropout>,
     ) -> Result<()> {
-        let (DeviceStageTensors { x, y, dy, dx }, DeviceStep { images, shared, .. }) = (tensors, step);
-        let &Gpu { ref conv, shape, weight, dtype, slope, ref pool } = self;
-        let (workspace, db) = (shared.workspace.view(), model.gradient(weight + 1));
+        let (DeviceStageTensors { x, y, dy, dx }, DeviceStep { images, shared, neighbours, .. }) =
+            (tensors, step);
+        let &Gpu { ref conv, shape, weight, slope, ref pool, .. } = self;
+        let workspace = shared.workspace.view();
+        let activated = (slope != LINEAR).then_some((y, slope));
+        if self.is_first() {
+            let pool = pool.as_ref().map(|pool| (&pool.shape, step.state().slice(0..y.len())));
+            let gradient = OutputGradient { dy, activated, pool };
+            let (dw, db) = (model.gradient(weight), model.gradient(weight + 1));
+            conv.backward_first(model.stream(), images, x, &gradient, dw, db, workspace)?;
+            model.ready(weight + 1)?;
+            return model.ready(weight);
+        }
+        let with_weights = self.has_bias_with_weights();
+        let db = model.gradient(weight + 1);
+        // The gradient before activation and pooling.
         let raw = match pool {
-            Some(PoolOp { shape: window, channels }) => {
+            _ if neighbours.is_ended => dy,
+            Some(PoolOp { shape: window, .. }) => {
                 let raw = shared.unpooled.slice(0..shape.output_len() * images);
-                let (stream, chosen) = (model.stream(), step.state().slice(0..y.len()));
-                pool::cuda::backward_fused(stream, window, *channels, slope, dy, y, chosen, raw)?;
+                let chosen = step.state().slice(0..y.len());
+                let db = (!with_weights).then_some(db);
+                conv.backward_pooled(model.stream(), window, y, dy, chosen, raw, db, workspace)?;
                 raw
+            }
+            None if slope != LINEAR && with_weights => {
+                activation::cuda::backward(model.stream(), slope, y, dy)?;
+                dy
+            }
+            None if slope != LINEAR => {
+                conv.backward_activation(model.stream(), images, y, dy, db, workspace)?;
+                dy
             }
             None => dy,
         };
-        if pool.is_none() && slope != LINEAR {
-            conv.backward_activation(model.stream(), images, y, dy, db, workspace)?;
-        } else {
-            conv.backward_bias(model.stream(), images, raw, db, workspace)?;
+        let is_done = !with_weights && !neighbours.is_ended && (pool.is_some() || slope != LINEAR);
+        match dx {
+            Some(dx) if self.is_forked(model, images) => {
+                let side = &shared.side;
+                self.backward_parameters(side.fork(model.stream())?, step, model, (x, raw), is_done)?;
+                self.backward_input(step, model, [x, raw, dx], dropout)?;
+                side.join(model.stream())?;
+                model.ready(weight + 1)?;
+                model.ready(weight)
+            }
+            _ => {
+                self.backward_parameters(model.stream(), step, model, (x, raw), is_done)?;
+                // Before the gradient of the input, so that the exchange overlaps it.
+                model.ready(weight + 1)?;
+                model.ready(weight)?;
+                dx.map_or(Ok(()), |dx| self.backward_input(step, model, [x, raw, dx], dropout))
+            }
         }
-        model.ready(weight + 1)?;
-        conv.backward_weights(model.stream(), images, x, raw, model.gradient(weight), workspace)?;
-        model.ready(weight)?;
-        if let Some(dx) = dx {
-            let w = model.parameter_as(weight, dtype);
-            conv.backward_input(model.stream(), images, w, raw, dx, workspace)?;
-        }
-        Ok(())
     }
 }

@@ -69,9 +69,18 @@ impl DropoutOp {
         dropout::cpu::apply(step.threads, self.probability, &mask, key.step, values);
     }
 
-    fn apply_on_gpu(&self, model: &DeviceDataParallel, key: DeviceDropout, values: View<'_>) -> Result<()> {
+    /// The layer in the current step on a GPU.
+    pub(super) fn on_step<'a>(
+        &self,
+        model: &'a DeviceDataParallel,
+        key: DeviceDropout,
+    ) -> dropout::cuda::Dropout<'a> {
         let mask = self.mask(key.seed, key.first_sample);
-        Ok(dropout::cuda::apply(model.stream(), self.probability, &mask, model.state(), values)?)
+        dropout::cuda::Dropout { probability: self.probability, mask, state: model.state() }
+    }
+
+    fn apply_on_gpu(&self, model: &DeviceDataParallel, key: DeviceDropout, values: View<'_>) -> Result<()> {
+        Ok(dropout::cuda::apply(model.stream(), &self.on_step(model, key), values)?)
     }
 }
 
@@ -115,27 +124,36 @@ impl<T: Storage> OnCpu<T> for DropoutOp {
 }
 
 impl OnGpu for DropoutOp {
+    fn as_dropout(&self) -> Option<DropoutOp> {
+        Some(*self)
+    }
+
     fn forward(
         &self,
-        _: DeviceStep<'_>,
+        step: DeviceStep<'_>,
         model: &DeviceDataParallel,
         _: View<'_>,
         y: View<'_>,
         pass: DevicePass,
     ) -> Result<()> {
         match pass {
-            DevicePass::Train(Some(key)) => self.apply_on_gpu(model, key, y),
-            DevicePass::Train(None) | DevicePass::Eval => Ok(()),
+            DevicePass::Train(Some(key)) if !step.neighbours.is_included[0] => {
+                self.apply_on_gpu(model, key, y)
+            }
+            DevicePass::Train(_) | DevicePass::Eval => Ok(()),
         }
     }
 
     fn backward(
         &self,
-        _: DeviceStep<'_>,
+        step: DeviceStep<'_>,
         model: &mut DeviceDataParallel,
         tensors: DeviceStageTensors<'_>,
         dropout: Option<DeviceDropout>,
     ) -> Result<()> {
-        dropout.map_or(Ok(()), |key| self.apply_on_gpu(model, key, tensors.dy))
+        match dropout {
+            Some(key) if !step.neighbours.is_included[1] => self.apply_on_gpu(model, key, tensors.dy),
+            _ => Ok(()),
+        }
     }
 }

@@ -54,8 +54,14 @@ impl DeviceDataParallel {
         if self.is_updated_on_host() {
             return Ok(());
         }
+        let is_last = index + 1 == self.buckets.len();
         if self.config.parallel.reducer.check_finite {
-            self.find_non_finite(index)?;
+            // A single rank exchanges nothing, so it checks all buckets in one launch.
+            match self.comm.uses_nccl() {
+                true => self.find_non_finite(self.buckets[index].parts.clone())?,
+                false if is_last => self.find_non_finite(self.all_parts())?,
+                false => {}
+            }
         }
         let bucket = &self.buckets[index];
         if !self.comm.uses_nccl() {
@@ -65,7 +71,7 @@ impl DeviceDataParallel {
         self.compute.record(&bucket.written)?;
         self.exchange.wait_for(&bucket.written)?;
         // The mark of non-finite gradients is reduced together with the last bucket.
-        let with_mark = self.config.parallel.reducer.check_finite && index + 1 == self.buckets.len();
+        let with_mark = self.config.parallel.reducer.check_finite && is_last;
         let begin = self.begin_span_on(&self.exchange)?;
         if self.is_invariant() {
             self.sum_invariant(bucket, &self.exchange)?;

@@ -134,10 +134,14 @@ impl DeviceDataParallel {
         self.number(StepState::NON_FINITE, DType::I64)
     }
 
-    /// Checks this rank's own gradients of a bucket.
-    pub(super) fn find_non_finite(&self, index: usize) -> Result<()> {
-        let (parts, mark) =
-            (self.guard.parts.slice(self.buckets[index].parts.clone()), mark(self.rank(), self.ranks()));
+    /// The range of all buckets in the table of what is checked.
+    pub(super) fn all_parts(&self) -> Range<usize> {
+        0..self.guard.parts.len()
+    }
+
+    /// Checks this rank's own gradients of a range of the table of what is checked.
+    pub(super) fn find_non_finite(&self, parts: Range<usize>) -> Result<()> {
+        let (parts, mark) = (self.guard.parts.slice(parts), mark(self.rank(), self.ranks()));
         let gradients = self.gradients.view();
         Ok(digest::find_non_finite(
             &self.compute,

@@ -1,0 +1,192 @@
+//! Convolutions of images with one channel on a GPU: the launches of `conv_first.cu`.
+//!
+//! The backward pass takes the gradient of the layer's output as it is, pooled and after the activation, and computes
+//! the gradients of weights and bias from it in one launch.
+
+use crate::cuda::elements::{check, count, run};
+use crate::cuda::{Arg, Grid, Result, Source, Stream, View};
+use crate::dropout::cuda::Parameters;
+use crate::pool::PoolShape;
+use crate::{DType, Precision};
+
+use super::ConvShape;
+use super::cuda::{LINEAR, WeightSums, Workspace};
+use super::fused::After;
+use super::partition::Bands;
+
+/// The kernels for images of one channel.
+pub static SOURCE: Source = Source { name: "conv_first", text: include_str!("conv_first.cu") };
+
+/// `struct OneChannel` of the kernels.
+#[derive(Clone, Copy, bytemuck::NoUninit)]
+#[repr(C)]
+struct OneChannel {
+    images: u32,
+    height: u32,
+    width: u32,
+    filters: u32,
+    out_height: u32,
+    out_width: u32,
+    pad: u32,
+    rows: u32,
+    bands: u32,
+    slope: f32,
+    pooled_height: u32,
+    pooled_width: u32,
+}
+
+impl OneChannel {
+    #[track_caller]
+    fn new(shape: &ConvShape, images: usize, bands: &Bands, slope: f32, pool: Option<&PoolShape>) -> Self {
+        count(images * shape.height * shape.width);
+        OneChannel {
+            images: count(images),
+            height: count(shape.height),
+            width: count(shape.width),
+            filters: count(shape.filters),
+            out_height: count(shape.out_height()),
+            out_width: count(shape.out_width()),
+            pad: count(shape.pad()),
+            rows: count(bands.rows),
+            bands: count(bands.count),
+            slope,
+            pooled_height: pool.map_or(0, |pool| count(pool.out_height())),
+            pooled_width: pool.map_or(0, |pool| count(pool.out_width())),
+        }
+    }
+}
+
+/// `struct FirstDropout` of the kernels.
+#[derive(Clone, Copy, bytemuck::NoUninit)]
+#[repr(C)]
+struct Dropped {
+    state: u64,
+    mask: Parameters,
+}
+
+/// The bands of a layer with or without pooling; `None` if there are no such kernels for it.
+pub(super) fn bands(shape: &ConvShape, images: usize, pool: Option<&PoolShape>) -> Option<Bands> {
+    Bands::new(shape, images, pool.map(PoolShape::out_height))
+}
+
+/// The kernel of `pass`, and its grid for all filters if `blocks` blocks share the bands.
+fn kernel(
+    pass: &str,
+    pool: Option<&PoolShape>,
+    shape: &ConvShape,
+    precision: Precision,
+    blocks: usize,
+) -> (String, Grid) {
+    let (filters, of_block) = match shape.filters {
+        0..=8 => ("few", 8),
+        9..=32 => ("x1", 32),
+        _ => ("x2", 64),
+    };
+    let pooled = if pool.is_some() { "_pooled" } else { "" };
+    let name = format!("conv_first_{pass}{pooled}_{}_k{}_{filters}", precision.storage(), shape.kernel);
+    let groups = count(shape.filters.div_ceil(of_block));
+    (name, Grid { blocks: [count(blocks), groups, 1], threads: 256, shared: 0 })
+}
+
+/// As [`super::cuda::forward_fused`], whose arguments it expects to be checked. The bands are [those](bands) of the layer.
+#[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
+pub(super) fn forward(
+    stream: &Stream,
+    shape: &ConvShape,
+    images: usize,
+    precision: Precision,
+    [x, weights, bias, y]: [View<'_>; 4],
+    slope: f32,
+    after: &After<'_>,
+    bands: &Bands,
+) -> Result<()> {
+    let blocks = bands.count.min(4 * stream.device().multiprocessors() as usize);
+    let (pool, chosen) = after.pool.unzip();
+    let (name, grid) = kernel("forward", pool, shape, precision, blocks);
+    let dropped = Dropped {
+        state: after.dropout.map_or(0, |dropout| dropout.state.address()),
+        mask: after.dropout.map_or_else(Parameters::default, |dropout| dropout.parameters(y.len())),
+    };
+    let extents = OneChannel::new(shape, images, bands, slope, pool);
+    let arguments = [
+        x.into(),
+        weights.into(),
+        bias.into(),
+        y.into(),
+        chosen.into(),
+        Arg::of(&extents),
+        Arg::of(&dropped),
+    ];
+    // SAFETY: the views have the lengths that the extents say, and bands lie within the images.
+    unsafe { run(stream, &SOURCE, &name, grid, &arguments) }
+}
+
+/// The gradient of a layer's output.
+#[derive(Debug, Clone, Copy)]
+pub struct OutputGradient<'a> {
+    /// That of the pooled output, if there is pooling.
+    pub dy: View<'a>,
+    /// The output, and the slope of the activation for negative values; `None` if `dy` is that before the activation.
+    pub activated: Option<(View<'a>, f32)>,
+    /// The pooling layer, and the positions that it has chosen.
+    pub pool: Option<(&'a PoolShape, View<'a>)>,
+}
+
+/// True if [`backward`] computes the gradients of a layer with such a pooling layer after it.
+pub fn is_supported(shape: &ConvShape, pool: Option<&PoolShape>) -> bool {
+    bands(shape, 1, pool).is_some()
+}
+
+/// Overwrites `dw` \[F, K, K\] and `db` \[F\], both f32, with the gradients of weights and bias, summed over all
+/// images, in one launch. The workspace is that of [`super::cuda::backward_weights`].
+///
+/// # Errors
+/// As all [kernels](super::cuda).
+///
+/// # Panics
+/// As all kernels, and if the layer is [not supported](is_supported).
+#[track_caller]
+#[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
+pub fn backward(
+    stream: &Stream,
+    shape: &ConvShape,
+    images: usize,
+    precision: Precision,
+    x: View<'_>,
+    gradient: &OutputGradient<'_>,
+    workspace: &Workspace<'_>,
+    dw: View<'_>,
+    db: Option<View<'_>>,
+) -> Result<()> {
+    shape.check();
+    let dtype = precision.storage();
+    let &OutputGradient { dy, activated, pool } = gradient;
+    let after = After { pool, dropout: None };
+    let len = after.pixels(shape, images) * shape.filters;
+    after.check(shape, len);
+    check("a convolution's input", x, dtype, images * shape.input_len());
+    check("the gradient of a convolution's output", dy, dtype, len);
+    check("the gradient of a convolution's weights", dw, DType::F32, shape.weights_len());
+    if let Some(db) = db {
+        check("the gradient of a convolution's bias", db, DType::F32, shape.filters);
+    }
+    if let Some((y, _)) = activated {
+        check("a convolution's output", y, dtype, len);
+    }
+    if images == 0 {
+        stream.zero(dw)?;
+        return db.map_or(Ok(()), |db| stream.zero(db));
+    }
+    let (pool, chosen) = pool.unzip();
+    let bands = bands(shape, images, pool).expect("a layer with one channel");
+    let slices = bands.slices();
+    let (name, grid) = kernel("backward", pool, shape, precision, slices.count);
+    let sums = WeightSums::new(workspace, slices.count, grid.blocks[1] as usize, dw, db, shape.filters);
+    let slope = activated.map_or(LINEAR, |(_, slope)| slope);
+    let extents = OneChannel::new(shape, images, &bands, slope, pool);
+    let y = activated.map(|(y, _)| y);
+    let sums = sums.argument(slices.count, dw, shape.filters);
+    let arguments = [x.into(), y.into(), dy.into(), chosen.into(), sums, Arg::of(&extents)];
+    // SAFETY: the views have the lengths that the extents say, and the workspace has the sums of every block.
+    unsafe { run(stream, &SOURCE, &name, grid, &arguments) }
+}

@@ -1,0 +1,251 @@
+// Where the results of the matrix products go, and what is computed on the way: bias, activation, pooling and dropout
+// after a layer in the forward pass, those before it in the backward pass. Included after extents.cuh.
+//
+// A result receives units of four rows and four columns. Every step rounds to the type of the activations, as when the
+// operations are launched one by one, so the bits are the same.
+
+// Four values side by side, of which `known` lie in the matrix.
+template <class T, bool VECTOR>
+__device__ inline void store_four(T* to, const T values[4], u32 known) {
+    if constexpr (VECTOR) {
+        store_pack<4>(to, Pack<T, 4>{{values[0], values[1], values[2], values[3]}});
+    } else {
+#pragma unroll
+        for (u32 e = 0; e < 4; e++) {
+            if (e < known) to[e] = values[e];
+        }
+    }
+}
+
+template <class T, bool VECTOR>
+__device__ inline void load_four(const T* from, T values[4], u32 known) {
+    if constexpr (VECTOR) {
+        const Pack<T, 4> pack = load_pack<4>(from);
+#pragma unroll
+        for (u32 e = 0; e < 4; e++) values[e] = pack.at[e];
+    } else {
+#pragma unroll
+        for (u32 e = 0; e < 4; e++) values[e] = e < known ? from[e] : T{};
+    }
+}
+
+// Dropout of four neighbours in memory, from index `at` on.
+template <class T>
+__device__ inline void drop_four(const DropoutMask& mask, const StepState* state, u32 at, T values[4], u32 known) {
+    const u64 base = mask.base(state);
+    u64 element = mask.element(at);
+    for (u32 e = 0; e < 4; e++) {
+        if (e < known) values[e] = mask.apply(base, element, values[e]);
+        // The next one may be of another position.
+        element = mask.channels % 4 == 0 && at % 4 == 0 ? element + mask.plane : mask.element(at + e + 1);
+    }
+}
+
+// ---- The forward pass ----
+
+// What follows the activation.
+struct After {
+    u8* chosen;              // receives the positions of the maxima; null without pooling
+    const StepState* state;  // null without dropout
+    ImageExtents pooled;     // the extents of the output, if it is pooled
+    DropoutMask mask;
+};
+
+// Rows are output pixels, or with pooling those of one window after another.
+template <class T, bool VECTOR>
+struct ForwardResult {
+    T* y;
+    const f32* bias;
+    const Convolution& shape;
+    const After& after;
+    u32 first_row, first_column;
+
+    __device__ void unit(u32 down, u32 across, const f32 values[4][4]) const {
+        const u32 row = first_row + down, column = first_column + across, columns = shape.output.channels;
+        const u32 rows = after.chosen ? 4 * after.pooled.pixels : shape.output.pixels;
+        if (row >= rows || column >= columns) return;
+        const u32 known = VECTOR ? 4 : least(4u, columns - column);
+        T activated[4][4];
+#pragma unroll
+        for (u32 e = 0; e < 4; e++) {
+            const f32 shift = e < known ? bias[column + e] : 0.0f;
+#pragma unroll
+            for (u32 r = 0; r < 4; r++) activated[r][e] = from_f32<T>(rectify(values[r][e] + shift, shape.slope));
+        }
+        if (after.chosen) {
+            pool(row / 4, column, known, activated);
+            return;
+        }
+#pragma unroll
+        for (u32 r = 0; r < 4; r++) {
+            if (row + r < rows) store((row + r) * columns + column, activated[r], known);
+        }
+    }
+
+    // The maximum of a window, which is the first of equal values.
+    __device__ void pool(u32 window, u32 column, u32 known, const T values[4][4]) const {
+        u32 i, j;
+        after.pooled.place(window, i, j);
+        const bool right = 2 * j + 1 < shape.output.width, below = 2 * i + 1 < shape.output.height;
+        T best[4];
+        u8 places[4];
+#pragma unroll
+        for (u32 e = 0; e < 4; e++) {
+            best[e] = values[0][e], places[e] = 0;
+#pragma unroll
+            for (u32 r = 1; r < 4; r++) {
+                const bool inside = (r % 2 == 0 || right) && (r / 2 == 0 || below);
+                if (inside && to_f32(values[r][e]) > to_f32(best[e])) best[e] = values[r][e], places[e] = (u8)r;
+            }
+        }
+        const u32 at = window * shape.output.channels + column;
+        store_four<u8, VECTOR>(after.chosen + at, places, known);
+        store(at, best, known);
+    }
+
+    __device__ void store(u32 at, T values[4], u32 known) const {
+        if (after.state) drop_four(after.mask, after.state, at, values, known);
+        store_four<T, VECTOR>(y + at, values, known);
+    }
+};
+
+// ---- The gradient of the input ----
+
+// What precedes the layer: its input is the output `y` of an activation, perhaps pooled and dropped out. The gradient
+// is then that before the activation, with zeros for pixels that were not chosen.
+struct Before {
+    const void* y;           // null if the gradient is not wanted before the activation
+    const u8* chosen;        // null without pooling
+    const StepState* state;  // null without dropout
+    u32 channels, height, width;   // of the input as images
+    u32 unpooled_height, unpooled_width;
+    f32 slope;
+    DropoutMask mask;
+};
+
+template <class T, bool VECTOR>
+struct InputResult {
+    T* dx;
+    u32 rows, columns;
+    const Before& before;
+    u32 first_row, first_column;
+
+    __device__ void unit(u32 down, u32 across, const f32 values[4][4]) const {
+        const u32 row = first_row + down, column = first_column + across;
+        if (column >= columns) return;
+        const u32 known = VECTOR ? 4 : least(4u, columns - column);
+        // Not unrolled, because this is long.
+#pragma unroll 1
+        for (u32 r = 0; r < 4 && row + r < rows; r++) {
+            T gradient[4];
+#pragma unroll
+            for (u32 e = 0; e < 4; e++) {
+                // An index that is known at compile time keeps the values in registers.
+                const f32 value = r == 0 ? values[0][e] : r == 1 ? values[1][e] : r == 2 ? values[2][e] : values[3][e];
+                gradient[e] = from_f32<T>(value);
+            }
+            finish((row + r) * columns + column, gradient, known);
+        }
+    }
+
+    __device__ void finish(u32 at, T gradient[4], u32 known) const {
+        if (before.state) drop_four(before.mask, before.state, at, gradient, known);
+        if (before.y) {
+            T y[4];
+            load_four<T, VECTOR>((const T*)before.y + at, y, known);
+#pragma unroll
+            for (u32 e = 0; e < 4; e++) gradient[e] = rectify_gradient(y[e], gradient[e], before.slope);
+        }
+        if (!before.chosen) {
+            store_four<T, VECTOR>(dx + at, gradient, known);
+            return;
+        }
+        u8 places[4];
+        load_four<u8, VECTOR>(before.chosen + at, places, known);
+        if (VECTOR && before.channels % 4 == 0) {
+            unpool<true>(at, gradient, places, 4);
+        } else {
+#pragma unroll
+            for (u32 e = 0; e < 4; e++) {
+                if (e < known) unpool<false>(at + e, gradient + e, places + e, 1);
+            }
+        }
+    }
+
+    // Writes the window of an output of the pooling layer, or those of four neighbouring channels, with the pixels that
+    // an odd extent leaves over.
+    template <bool WIDE>
+    __device__ void unpool(u32 at, const T* gradient, const u8* places, u32 known) const {
+        const u32 pixel = at / before.channels, channel = at % before.channels;
+        const u32 j = pixel % before.width, line = pixel / before.width;
+        const u32 i = line % before.height, image = line / before.height;
+        const u32 bottom = i + 1 == before.height ? before.unpooled_height : 2 * i + 2;
+        const u32 right = j + 1 == before.width ? before.unpooled_width : 2 * j + 2;
+        for (u32 y = 2 * i; y < bottom; y++) {
+            for (u32 x = 2 * j; x < right; x++) {
+                const u32 v = x - 2 * j, place = v < 2 ? 2 * (y - 2 * i) + v : 4;
+                T* to = dx + (((u64)image * before.unpooled_height + y) * before.unpooled_width + x) * before.channels;
+                T part[4];
+#pragma unroll
+                for (u32 e = 0; e < (WIDE ? 4 : 1); e++) part[e] = places[e] == place ? gradient[e] : from_f32<T>(0.0f);
+                if constexpr (WIDE) {
+                    store_four<T, true>(to + channel, part, known);
+                } else {
+                    to[channel] = part[0];
+                }
+            }
+        }
+    }
+};
+
+// ---- The gradients of weights and bias ----
+
+// The sums of a slice are those of all weights, then those of the biases.
+struct WeightSums {
+    f32* slices;   // if there are several
+    f32* weights;
+    f32* bias;     // null if it is not wanted
+    u32* counters;
+};
+
+template <bool VECTOR>
+struct WeightsResult {
+    f32* weights;
+    u32 rows, columns;
+    u32 first_row, first_column;
+
+    __device__ void unit(u32 down, u32 across, const f32 values[4][4]) const {
+        const u32 row = first_row + down, column = first_column + across;
+        if (column >= columns) return;
+#pragma unroll
+        for (u32 r = 0; r < 4; r++) {
+            f32* to = weights + ((u64)(row + r) * columns + column);
+            if (row + r < rows) store_four<f32, VECTOR>(to, values[r], columns - column);
+        }
+    }
+
+    // Writes a unit of the sum of `count` slices, from `from` on. One block does this, so many loads are in flight.
+    __device__ void add(u32 down, u32 across, const f32* from, u64 stride, u32 count) const {
+        const u32 row = first_row + down, column = first_column + across;
+        if (row >= rows || column >= columns) return;
+        f32 sums[4][4] = {};
+#pragma unroll 2
+        for (u32 i = 0; i < count; i++, from += stride) {
+#pragma unroll
+            for (u32 r = 0; r < 4; r++) {
+                // Beyond the last row or column another value is read, and not used.
+                const f32* line = from + (u64)least(row + r, rows - 1) * columns;
+                f32 values[4];
+                if constexpr (VECTOR) {
+                    fresh_four(line + column, values);
+                } else {
+#pragma unroll
+                    for (u32 e = 0; e < 4; e++) values[e] = fresh(line + least(column + e, columns - 1));
+                }
+#pragma unroll
+                for (u32 e = 0; e < 4; e++) sums[r][e] += values[e];
+            }
+        }
+        unit(down, across, sums);
+    }
+};
