@@ -54,6 +54,17 @@ def doctor(s):
     s.write()
 
 
+def trial(s):
+    """`mgpurun doctor --test`: shared memory, copies, peer access and NCCL of this machine, with figures."""
+    run = s.run("doctor --test", [s.program("mgpurun"), "doctor", "--test", "--json"], limit=30)
+    report = (run or {}).get("result") or {}
+    if run:
+        # The other sections are those of `doctor`, with paths.
+        tests = [section for section in report.get("sections", []) if section["title"].startswith("Test ")]
+        run["result"] = {"verdict": report.get("verdict"), "tests": tests}
+        s.write()
+
+
 def kernels(s, name, command, limit):
     path = os.path.join(s.scratch, "kernels.json")
     if os.path.exists(path):
@@ -125,6 +136,7 @@ def golden(s, net, precision, choice):
 
 def part_a(s):
     yield Item("doctor", "doctor, libraries", 25, doctor, required=True)
+    yield Item("doctor", "doctor --test", 20, trial)
     yield Item("kernels", "quick, memcheck", 90, memcheck)
     yield Item("kernels", "all", 90, all_kernels, required=True)
     yield Item("accuracy", "conv6", 15, lambda s: accuracy(s, "conv6", 0.989, "--epochs", 10, "--batch", 1024),

@@ -9,6 +9,7 @@ use candle_core::{DType, Device};
 use candle_nn::{VarBuilder, VarMap};
 use clap::Parser;
 use mgpu::optimizer::{Adam, OptimizerConfig, Rule};
+use mgpu::protocol::EXIT_STOPPED;
 use mgpu::{ReduceOp, Sampler, World};
 use mgpu::{SamplerConfig, evaluation_shard};
 use mgpu_candle::{Classifier, Replica};
@@ -44,7 +45,7 @@ struct Args {
 
 fn main() -> ExitCode {
     match run(&Args::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(error) => {
             // If standard error fails too, there is nowhere to report it.
             let _ = writeln!(io::stderr(), "mgpu-candle: {error}");
@@ -53,7 +54,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(args: &Args) -> Result<(), Box<dyn Error>> {
+fn run(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
     let mut world = World::from_env()?;
     let (rank, ranks, threads) = (world.rank(), world.size(), world.thread_share());
     // candle computes on rayon's threads: use this rank's share of the cores, not all of them.
@@ -79,6 +80,13 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         if step == WARM_UP {
             start = Instant::now();
         }
+        // All ranks stop after the same step. A longer training would save a checkpoint here.
+        if world.stop_requested()? {
+            if rank == 0 {
+                writeln!(io::stdout(), "stopped on request after step {step}")?;
+            }
+            return Ok(ExitCode::from(EXIT_STOPPED));
+        }
         world.report_step(step as u64 + 1);
         let (epoch, batch) = (step / sampler.steps_per_epoch(), step % sampler.steps_per_epoch());
         let (loss, _) = classifier.loss(&train, sampler.batch(epoch as u64, batch))?;
@@ -102,7 +110,7 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         writeln!(stdout, "{} steps: {images_per_s:.0} images/s; test {accuracy:.2}%", args.steps)?;
         writeln!(stdout, "weights {weights:016x} on all ranks")?;
     }
-    Ok(())
+    Ok(ExitCode::SUCCESS)
 }
 
 fn generate(seed: u64, split: Split, count: usize) -> Dataset {
