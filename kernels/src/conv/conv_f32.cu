@@ -33,6 +33,6 @@ KERNEL_BOUNDS(conv_backward_weights_f32_large, LARGE) BACKWARD_WEIGHTS(f32) {
 KERNEL_BOUNDS(conv_backward_weights_f32_small, SMALL) BACKWARD_WEIGHTS(f32) {
     backward_weights<f32, PlainProduct, Small, true>(x, dy, shape, sums);
 }
-KERNEL_BLOCKS(conv_backward_weights_f32_scalar, SMALL, 4) BACKWARD_WEIGHTS(f32) {
+KERNEL_BLOCKS(conv_backward_weights_f32_scalar, SMALL, 3) BACKWARD_WEIGHTS(f32) {
     backward_weights<f32, PlainProduct, Small, false>(x, dy, shape, sums);
 }

@@ -35,6 +35,9 @@ const REMOTE_FROM: usize = 4 << 20;
 /// Bytes of all peers that are reduced at once, so that they are still in the second-level cache.
 const BLOCK_BYTES: usize = 256 << 10;
 
+/// Instead of the address of a buffer that peers cannot read.
+const UNREADABLE: u64 = 0;
+
 /// Where a rank's private memory is, for its peers.
 #[derive(Default)]
 #[repr(C, align(128))]
@@ -45,7 +48,7 @@ pub(super) struct PrivateMemory {
     /// A random number, and the address where the process has it, too.
     nonce: AtomicU64,
     nonce_at: AtomicU64,
-    /// The buffers of the current operation and of the one before.
+    /// The buffers of the current operation and of the one before: addresses, or [`UNREADABLE`].
     buffers: [AtomicU64; 2],
 }
 
@@ -56,12 +59,27 @@ impl PrivateMemory {
 }
 
 impl CpuTransport {
-    /// Whether an operation on `bytes` bytes of each rank reads them in its peers' memory. The first time this tries whether
-    /// all ranks can; all ranks get the same answer.
-    pub(super) fn reads_peers(&mut self, bytes: usize, call: &Signature) -> Result<bool> {
-        if bytes < REMOTE_FROM {
-            return Ok(false);
+    /// Arrives at an operation that reads its peers' buffers: returns the addresses of all of them. None, on all ranks, if
+    /// the operation has to go through staging memory: the buffer is small, or a rank cannot be read.
+    pub(super) fn enter_remote(&mut self, buffer: &Buffer, call: &Signature) -> Result<Option<Addresses>> {
+        if call.bytes() < REMOTE_FROM || !self.reads_peers(call)? {
+            return Ok(None);
         }
+        let address = buffer.address() as usize;
+        // The kernel reads no memory of devices for other processes, as pinned memory of a GPU's driver can be.
+        let mut byte = [0];
+        let mut is_readable = |at: usize| read_process(Pid::this(), at, &mut byte).is_ok();
+        let is_readable = is_readable(address) && is_readable(address + call.bytes() - 1);
+        let own = self.region.lines(self.rank).memory.buffer(self.next_sequence());
+        own.store(if is_readable { address as u64 } else { UNREADABLE }, Ordering::Relaxed);
+        self.enter(call)?;
+        let address = |rank| self.region.lines(rank).memory.buffer(self.sequence).load(Ordering::Relaxed);
+        let all = (0..self.size).map(address);
+        Ok(all.clone().all(|address| address != UNREADABLE).then(|| all.map(|at| at as *mut u8).collect()))
+    }
+
+    /// Whether all ranks can read the memory of all others. The first time they try it, and all get the same answer.
+    fn reads_peers(&mut self, call: &Signature) -> Result<bool> {
         if let Some(known) = self.reads_peers {
             return Ok(known);
         }
@@ -95,16 +113,6 @@ impl CpuTransport {
     fn read(&self, peer: u32, address: usize, into: &mut [u8]) -> nix::Result<()> {
         let process = self.region.lines(peer).memory.process.load(Ordering::Relaxed);
         read_process(Pid::from_raw(process as i32), address, into)
-    }
-
-    /// Arrives at the next operation; returns the addresses of all ranks' buffers.
-    fn enter_with_address(&mut self, buffer: &Buffer, call: &Signature) -> Result<Addresses> {
-        let own = self.region.lines(self.rank).memory.buffer(self.next_sequence());
-        own.store(buffer.address() as u64, Ordering::Relaxed);
-        self.enter(call)?;
-        let address =
-            |rank| self.region.lines(rank).memory.buffer(self.sequence).load(Ordering::Relaxed) as *mut u8;
-        Ok((0..self.size).map(address).collect())
     }
 
     /// Copies `bytes` bytes of `peer` from `address` to `to`.
@@ -199,14 +207,14 @@ impl CpuTransport {
     pub(super) fn remote_all_reduce(
         &mut self,
         buffer: &Buffer,
+        all: &Addresses,
         op: ReduceOp,
         call: &Signature,
     ) -> Result<()> {
-        let all = self.enter_with_address(buffer, call)?;
         let element = call.dtype.size();
         let parts = Parts::equal(call.len, self.size, element);
         let part = |rank: u32| (parts.part(rank).start * element, parts.part(rank).len());
-        self.reduce_remote(&all, part(self.rank), op, call)?;
+        self.reduce_remote(all, part(self.rank), op, call)?;
         self.end_phase(1, call)?;
         for peer in self.peers() {
             let (at, len) = part(peer);
@@ -222,12 +230,11 @@ impl CpuTransport {
     #[inline(never)]
     pub(super) fn remote_reduce_scatter(
         &mut self,
-        buffer: &Buffer,
+        all: &Addresses,
         op: ReduceOp,
         call: &Signature,
     ) -> Result<()> {
-        let all = self.enter_with_address(buffer, call)?;
-        self.reduce_remote(&all, self.shard(self.rank, call), op, call)?;
+        self.reduce_remote(all, self.shard(self.rank, call), op, call)?;
         self.end_phase(1, call)?;
         self.streamed = self.streamed.wrapping_add(1);
         Ok(())
@@ -237,10 +244,10 @@ impl CpuTransport {
     pub(super) fn remote_all_gather(
         &mut self,
         buffer: &Buffer,
+        all: &Addresses,
         shares: Partition<'_>,
         call: &Signature,
     ) -> Result<()> {
-        let all = self.enter_with_address(buffer, call)?;
         let element = call.dtype.size();
         for peer in self.peers() {
             let (at, bytes) = (shares.range(peer).start * element, shares.range(peer).len() * element);
@@ -272,7 +279,62 @@ fn read_process(process: Pid, address: usize, into: &mut [u8]) -> nix::Result<()
 
 #[cfg(test)]
 mod tests {
+    use std::ffi::c_void;
+    use std::num::NonZeroUsize;
+    use std::os::fd::{FromRawFd, OwnedFd};
+    use std::ptr::NonNull;
+
+    use nix::libc::{SYS_memfd_secret, syscall};
+    use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
+    use nix::unistd::ftruncate;
+
     use super::*;
+    use crate::World;
+
+    /// Memory that the kernel reads for nobody else, as that of a device. None if the machine does not give it.
+    fn unreadable_memory(bytes: usize) -> Option<NonNull<c_void>> {
+        // SAFETY: the call has no memory arguments; the result is checked.
+        let file = unsafe { syscall(SYS_memfd_secret, 0) };
+        // SAFETY: a new descriptor, which is ours.
+        let file = (file >= 0).then(|| unsafe { OwnedFd::from_raw_fd(file as i32) })?;
+        ftruncate(&file, bytes as i64).ok()?;
+        let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        // SAFETY: a new mapping, at an address that the kernel chooses.
+        unsafe { mmap(None, NonZeroUsize::new(bytes)?, protection, MapFlags::MAP_SHARED, &file, 0) }.ok()
+    }
+
+    #[test]
+    fn memory_that_peers_cannot_read_goes_through_staging() {
+        let Some(memory) = unreadable_memory(REMOTE_FROM) else {
+            println!("skipped: no memfd_secret, or a limit on locked memory");
+            return;
+        };
+        let len = REMOTE_FROM / 4;
+        // SAFETY: the mapping has this many bytes, all zero, is released at the end, and is used by one rank at a time.
+        let hidden = unsafe { std::slice::from_raw_parts_mut(memory.as_ptr().cast::<f32>(), len) };
+        let mut hidden = Some(hidden);
+        std::thread::scope(|scope| {
+            for mut world in World::threads(2).unwrap() {
+                let hidden = if world.rank() == 1 { hidden.take() } else { None };
+                scope.spawn(move || {
+                    let mut comm = world.communicator().unwrap();
+                    let mut own = vec![0.0; len];
+                    let values = hidden.unwrap_or(&mut own);
+                    for turn in 1..4 {
+                        values.fill(comm.rank() as f32 + turn as f32);
+                        comm.all_reduce_slice(values, ReduceOp::Sum).unwrap();
+                        assert!(values.iter().all(|value| *value == 1.0 + 2.0 * turn as f32));
+                        // Both ranks can read this.
+                        let mut readable = vec![1.0f32; len];
+                        comm.all_reduce_slice(&mut readable, ReduceOp::Sum).unwrap();
+                        assert!(readable.iter().all(|value| *value == 2.0));
+                    }
+                });
+            }
+        });
+        // SAFETY: the mapping above; nobody uses it any more.
+        unsafe { munmap(memory, REMOTE_FROM).unwrap() };
+    }
 
     #[test]
     fn what_cannot_be_read_is_an_error() {

@@ -100,8 +100,9 @@ impl CpuTransport {
         op: ReduceOp,
         call: &Signature,
     ) -> Result<()> {
-        if self.reads_peers(call.bytes(), call)? {
-            return self.remote_all_reduce(buffer, op, &call.with_path(Path::Remote));
+        let remote = call.with_path(Path::Remote);
+        if let Some(all) = self.enter_remote(buffer, &remote)? {
+            return self.remote_all_reduce(buffer, &all, op, &remote);
         }
         if self.size == 2 {
             self.exchange_and_reduce(buffer, op, call)
@@ -207,8 +208,9 @@ impl CpuTransport {
         op: ReduceOp,
         call: &Signature,
     ) -> Result<()> {
-        if self.reads_peers(call.bytes(), call)? {
-            return self.remote_reduce_scatter(buffer, op, &call.with_path(Path::Remote));
+        let remote = call.with_path(Path::Remote);
+        if let Some(all) = self.enter_remote(buffer, &remote)? {
+            return self.remote_reduce_scatter(&all, op, &remote);
         }
         let element = call.dtype.size();
         let piece = self.piece_bytes();
@@ -242,8 +244,11 @@ impl CpuTransport {
         root: Option<u32>,
         call: &Signature,
     ) -> Result<()> {
-        if root.is_none() && self.reads_peers(call.bytes(), call)? {
-            return self.remote_all_gather(buffer, shares, &call.with_path(Path::Remote));
+        let remote = call.with_path(Path::Remote);
+        if root.is_none()
+            && let Some(all) = self.enter_remote(buffer, &remote)?
+        {
+            return self.remote_all_gather(buffer, &all, shares, &remote);
         }
         let element = call.dtype.size();
         let blocks = Blocks { len: shares.longest(), most: self.block_bytes() / element };
