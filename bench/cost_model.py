@@ -18,11 +18,18 @@ A token bucket filter, which gives a link its rate, lets a bucket of bytes pass 
 on the way of the first block of a chain the first H hops, over links that were idle, are shorter by a bucket each, and the pauses at the
 end of a direct exchange are, too. `bucket` is 0 for links of cables.
 
-mgpurun takes the first for up to 16 KiB, the third if each host has one rank, and the second otherwise. All of them begin with the
-arrival of all ranks, A = α + (n−1)·o.
+All of them begin with the arrival of all ranks. The first rank of a host sends the arrivals of its host to those of the other hosts in
+one message; with more than three hosts, messages are passed on in ⌈log₂ H⌉ steps. What differs from rank to rank is exchanged by all
+ranks instead:
 
-**Raw.** A small payload goes from every rank to every other one with the arrival: A + L²·(H−1)·S·β + n·S·γ. A host sends L ranks'
-payloads to each of the (H−1)·L ranks elsewhere.
+    A = α + (H−1)·o, with more than three hosts ⌈log₂ H⌉·(α + o)        E = α + (n−1)·o
+
+mgpurun takes the first for up to 16 KiB, and the chain beyond if hosts have several ranks; if each has one, shards up to 16 KiB each, or
+256 KiB in all, and the direct exchange beyond.
+
+**Raw.** A small payload goes to every rank with the arrival: A + L·(H−1)·S·β + n·S·γ.
+
+**Shards.** Each rank gets the contributions to its shard with the arrivals, and sends the result to all: 2·E + 2·(H−1)/H·S·β + S·γ.
 
 **Chain.** Rank l of each host owns part l, S/L bytes, in blocks of b bytes. A block visits the hosts in order; each adds its L ranks'
 contributions; the last host's result goes back along the chain. The L chains of a host work at the same time, and their blocks pass its
@@ -44,7 +51,7 @@ results leave when the contributions of the slowest stream have come. TCP does n
 is the idle time if one stream is behind by a piece for each of the H − 2 other hosts. A turn takes (L + 1)·L·(H−1)·p·β, n·p·γ or
 2·(n−1)·o:
 
-    3·A + (L + 1)·L·(H−1)·p·β + n·p·γ + (k−1)·max(of these three) + L²·(H−2)·p·β
+    A + 2·E + (L + 1)·L·(H−1)·p·β + n·p·γ + (k−1)·max(of these three) + L²·(H−2)·p·β
 
 **Tree.** Two binary trees over the hosts, each with half of the bytes, up and down: 2·⌈log₂ H⌉ hops, in which two children share a
 link. The pace is that of the chain: every host is inside one tree and a leaf of the other.
@@ -61,8 +68,12 @@ import math
 Parameters = collections.namedtuple("Parameters", "alpha overhead beta gamma")
 # Bytes on a link per byte of payload, see above.
 WIRE_BYTES = (1514 + 66 / 2) / 1448
-# Sizes up to this one are exchanged raw (hosts/frame.rs).
-RAW_BYTES = 16 << 10
+# Sizes up to this one are exchanged raw (hosts/frame.rs), if several ranks of a host have memory for those of all (hosts/board.rs).
+RAW_BYTES, SHEET_BYTES = 16 << 10, 1 << 20
+# Shards (hosts/gathering.rs and hosts/frame.rs): the most bytes that arrive for a rank, and from each other one.
+PARTS_BYTES, ARRIVAL_BYTES = 256 << 10, 128 << 10
+# The most hosts of which each sends its arrival to all others (hosts/dissemination.rs).
+FEW_HOSTS = 3
 # The chain (hosts/chain.rs): limits of a block, the bytes that cost as much as a message, and the size of a chunk.
 MIN_BLOCK, MAX_BLOCK, MESSAGE_COST, CHUNK_BYTES = 4 << 10, 128 << 10, 64 << 10, 1 << 20
 # The direct exchange (hosts/direct.rs): pieces of a part, their limits, the memory for contributions, and for how many turns.
@@ -95,17 +106,31 @@ def crowd(hosts, ranks, cores=None):
 
 
 def meeting(ranks, crowd=1):
-    """Every rank tells every other one of `ranks` that it has come; nothing for one rank."""
+    """Every rank sends to every other one of `ranks`; nothing for one rank."""
     return Parameters(1, (ranks - 1) * crowd, 0, 0) if ranks > 1 else Parameters(0, 0, 0, 0)
 
 
-def arrival(hosts, ranks, cores=None):
+def exchange(hosts, ranks, cores=None):
     return meeting(hosts * ranks, crowd(hosts, ranks, cores))
 
 
+def arrival(hosts, ranks, cores=None):
+    shared = crowd(hosts, ranks, cores)
+    if hosts <= FEW_HOSTS:
+        return meeting(hosts, shared)
+    steps = math.ceil(math.log2(hosts))
+    return Parameters(steps, steps * shared, 0, 0)
+
+
 def raw(hosts, ranks, size, cores=None):
-    own = Parameters(0, 0, ranks * ranks * (hosts - 1) * size, hosts * ranks * size)
+    own = Parameters(0, 0, ranks * (hosts - 1) * size, hosts * ranks * size)
     return plus(arrival(hosts, ranks, cores), own)
+
+
+def shards(hosts, size, cores=None):
+    """For one rank a host."""
+    own = Parameters(0, 0, 2 * (hosts - 1) / hosts * size, size)
+    return plus(times(2, exchange(hosts, 1, cores)), own)
 
 
 def slowest(parameters, link, sums, messages):
@@ -158,7 +183,7 @@ def direct(hosts, ranks, size, parameters, cores=None, bucket=0):
     # There is a pause before the last results and one after them.
     late = Parameters(0, 0, max(0, ranks * ranks * (hosts - 2) * piece - 2 * bucket), 0)
     steps = plus(Parameters(0, 0, link, sums), times(part / piece - 1, turn), late)
-    return plus(times(3, arrival(hosts, ranks, cores)), steps)
+    return plus(arrival(hosts, ranks, cores), times(2, exchange(hosts, ranks, cores)), steps)
 
 
 def tree(hosts, ranks, size, parameters, block=None):
@@ -182,9 +207,13 @@ def halving(hosts, ranks, size, _=None):
 
 def all_reduce(hosts, ranks, size, parameters, cores=None, bucket=0):
     """The cost of what mgpurun does."""
-    if size <= RAW_BYTES:
+    if size <= (RAW_BYTES if ranks == 1 else min(SHEET_BYTES // (hosts * ranks), RAW_BYTES)):
         return raw(hosts, ranks, size, cores)
-    return (direct if ranks == 1 else chain)(hosts, ranks, size, parameters, cores=cores, bucket=bucket)
+    if ranks > 1:
+        return chain(hosts, ranks, size, parameters, cores=cores, bucket=bucket)
+    if size / hosts <= min(max(PARTS_BYTES / hosts, RAW_BYTES), ARRIVAL_BYTES):
+        return shards(hosts, size, cores)
+    return direct(hosts, ranks, size, parameters, cores=cores, bucket=bucket)
 
 
 def seconds(algorithm, hosts, ranks, size, parameters, **options):

@@ -50,8 +50,8 @@ def exchanged(hosts, size, parameters):
     part = size / hosts
     piece = model.piece_bytes(part, hosts)
     turns = [min(piece, part - at) for at in range(0, math.ceil(part), int(piece))]
-    posted = 2 * parameters.alpha
-    link = parameters.alpha  # when it has sent what was posted so far, after the arrival
+    link = model.dot(model.arrival(hosts, 1), parameters)  # when it has sent what was posted so far, after the arrival
+    posted = link + parameters.alpha
     arrived = []
     for turn in range(len(turns) + 2):
         if turn < len(turns):
@@ -74,6 +74,10 @@ def constant(file, name):
 class Sizes(unittest.TestCase):
     def test_sizes_are_those_of_the_runtime(self):
         self.assertEqual(model.RAW_BYTES, constant("frame.rs", "SMALL_BYTES"))
+        self.assertEqual(model.SHEET_BYTES, constant("board.rs", "SHEET_BYTES"))
+        self.assertEqual(model.PARTS_BYTES, constant("gathering.rs", "PARTS_BYTES"))
+        self.assertEqual(model.ARRIVAL_BYTES, constant("frame.rs", "ARRIVAL_BYTES"))
+        self.assertEqual(model.FEW_HOSTS, constant("dissemination.rs", "FEW_RUNS"))
         self.assertEqual([model.MIN_BLOCK, model.MAX_BLOCK, model.MESSAGE_COST],
                          [constant("chain.rs", name) for name in ("MIN_BLOCK", "BLOCK_BYTES", "MESSAGE_COST")])
         self.assertEqual(model.CHUNK_BYTES, constant("house.rs", "STAGE_BYTES"))
@@ -105,10 +109,22 @@ class Formulas(unittest.TestCase):
         self.assertTrue(2 < in_the_middle < 2.04, in_the_middle)
 
     def test_small_payloads_go_from_all_to_all(self):
-        self.assertEqual(model.all_reduce(3, 2, 100, SLOW), Parameters(1, 5, 4 * 2 * 100, 6 * 100))
+        self.assertEqual(model.all_reduce(3, 2, 100, SLOW), Parameters(1, 2, 2 * 2 * 100, 6 * 100))
         size = model.RAW_BYTES + 1
         self.assertEqual(model.all_reduce(3, 2, size, SLOW), model.chain(3, 2, size, SLOW))
-        self.assertEqual(model.all_reduce(3, 1, size, SLOW), model.direct(3, 1, size, SLOW))
+        self.assertEqual(model.all_reduce(3, 1, size, SLOW), model.shards(3, size))
+        # With many ranks their payloads take too much memory.
+        self.assertEqual(model.all_reduce(64, 2, 16 << 10, SLOW), model.chain(64, 2, 16 << 10, SLOW))
+
+    def test_arrivals_of_many_hosts_are_passed_on(self):
+        steps = [model.arrival(hosts, 8)[:2] for hosts in (2, 3, 4, 5, 64, 1000)]
+        self.assertEqual(steps, [(1, 1), (1, 2), (2, 2), (3, 3), (6, 6), (10, 10)])
+
+    def test_shards_are_a_message_to_all_and_one_from_all(self):
+        self.assertEqual(model.shards(4, 1000), Parameters(2, 6, 1500, 1000))
+        last = {hosts: max(size for size in range(0, 1 << 21, 1 << 10)
+                           if model.all_reduce(hosts, 1, size, SLOW) == model.shards(hosts, size)) for hosts in (2, 4, 64)}
+        self.assertEqual(last, {2: 256 << 10, 4: 256 << 10, 64: 1 << 20})
 
     def test_a_fast_link_leaves_messages_and_sums(self):
         fast, block = SLOW._replace(beta=1e-12), 128 << 10
@@ -116,9 +132,9 @@ class Formulas(unittest.TestCase):
         self.assertEqual(sums.gamma, 8 * block + (64 << 20) - block)
         messages = model.chain(8, 1, 64 << 20, fast._replace(gamma=0), block)
         self.assertEqual(messages.gamma, 8 * block)
-        self.assertAlmostEqual(messages.overhead, 7 + 14 + 2 * 511)
+        self.assertAlmostEqual(messages.overhead, 3 + 14 + 2 * 511)
         # Direct: each of four turns has 14 messages.
-        self.assertAlmostEqual(model.direct(8, 1, 4 << 20, fast._replace(gamma=0)).overhead, 3 * 7 + 3 * 14)
+        self.assertAlmostEqual(model.direct(8, 1, 4 << 20, fast._replace(gamma=0)).overhead, 3 + 2 * 7 + 3 * 14)
 
     def test_blocks_shrink_with_the_number_of_hosts(self):
         # √(1 MiB · 64 KiB / (2·(hosts − 1))), as in the runtime, in cache lines.
@@ -159,7 +175,7 @@ class Formulas(unittest.TestCase):
 
     def test_ring_and_halving_differ_in_their_steps_only(self):
         ring, halving = model.ring(8, 1, 1 << 20), model.halving(8, 1, 1 << 20)
-        self.assertEqual((ring.alpha, halving.alpha), (1 + 14, 1 + 6))
+        self.assertEqual((ring.alpha, halving.alpha), (3 + 14, 3 + 6))
         self.assertEqual(ring[2:], halving[2:])
         self.assertEqual(ring.beta, 2 * 7 / 8 * (1 << 20))
 

@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
 """PyTorch's DDP on CPUs: the hook of mgpurun beside gloo, on a residual network.
 
-    mgpurun -n 2 bench/ddp.py [--net resnet50] [--image 64] [--batch 4] [--rounds 5]
+    mgpurun -n 2 bench/ddp.py [--net resnet50] [--image 64] [--batch 4] [--rounds 5] [--out FILE.json]
 
 Three models with the same start take turns, a few steps each, so that a busy machine disturbs all alike: with gloo, with the
 hook, and without communication (no_sync). Prints one JSON line for each: images/s of all ranks, the median step in
 milliseconds, the share of a step that is communication (what it takes longer than without), and the loss after the last
-step. Needs torch and mgpurun.
+step. Rank 0 adds them to a result file, by default bench/results/ddp-<date>-<machine>.json. Needs torch and mgpurun.
 """
 
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import time
 
@@ -23,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mgpurun
 import mgpurun.torch
+import provenance
 
 BLOCKS = {"resnet18": (2, 2, 2, 2), "resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3)}
 
@@ -101,6 +103,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="steps of each model in a round")
     parser.add_argument("--bucket-view", action="store_true", help="DDP's gradient_as_bucket_view")
+    parser.add_argument("--out", metavar="FILE.json", help="result file")
     args = parser.parse_args()
     world = mgpurun.init()
     torch.set_num_threads(world.threads)
@@ -115,6 +118,7 @@ def main():
             for _ in range(args.steps):
                 training.step(timed=True)
     alone = statistics.median(trainings["none"].times)
+    results = []
     for mode, training in trainings.items():
         step = statistics.median(training.times)
         losses = torch.tensor([training.loss])
@@ -135,7 +139,22 @@ def main():
                 "loss": round(losses.item(), 6),
             }
             print(json.dumps(result), flush=True)
+            results.append(result)
+    if world.rank == 0:
+        add(results, args.out or provenance.result_path("ddp"))
     dist.destroy_process_group()
+
+
+def add(results, path):
+    """Adds results to a file, where they replace those of the same network and number of ranks."""
+    rows = []
+    if os.path.exists(path):
+        with open(path) as file:
+            rows = json.load(file)["rows"]
+    kind = {(result["net"], result["ranks"]) for result in results}
+    rows = [row for row in rows if (row["net"], row["ranks"]) not in kind] + results
+    versions = {"torch": torch.__version__, "mgpurun": mgpurun.__version__}
+    provenance.write(path, {**provenance.record(versions=versions), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -305,6 +305,22 @@ def ensemble():
             f"(`bench/results/{name}`):\n\n") + rows(*lines)
 
 
+def ddp():
+    """Steps of PyTorch's DDP with gloo and with the hook."""
+    name = newest("ddp")
+    if not name:
+        return "No result file has these figures yet: `mgpurun -n 2 bench/ddp.py` measures them.\n"
+    made = result(name)
+    lines = [["network", "gradients", "ranks", "gloo", "hook", "without communication"]]
+    for net, ranks in dict.fromkeys((row["net"], row["ranks"]) for row in made["rows"]):
+        steps = {row["mode"]: row for row in made["rows"] if (row["net"], row["ranks"]) == (net, ranks)}
+        times = [f"{steps[mode]['ms_per_step']:.0f} ms" for mode in ("gloo", "mgpu", "none")]
+        lines.append([f"`{net}`", f"{steps['mgpu']['gradients_mb']:.0f} MB", ranks, *times])
+    machine = made["machine"]
+    return (f"Median time of a step, measured on {made['date']} on {machine['cores']} cores ({machine['processor']}) with PyTorch "
+            f"{made['versions']['torch']}, `bench/results/{name}`:\n\n") + rows(*lines)
+
+
 def hosts_table(kind, script, make_rows):
     """A table of the newest result file of a kind; a sentence without one."""
     name = newest(kind)
@@ -363,6 +379,7 @@ TABLES = {
     "hosts-model-25": lambda: hosts_paper(hosts_model.paper_rows, 25),
     "hosts-model-400": lambda: hosts_paper(hosts_model.paper_rows, 400),
     "hosts-model-crossover": lambda: hosts_paper(hosts_model.crossover_rows),
+    "ddp": ddp,
     "placements-speed": lambda: placement_table(summarise_placements.speed, with_origin=True),
     "placements-bytes": lambda: placement_table(summarise_placements.traffic),
     "placements-memory": lambda: placement_table(summarise_placements.memory),
