@@ -29,6 +29,9 @@ use crate::{Error, Result};
 /// Time between two probes of a wait for payload.
 const PAUSE: Duration = Duration::from_millis(250);
 
+/// Probes of fewer waits of a rank than this are on their way at the same time.
+const WAITS_AT_ONCE: u32 = 1 << 20;
+
 /// A probe that arrives: whose, and where it has been. The header's call is that of the rank `first`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Probe {
@@ -86,6 +89,12 @@ impl Probe {
 /// Whether a counter that wraps has reached `target`.
 fn has_reached(counter: u32, target: u32) -> bool {
     counter.wrapping_sub(target) as i32 >= 0
+}
+
+/// Whether a probe of this wait is not to be passed on after one of wait `last` of the same rank. On a slow link probes of
+/// several waits are on their way, and if each of them were new after the others they would go around without end.
+fn is_old(last: u32, wait: u32) -> bool {
+    last.wrapping_sub(wait) < WAITS_AT_ONCE
 }
 
 impl HostsTransport {
@@ -166,9 +175,11 @@ impl HostsTransport {
             }
             return Ok(());
         }
-        if std::mem::replace(&mut self.peers[probe.origin as usize].last_probe, probe.wait) == probe.wait {
+        let last_probe = &mut self.peers[probe.origin as usize].last_probe;
+        if is_old(*last_probe, probe.wait) {
             return Ok(());
         }
+        *last_probe = probe.wait;
         let call = if from == probe.origin { wait.call } else { header.call };
         let passed_on =
             Probe { awaited: if is_of_payload { Expected::Payload } else { awaited }, ..probe }.encode();
@@ -263,6 +274,29 @@ mod tests {
             assert_eq!(Probe::decode(&probe.encode()[1..], 3), None);
         }
         assert_eq!(Probe::decode(&[3; 20], 9), None);
+    }
+
+    /// Probes of several waits of one rank, which every rank passes on to all others, are gone in the end.
+    #[test]
+    fn probes_that_overtake_each_other_do_not_go_around_without_end() {
+        const RANKS: usize = 4;
+        let mut last = [0; RANKS];
+        // Of rank 0. Newer ones come first, then both kinds alternate.
+        let mut on_the_way: std::collections::VecDeque<(usize, u32)> =
+            [2, 1, 2, 1].into_iter().flat_map(|wait| (1..RANKS).map(move |to| (to, wait))).collect();
+        let mut passed_on = 0;
+        while let Some((at, wait)) = on_the_way.pop_front() {
+            if at == 0 || is_old(last[at], wait) {
+                continue;
+            }
+            last[at] = wait;
+            passed_on += 1;
+            assert!(passed_on < 100, "they go around");
+            on_the_way.extend((0..RANKS).filter(|to| *to != at).map(|to| (to, wait)));
+        }
+        assert_eq!(passed_on, RANKS - 1);
+        // Waits are numbered without end.
+        assert!(is_old(3, u32::MAX) && !is_old(u32::MAX, 3) && !is_old(5, 5 + (1 << 31)));
     }
 
     #[test]
