@@ -13,6 +13,9 @@
 //! | [`RmsProp`] | `s = ρs + (1−ρ)g²` | `b = μb + g/(√s + ε)`, if μ ≠ 0 | `p −= lr · b`, or `lr · g/(√s + ε)` |
 //! | [`Sgd`] | `b = μb + (1−δ)g` (`g` in step 1), if μ ≠ 0 | | `p −= lr · b`; Nesterov: `lr · (g + μb)`; μ = 0: `lr · g` |
 //!
+//! States below the smallest normal number are zero, because processors are slow with them: the only difference from
+//! PyTorch's formulas.
+//!
 //! Sources: Kingma and Ba 2015 (Adam), Loshchilov and Hutter 2019 (AdamW), Tieleman and Hinton 2012 (RMSprop),
 //! Sutskever et al. 2013 (momentum).
 
@@ -344,6 +347,27 @@ mod tests {
                 *b = if t == 1 { g } else { momentum * *b + (1.0 - dampening) * g };
                 *p -= 0.05 * if nesterov { g + momentum * *b } else { *b };
             });
+        }
+    }
+
+    #[test]
+    fn states_without_gradients_decay_to_zero() {
+        for optimizer in [
+            Optimizer::Adam(Adam { beta2: 0.9, ..Adam::default() }),
+            Optimizer::AdamW(AdamW { beta2: 0.9, ..AdamW::default() }),
+            Optimizer::RmsProp(RmsProp { momentum: 0.9, ..RmsProp::default() }),
+            Optimizer::Sgd(Sgd { momentum: 0.9, ..Sgd::default() }),
+        ] {
+            let (mut params, mut states) = ([1.0; 40], [[0.0f32; 40], [0.0; 40]]);
+            let [first, second] = &mut states;
+            for step in 1..=1500 {
+                let gradients = [if step == 1 { 1.0 } else { 0.0 }; 40];
+                let second = if optimizer.states() > 1 { &mut second[..] } else { &mut [] };
+                let state = State { first, second };
+                cpu::update(&Threads::new(1), &optimizer, Factors::ONE, step, &mut params, &gradients, state);
+                assert!(first.iter().chain(&*second).all(|state| !state.is_subnormal()), "{optimizer:?}");
+            }
+            assert_eq!(states, [[0.0; 40], [0.0; 40]], "{optimizer:?}");
         }
     }
 

@@ -8,6 +8,9 @@ __device__ inline f32 sub(f32 a, f32 b) { return __fsub_rn(a, b); }
 __device__ inline f32 mul(f32 a, f32 b) { return __fmul_rn(a, b); }
 __device__ inline f64 mul(f64 a, f64 b) { return __dmul_rn(a, b); }
 
+// As on the CPU, states below the smallest normal number are zero.
+__device__ inline f32 normal(f32 state) { return fabsf(state) < 1.17549435e-38f ? 0.0f : state; }
+
 #define RULE_ADAM 0
 #define RULE_ADAM_W 1
 #define RULE_RMS_PROP 2
@@ -143,8 +146,8 @@ struct AdamRule {
           epsilon(constants[ADAM_EPSILON]) {}
 
     __device__ void move(f32& param, f32 gradient, f32& m, f32& v, f32 rate) const {
-        m = add(m, mul(towards_first, sub(gradient, m)));
-        v = add(mul(beta2, v), mul(mul(towards_second, gradient), gradient));
+        m = normal(add(m, mul(towards_first, sub(gradient, m))));
+        v = normal(add(mul(beta2, v), mul(mul(towards_second, gradient), gradient)));
         param = sub(param, mul(rate, m) / add(mul(sqrtf(v), root), epsilon));
     }
 
@@ -175,9 +178,9 @@ struct RmsPropRule {
 
     __device__ void update(f32& param, f32 gradient, f32& square, f32& buffer, const Rates& rates) const {
         gradient = add(gradient, mul(rates.decay, param));
-        square = add(mul(rho, square), mul(mul(towards, gradient), gradient));
+        square = normal(add(mul(rho, square), mul(mul(towards, gradient), gradient)));
         f32 move = gradient / add(sqrtf(square), epsilon);
-        if (MOMENTUM) move = buffer = add(mul(momentum, buffer), move);
+        if (MOMENTUM) move = buffer = normal(add(mul(momentum, buffer), move));
         param = sub(param, mul(rates.rate, move));
     }
 };
@@ -196,7 +199,7 @@ struct SgdRule {
     __device__ void update(f32& param, f32 gradient, f32& buffer, f32&, const Rates& rates) const {
         gradient = add(gradient, mul(rates.decay, param));
         if (MOMENTUM) {
-            buffer = add(mul(old_share, buffer), mul(new_share, gradient));
+            buffer = normal(add(mul(old_share, buffer), mul(new_share, gradient)));
             gradient = add(mul(ahead, gradient), mul(along, buffer));
         }
         param = sub(param, mul(rates.rate, gradient));
