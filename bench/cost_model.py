@@ -29,7 +29,8 @@ mgpurun takes the first for up to 16 KiB, and the chain beyond if hosts have sev
 
 **Raw.** A small payload goes to every rank with the arrival: A + L·(H−1)·S·β + n·S·γ.
 
-**Shards.** Each rank gets the contributions to its shard with the arrivals, and sends the result to all: 2·E + 2·(H−1)/H·S·β + S·γ.
+**Shards.** Each rank gets the contributions to its shard with the arrivals, and sends the result to all. The link is idle if a stream is
+late, as in the direct exchange: 2·E + 2·(H−1)/H·S·β + (H−2)/H·S·β + S·γ.
 
 **Chain.** Rank l of each host owns part l, S/L bytes, in blocks of b bytes. A block visits the hosts in order; each adds its L ranks'
 contributions; the last host's result goes back along the chain. The L chains of a host work at the same time, and their blocks pass its
@@ -127,10 +128,16 @@ def raw(hosts, ranks, size, cores=None):
     return plus(arrival(hosts, ranks, cores), own)
 
 
-def shards(hosts, size, cores=None):
+def late(streams, piece, bucket):
+    """The bytes of an idle link if one stream is behind by a piece for each of the others; it is idle before the last results and after
+    them."""
+    return max(0, streams * piece - 2 * bucket)
+
+
+def shards(hosts, size, cores=None, bucket=0):
     """For one rank a host."""
-    own = Parameters(0, 0, 2 * (hosts - 1) / hosts * size, size)
-    return plus(times(2, exchange(hosts, 1, cores)), own)
+    moved = 2 * (hosts - 1) / hosts * size + late(hosts - 2, size / hosts, bucket)
+    return plus(times(2, exchange(hosts, 1, cores)), Parameters(0, 0, moved, size))
 
 
 def slowest(parameters, link, sums, messages):
@@ -180,9 +187,8 @@ def direct(hosts, ranks, size, parameters, cores=None, bucket=0):
     piece = piece_bytes(part, everyone)
     link, sums = (ranks + 1) * ranks * (hosts - 1) * piece, everyone * piece
     turn = slowest(parameters, link, sums, messages=2 * (everyone - 1))
-    # There is a pause before the last results and one after them.
-    late = Parameters(0, 0, max(0, ranks * ranks * (hosts - 2) * piece - 2 * bucket), 0)
-    steps = plus(Parameters(0, 0, link, sums), times(part / piece - 1, turn), late)
+    idle = Parameters(0, 0, late(ranks * ranks * (hosts - 2), piece, bucket), 0)
+    steps = plus(Parameters(0, 0, link, sums), times(part / piece - 1, turn), idle)
     return plus(arrival(hosts, ranks, cores), times(2, exchange(hosts, ranks, cores)), steps)
 
 
@@ -212,7 +218,7 @@ def all_reduce(hosts, ranks, size, parameters, cores=None, bucket=0):
     if ranks > 1:
         return chain(hosts, ranks, size, parameters, cores=cores, bucket=bucket)
     if size / hosts <= min(max(PARTS_BYTES / hosts, RAW_BYTES), ARRIVAL_BYTES):
-        return shards(hosts, size, cores)
+        return shards(hosts, size, cores, bucket)
     return direct(hosts, ranks, size, parameters, cores=cores, bucket=bucket)
 
 

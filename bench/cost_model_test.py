@@ -121,7 +121,8 @@ class Formulas(unittest.TestCase):
         self.assertEqual(steps, [(1, 1), (1, 2), (2, 2), (3, 3), (6, 6), (10, 10)])
 
     def test_shards_are_a_message_to_all_and_one_from_all(self):
-        self.assertEqual(model.shards(4, 1000), Parameters(2, 6, 1500, 1000))
+        self.assertEqual(model.shards(4, 1000), Parameters(2, 6, 1500 + 2 * 250, 1000))
+        self.assertEqual(model.shards(2, 1000), Parameters(2, 2, 1000, 1000))
         last = {hosts: max(size for size in range(0, 1 << 21, 1 << 10)
                            if model.all_reduce(hosts, 1, size, SLOW) == model.shards(hosts, size)) for hosts in (2, 4, 64)}
         self.assertEqual(last, {2: 256 << 10, 4: 256 << 10, 64: 1 << 20})
