@@ -13,20 +13,16 @@ use super::values::{multiplied, stored};
 use super::{bound, reference};
 
 pub(super) fn check(harness: &mut Harness) -> Outcome {
-    let conv = |images, channels, extent, filters, kernel, padding| {
-        let (height, width) = (extent, extent + 1);
-        Conv { shape: ConvShape { channels, height, width, filters, kernel, padding }, images }
-    };
     let mut convs = Vec::new();
     if harness.quick {
         convs.extend([
-            conv(2, 1, 9, 6, 5, Padding::Same),
-            conv(1, 1, 8, 40, 5, Padding::Valid),
-            conv(2, 1, 6, 33, 3, Padding::Same),
-            conv(1, 1, 7, 8, 3, Padding::Valid),
-            conv(1, 1, 8, 20, 5, Padding::Valid),
-            conv(1, 1, 7, 12, 3, Padding::Same),
-            conv(2, 8, 7, 16, 3, Padding::Same),
+            Conv::new(2, 1, 9, 6, 5, Padding::Same),
+            Conv::new(1, 1, 8, 40, 5, Padding::Valid),
+            Conv::new(2, 1, 6, 33, 3, Padding::Same),
+            Conv::new(1, 1, 7, 8, 3, Padding::Valid),
+            Conv::new(1, 1, 8, 20, 5, Padding::Valid),
+            Conv::new(1, 1, 7, 12, 3, Padding::Same),
+            Conv::new(2, 8, 7, 16, 3, Padding::Same),
             Conv::dense(5, 72, 16),
         ]);
         convs.extend((0..2).map(|_| awkward_conv(&mut harness.random)));
@@ -34,8 +30,8 @@ pub(super) fn check(harness: &mut Harness) -> Outcome {
         convs.extend(Shapes::of_networks(2).convs);
         convs.extend((0..24).map(|_| awkward_conv(&mut harness.random)));
         convs.extend([Conv::dense(128, 6272, 128), Conv::dense(37, 200, 72)]);
-        convs.extend([8, 12].map(|filters| conv(3, 1, 11, filters, 3, Padding::Same)));
-        convs.push(conv(3, 1, 11, 12, 5, Padding::Same));
+        convs.extend([8, 12].map(|filters| Conv::new(3, 1, 11, filters, 3, Padding::Same)));
+        convs.push(Conv::new(3, 1, 11, 12, 5, Padding::Same));
     }
     for conv in &convs {
         passes(harness, conv)?;

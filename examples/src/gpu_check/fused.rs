@@ -23,42 +23,30 @@ pub(super) fn check(harness: &mut Harness) -> Outcome {
     }
     // Addresses that rule out 16-byte accesses.
     harness.skew = 1;
-    let outcome = each(harness, &conv(2, 8, 6, 16, 3, Padding::Same));
+    let outcome = each(harness, &Conv::new(2, 8, 6, 16, 3, Padding::Same));
     harness.skew = 0;
     outcome
 }
 
-fn conv(
-    images: usize,
-    channels: usize,
-    extent: usize,
-    filters: usize,
-    kernel: usize,
-    padding: Padding,
-) -> Conv {
-    let (height, width) = (extent, extent + 1);
-    Conv { shape: ConvShape { channels, height, width, filters, kernel, padding }, images }
-}
-
 fn convs(harness: &Harness) -> Vec<Conv> {
     let mut all = vec![
-        conv(2, 1, 9, 6, 5, Padding::Same),
-        conv(2, 1, 8, 20, 3, Padding::Valid),
-        conv(1, 1, 10, 40, 3, Padding::Same),
-        conv(2, 8, 7, 16, 3, Padding::Same),
-        conv(3, 3, 6, 5, 3, Padding::Valid),
-        conv(1, 1, 8, 8, 3, Padding::Same),
-        conv(1, 1, 11, 33, 5, Padding::Valid),
-        conv(1, 1, 9, 20, 5, Padding::Same),
+        Conv::new(2, 1, 9, 6, 5, Padding::Same),
+        Conv::new(2, 1, 8, 20, 3, Padding::Valid),
+        Conv::new(1, 1, 10, 40, 3, Padding::Same),
+        Conv::new(2, 8, 7, 16, 3, Padding::Same),
+        Conv::new(3, 3, 6, 5, 3, Padding::Valid),
+        Conv::new(1, 1, 8, 8, 3, Padding::Same),
+        Conv::new(1, 1, 11, 33, 5, Padding::Valid),
+        Conv::new(1, 1, 9, 20, 5, Padding::Same),
         Conv::dense(5, 72, 16),
         Conv::dense(9, 24, 10),
     ];
     if !harness.quick {
         all.extend([
-            conv(3, 64, 14, 128, 5, Padding::Same),
-            conv(3, 128, 7, 128, 3, Padding::Same),
-            conv(3, 6, 14, 16, 5, Padding::Valid),
-            conv(5, 1, 27, 64, 5, Padding::Same),
+            Conv::new(3, 64, 14, 128, 5, Padding::Same),
+            Conv::new(3, 128, 7, 128, 3, Padding::Same),
+            Conv::new(3, 6, 14, 16, 5, Padding::Valid),
+            Conv::new(5, 1, 27, 64, 5, Padding::Same),
             Conv::dense(40, 400, 120),
         ]);
     }

@@ -17,6 +17,19 @@ pub(super) struct Conv {
 }
 
 impl Conv {
+    /// Of images that are one pixel wider than high.
+    pub(super) fn new(
+        images: usize,
+        channels: usize,
+        height: usize,
+        filters: usize,
+        kernel: usize,
+        padding: Padding,
+    ) -> Self {
+        let shape = ConvShape { channels, height, width: height + 1, filters, kernel, padding };
+        Conv { shape, images }
+    }
+
     pub(super) fn dense(samples: usize, inputs: usize, outputs: usize) -> Self {
         let padding = Padding::Valid;
         let shape = ConvShape { channels: inputs, height: 1, width: 1, filters: outputs, kernel: 1, padding };

@@ -432,13 +432,13 @@ impl DeviceNet {
         let images = self.max_batch;
         let [mut current, mut other] = [&self.gradients[0], &self.gradients[1]];
         let mut at = begin;
-        // Of the current gradient, if it is not that of a slot.
+        // Elements of the current gradient, if they are not those of the stage's output.
         let mut len_of_gradient = None;
         let first = self.plan.first_with_parameters();
         let stages = self.plan.stages.iter().zip(&self.gpu_layers).enumerate();
         for (index, (stage, gpu_layer)) in stages.skip(first).rev() {
             let (x, y) = (self.output(stage.input, images), self.output(stage.output, images));
-            // Those before the activation and pooling of a stage, if another stage's pass includes that.
+            // Elements before the activation and pooling of a stage, if this stage's pass includes these.
             let end = self.neighbours[index].end_before.map(|(_, end)| end.len * images);
             let dx_len = end.unwrap_or(x.len());
             let dx = self.plan.needs_input_gradient(index).then(|| other.slice(0..dx_len));
