@@ -26,6 +26,7 @@ import mgpurun
 import mgpurun.torch
 import provenance
 
+LAUNCHER_VARIABLES = ["MGPU_BACKEND", "MGPU_RENDEZVOUS", "MGPU_RESTART_COUNT", "MGPU_RUN_ID", "MGPU_THREADS"]
 BLOCKS = {"resnet18": (2, 2, 2, 2), "resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3)}
 
 
@@ -147,8 +148,9 @@ def main():
 
 def add(results, path):
     """Adds results to a file, where they replace those of the same network and number of ranks."""
-    # This rank is bound to its cores, and the machine has those of all ranks.
-    os.sched_setaffinity(0, range(os.cpu_count()))
+    # What a rank is told is no setting of the measurement, and the number of its threads not that of the machine's cores.
+    for name in ("OMP_NUM_THREADS", *LAUNCHER_VARIABLES):
+        os.environ.pop(name, None)
     rows = []
     if os.path.exists(path):
         with open(path) as file:
