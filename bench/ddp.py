@@ -142,15 +142,16 @@ def main():
             print(json.dumps(result), flush=True)
             results.append(result)
     if world.rank == 0:
-        add(results, args.out or provenance.result_path("ddp"))
+        add(results, args.out)
     dist.destroy_process_group()
 
 
-def add(results, path):
+def add(results, path=None):
     """Adds results to a file, where they replace those of the same network and number of ranks."""
     # What a rank is told is no setting of the measurement, and the number of its threads not that of the machine's cores.
     for name in ("OMP_NUM_THREADS", *LAUNCHER_VARIABLES):
         os.environ.pop(name, None)
+    path = path or provenance.result_path("ddp")
     rows = []
     if os.path.exists(path):
         with open(path) as file:
