@@ -233,10 +233,15 @@ def best_block(algorithm, hosts, ranks, size, parameters):
     return min(timed)[::-1]
 
 
-def in_buckets(size, bucket, time_of):
-    """Seconds of one all-reduce for each bucket of gradients; `time_of` gives the seconds of one."""
-    whole, rest = divmod(size, bucket)
-    return whole * time_of(bucket) + (time_of(rest) if rest else 0)
+def bucket_sizes(tensors, first, rest):
+    """Bytes of the buckets of gradients (runtime/src/bucket.rs): tensors of these bytes, the last one first, are never split; a bucket
+    takes them until it has `first` bytes (the first one) or `rest` bytes."""
+    buckets = []
+    for tensor in reversed(tensors):
+        if not buckets or buckets[-1] >= (rest if len(buckets) > 1 else first):
+            buckets.append(0)
+        buckets[-1] += tensor
+    return buckets
 
 
 def crossover(alternative, chain_seconds, most, share=0.9):

@@ -197,10 +197,10 @@ class Formulas(unittest.TestCase):
                 _, best = model.best_block(model.chain, hosts, 8, size, SLOW)
                 self.assertLess(model.seconds(model.chain, hosts, 8, size, SLOW), 2 * best, (hosts, size))
 
-    def test_buckets_add_up(self):
-        self.assertEqual(model.in_buckets(10, 4, lambda size: size), 10)
-        self.assertEqual(model.in_buckets(10, 4, lambda _: 1), 3)
-        self.assertEqual(model.in_buckets(8, 4, lambda _: 1), 2)
+    def test_buckets_take_whole_tensors(self):
+        self.assertEqual(model.bucket_sizes([9, 5, 2, 1, 3], first=3, rest=4), [3, 8, 9])
+        self.assertEqual(model.bucket_sizes([1, 1, 100, 1], first=1, rest=1000), [1, 102])
+        self.assertEqual(model.bucket_sizes([], first=1, rest=1), [])
 
     def test_direct_moves_fewer_bytes_than_the_chain_with_one_rank_a_host(self):
         for hosts in (3, 4, 8):

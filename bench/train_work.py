@@ -58,6 +58,15 @@ def work(net):
     return flop, parameters + sum(2 * filters for kind, _, filters, _ in shapes(net) if kind == "norm")
 
 
+def tensors(net):
+    """Elements of the parameter tensors, in the order of the layers."""
+    for kind, terms, filters, _ in shapes(net):
+        if terms:
+            yield from (filters * terms, filters)
+        elif kind == "norm":
+            yield from (filters, filters)
+
+
 def outputs(net):
     """Elements per image after each layer: `outputs(net)[cut - 1]` of them cross a cut before layer `cut`."""
     return [elements for _, _, _, elements in shapes(net)]

@@ -23,7 +23,8 @@ pub(crate) struct Parallel {
     /// that make the slowest part fastest are used.
     #[arg(long, value_name = "LAYERS", value_delimiter = ',', value_parser = positive)]
     cut: Vec<usize>,
-    /// Bucket size in MiB: gradients reduced in one all-reduce, for example 0.25 [default: 1; on GPUs 16].
+    /// Bucket size in MiB: gradients reduced in one all-reduce, for example 0.25 [default: 1; on GPUs 16;
+    /// on CPUs of several hosts 8, unless gradients are clipped].
     #[arg(long, value_name = "MIB", value_parser = mebibytes)]
     bucket: Option<usize>,
     /// Shard the optimizer state over ranks (ZeRO stage 1): auto (for buckets large enough to benefit; never on

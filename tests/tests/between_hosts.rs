@@ -99,6 +99,21 @@ fn training_has_the_bits_of_one_host() {
     }
 }
 
+/// Over hosts buckets are larger by default, but not those whose norms decide how far gradients are clipped.
+#[test]
+fn default_buckets_have_the_bits_of_one_host() {
+    let layout = layout(&[&[300, 1000], &[331, 1000], &[290, 1000], &[41]]);
+    let plain = || DataParallelConfig::new(optimizers()[1], 1);
+    for config in
+        [plain(), plain().with_clip_norm(0.5), plain().with_world_size_invariant(true).with_clip_norm(0.5)]
+    {
+        let expected = trained(&[4], Net::Tcp, &layout, config);
+        for hosts in [&[2, 2][..], &[1, 1, 1, 1]] {
+            assert!(trained(hosts, Net::Tcp, &layout, config) == expected, "{hosts:?}: {config:?}");
+        }
+    }
+}
+
 /// The value that `rank` contributes to element `index`: of very different sizes, so that the order of sums matters.
 fn contribution(rank: u32, index: usize) -> f32 {
     let mixed = (index as u64 * 4 + u64::from(rank) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);

@@ -19,7 +19,12 @@ impl Transport for Solo {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities { shares_memory: false, sums_in_rank_order: true, device_buffers: false }
+        Capabilities {
+            shares_memory: false,
+            sums_in_rank_order: true,
+            device_buffers: false,
+            crosses_network: false,
+        }
     }
 
     fn allocate(&mut self, dtype: DType, len: usize) -> Result<Buffer> {

@@ -3,7 +3,7 @@
 use super::accumulate::{Accumulator, Counter};
 use super::buffers::BufferMean;
 use super::clip;
-use super::config::{BUCKET, Compression, ReducerConfig, Unused, check_join, check_micro_batches};
+use super::config::{Compression, ReducerConfig, Unused, check_join, check_micro_batches};
 use super::gradient_bucket::{Exchange, GradientBucket};
 use super::gradient_buckets::{GradientBuckets, Ownership};
 use super::guard::Report;
@@ -117,7 +117,7 @@ impl Reducer {
             Compression::Bf16 if ranks > 1 => Some(comm.allocate(DType::Bf16, layout.len())?),
             _ => None,
         };
-        let (first, rest) = config.buckets(BUCKET);
+        let (first, rest) = config.host_buckets(comm.capabilities().crosses_network);
         let buckets = bucket::plan(&layout, first, rest);
         let counter = Counter::new(config.micro_batches, config.world_size_invariant);
         Ok(Reducer {
@@ -302,7 +302,8 @@ impl Reducer {
     /// that time.
     pub(super) fn next_buckets(&mut self) -> Result<Option<Vec<BucketPlan>>> {
         let Some(order) = self.readiness.take_observed_order() else { return Ok(None) };
-        let buckets = plan_from_order(&mut self.comm, &self.layout, order, self.config.buckets(BUCKET))?;
+        let sizes = self.config.host_buckets(self.comm.capabilities().crosses_network);
+        let buckets = plan_from_order(&mut self.comm, &self.layout, order, sizes)?;
         let current = self.buckets.all.iter().map(|bucket| &bucket.plan);
         Ok(if current.eq(&buckets) { None } else { Some(buckets) })
     }

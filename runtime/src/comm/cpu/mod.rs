@@ -404,7 +404,12 @@ impl Transport for CpuTransport {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities { shares_memory: true, sums_in_rank_order: true, device_buffers: false }
+        Capabilities {
+            shares_memory: true,
+            sums_in_rank_order: true,
+            device_buffers: false,
+            crosses_network: false,
+        }
     }
 
     fn allocate(&mut self, dtype: DType, len: usize) -> Result<Buffer> {

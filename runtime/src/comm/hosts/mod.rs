@@ -297,7 +297,12 @@ impl Transport for HostsTransport {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities { shares_memory: false, sums_in_rank_order: true, device_buffers: false }
+        Capabilities {
+            shares_memory: false,
+            sums_in_rank_order: true,
+            device_buffers: false,
+            crosses_network: true,
+        }
     }
 
     fn allocate(&mut self, dtype: DType, len: usize) -> Result<Buffer> {

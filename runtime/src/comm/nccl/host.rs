@@ -302,7 +302,12 @@ impl Transport for HostTransport {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities { shares_memory: false, sums_in_rank_order: false, device_buffers: true }
+        Capabilities {
+            shares_memory: false,
+            sums_in_rank_order: false,
+            device_buffers: true,
+            crosses_network: false,
+        }
     }
 
     /// Memory of this rank only; peers cannot access it.
