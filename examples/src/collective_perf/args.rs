@@ -14,11 +14,11 @@ use crate::print;
 #[derive(Debug, Parser)]
 #[command(name = "collective_perf", version)]
 pub(super) struct Args {
-    /// Smallest size in bytes.
-    #[arg(long, default_value_t = 4, value_name = "BYTES", value_parser = clap::value_parser!(u64).range(1..1 << 46))]
+    /// Smallest size in bytes, or with a suffix K, M or G in KiB, MiB or GiB, as in nccl-tests.
+    #[arg(long, default_value_t = 4, value_name = "BYTES", value_parser = size)]
     pub(super) min: u64,
     /// Largest size in bytes. Sizes are rounded up to whole elements and, for sharded collectives, to equal shards.
-    #[arg(long, default_value_t = 256 << 20, value_name = "BYTES", value_parser = clap::value_parser!(u64).range(1..1 << 46))]
+    #[arg(long, default_value_t = 256 << 20, value_name = "BYTES", value_parser = size)]
     pub(super) max: u64,
     /// Factor from one size to the next.
     #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
@@ -61,6 +61,21 @@ pub(super) enum Buffers {
     Private,
     /// GPU memory.
     Device,
+}
+
+/// Parses a size, such as 4096 or 64M.
+fn size(text: &str) -> Result<u64, String> {
+    let (number, shift) = match text.as_bytes() {
+        [.., b'K' | b'k'] => (&text[..text.len() - 1], 10),
+        [.., b'M' | b'm'] => (&text[..text.len() - 1], 20),
+        [.., b'G' | b'g'] => (&text[..text.len() - 1], 30),
+        _ => (text, 0),
+    };
+    let bytes = number.parse().ok().and_then(|number: u64| number.checked_mul(1 << shift));
+    let sensible = bytes.filter(|bytes| (1..1 << 46).contains(bytes));
+    sensible.ok_or_else(|| {
+        "it should be a number of bytes, such as 4096, 64K, 64M or 1G, from 1 to 64 TiB".into()
+    })
 }
 
 impl Args {
@@ -114,6 +129,17 @@ mod tests {
             parsed("--min 1 --max 70368744177663 --factor 4294967295").sizes(1),
             [1, u32::MAX as usize]
         );
+    }
+
+    #[test]
+    fn sizes_may_have_suffixes() {
+        let sizes = ["1", "3k", "64M", "1G", "65535G"].map(|text| size(text).ok());
+        assert_eq!(sizes, [Some(1), Some(3 << 10), Some(64 << 20), Some(1 << 30), Some(65535 << 30)]);
+        for refused in
+            ["", "0", "K", "-1", "1.5M", "1KiB", "65536G", "99999999999999999999", "18014398509481985K", "é"]
+        {
+            assert!(size(refused).is_err(), "{refused}");
+        }
     }
 
     #[test]
