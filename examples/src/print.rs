@@ -15,6 +15,7 @@ use std::process::{self, ExitCode};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::Parser;
+use mgpu::World;
 
 /// Exit code after the reader has closed standard output: 128 + SIGPIPE.
 const READER_LEFT: i32 = 141;
@@ -67,6 +68,13 @@ pub(crate) fn end(error: &clap::Error) -> ! {
 /// `code`, unless output was lost.
 pub(crate) fn exit_code(code: ExitCode) -> ExitCode {
     if LOST.load(Ordering::Relaxed) { ExitCode::FAILURE } else { code }
+}
+
+/// Prints what the user should know about the run, on one of its ranks.
+pub(crate) fn print_notices(program: &str, world: &World) {
+    for notice in world.notices().iter().filter(|_| world.rank() == 0) {
+        errln!("{program}: {notice}");
+    }
 }
 
 /// True if standard output is a terminal that a person watches.

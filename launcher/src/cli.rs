@@ -15,13 +15,13 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
+use mgpu_control::nccl::interfaces::{SocketVariables, own_interfaces};
 use nix::errno::Errno;
 use nix::unistd::{SysconfVar, mkdtemp, sysconf};
 
 use crate::error::LaunchError;
 use crate::guardian::{self, Role};
 use crate::launch::Launch;
-use crate::nccl::interfaces::{SocketVariables, own_interfaces};
 use crate::nodes::ssh::Remote;
 use crate::nodes::{
     NodeSettings, SettingsError, Surroundings, binding_notice, complete_by_pmi, ranks_variable, settings,

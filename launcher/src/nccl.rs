@@ -1,7 +1,7 @@
 //! The environment variables that configure NCCL.
 //!
 //! If all ranks are on this machine, they bootstrap over its loopback interface and need no network. (The payload does not
-//! use this interface; it goes from GPU to GPU.) On several nodes NCCL chooses an interface itself ([`interfaces`]), unless
+//! use this interface; it goes from GPU to GPU.) On several nodes NCCL chooses an interface itself (`mgpu_control::nccl`), unless
 //! that one turns out to lead nowhere.
 //!
 //! By default NCCL refuses several ranks on one GPU: kernels of two ranks that wait for each other may never run at the
@@ -12,11 +12,8 @@
 //! communicate over sockets, because they do not use the connections between GPUs of one host. Since 2.30 there is a
 //! variable that allows it.
 
-pub(crate) mod interfaces;
-
+use mgpu_control::nccl::interfaces::{FAMILY_VARIABLE, INTERFACE_VARIABLE};
 use nccl_sys::{Library, Version};
-
-use interfaces::{FAMILY_VARIABLE, INTERFACE_VARIABLE};
 
 /// First version with a variable that allows it.
 const SWITCH: Version = Version { major: 2, minor: 30, patch: 0 };

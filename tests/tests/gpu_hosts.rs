@@ -13,7 +13,8 @@ use std::process::{Child, Command, Stdio};
 use job::{Job, SECRET, expect_all};
 use mgpu_tests::fake_gpu;
 use mgpu_tests::hosts::{Hosts, address_v6};
-use mgpu_tests::process::{Finished, finish};
+use mgpu_tests::process::{Finished, finish, until};
+use nix::sys::signal::{Signal, kill};
 
 const DEVICE: &str = env!("CARGO_BIN_EXE_t-device");
 
@@ -187,28 +188,111 @@ fn a_silent_rank_is_named_on_every_host() {
     });
 }
 
+/// GPU ranks that an engine has started one by one.
+struct Tasks {
+    ranks: Vec<Child>,
+    /// Of the fake NCCL; nothing may be left in it.
+    files: tempfile::TempDir,
+}
+
+impl Tasks {
+    fn start(hosts: &Hosts, environment: &[(&str, &str)], body: &str) -> Self {
+        let files = tempfile::tempdir().unwrap();
+        let size = hosts.count() as u32 * LOCAL;
+        let start = |rank: u32| -> Child {
+            let mut command = hosts.command((rank / LOCAL) as usize, DEVICE);
+            let text = |number: u32| number.to_string();
+            with_fakes(&mut command, &files);
+            command.env("MGPU_SECRET", SECRET).env_remove("MGPU_BACKEND").arg(body).envs([
+                ("RANK", text(rank)),
+                ("WORLD_SIZE", text(size)),
+                ("LOCAL_RANK", text(rank % LOCAL)),
+                ("LOCAL_WORLD_SIZE", text(LOCAL)),
+                ("MASTER_ADDR", "a".into()),
+                ("MASTER_PORT", "29500".into()),
+                ("TORCHELASTIC_RUN_ID", "none".into()),
+            ]);
+            command.envs(environment.iter().copied());
+            command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("nsenter starts")
+        };
+        Tasks { ranks: (0..size).map(start).collect(), files }
+    }
+
+    fn finish(self) -> Vec<Finished> {
+        let finished: Vec<Finished> = self.ranks.into_iter().map(|mut rank| finish(&mut rank)).collect();
+        assert_eq!(self.files.path().read_dir().unwrap().count(), 0, "{finished:#?}");
+        finished
+    }
+}
+
 #[test]
 fn ranks_without_agents_compute_together() {
     let Some(hosts) = Hosts::start(2) else { return };
-    let files = tempfile::tempdir().unwrap();
-    let start = |rank: u32| -> Child {
-        let mut command = hosts.command((rank / LOCAL) as usize, DEVICE);
-        let text = |number: u32| number.to_string();
-        with_fakes(&mut command, &files);
-        command.env("MGPU_SECRET", SECRET).env_remove("MGPU_BACKEND").arg("all").envs([
-            ("RANK", text(rank)),
-            ("WORLD_SIZE", text(2 * LOCAL)),
-            ("LOCAL_RANK", text(rank % LOCAL)),
-            ("LOCAL_WORLD_SIZE", text(LOCAL)),
-            ("MASTER_ADDR", "a".into()),
-            ("MASTER_PORT", "29500".into()),
-            ("TORCHELASTIC_RUN_ID", "none".into()),
-        ]);
-        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("nsenter starts")
-    };
-    let ranks: Vec<Child> = (0..2 * LOCAL).map(start).collect();
-    for mut rank in ranks {
-        finish(&mut rank).expect(0, &["of 4 on FAKE GPU"]);
+    for finished in Tasks::start(&hosts, &[], "all").finish() {
+        finished.expect(0, &["of 4 on FAKE GPU"]);
+        assert!(!finished.stdout.contains("notice"), "{finished:#?}");
     }
-    assert_eq!(files.path().read_dir().unwrap().count(), 0);
+}
+
+#[test]
+fn an_interface_that_leads_nowhere_is_named_without_agents() {
+    let Some(hosts) = Hosts::start(2) else { return };
+    add_docker(&hosts);
+    let found = "host a cannot reach docker0 (172.17.0.1) of host b, which NCCL would take";
+    for finished in Tasks::start(&hosts, &[], "all").finish() {
+        // The hosts are connected over IPv6, and NCCL would take the other address of the interface.
+        let advice = "set NCCL_SOCKET_IFNAME==local0 NCCL_SOCKET_FAMILY=AF_INET6 on all hosts (with \
+                      MGPU_NCCL_PREFLIGHT=set the ranks do that themselves)";
+        finished.expect(9, &[found, "the ranks would wait for each other forever (", advice]);
+    }
+    for finished in Tasks::start(&hosts, &[("MGPU_NCCL_PREFLIGHT", "set")], "all").finish() {
+        let notice = "the ranks have set the interface of the connections between the hosts, NCCL_SOCKET_IFNAME==local0";
+        finished.expect(0, &["of 4 on FAKE GPU", found, notice]);
+    }
+    // What the user has named is kept.
+    for (name, says) in [("docker0", "which NCCL takes because NCCL_SOCKET_IFNAME says so"), ("=local0", "")]
+    {
+        let environment = [("NCCL_SOCKET_IFNAME", name), ("MGPU_NCCL_PREFLIGHT", "set")];
+        for finished in Tasks::start(&hosts, &environment, "show").finish() {
+            finished.expect(0, &[&format!("named {name}."), says]);
+            assert_eq!(finished.stdout.contains("notice"), !says.is_empty(), "{finished:#?}");
+        }
+    }
+    for finished in Tasks::start(&hosts, &[("MGPU_NCCL_PREFLIGHT", "off")], "show").finish() {
+        finished.expect(0, &["named ."]);
+        assert!(!finished.stdout.contains("notice"), "{finished:#?}");
+    }
+}
+
+/// One host waits for an answer of the other one's interface when it ends.
+#[test]
+fn a_host_that_ends_while_the_interfaces_are_tried_is_named() {
+    for is_turned_off in [false, true] {
+        let Some(hosts) = Hosts::start(2) else { return };
+        add_docker(&hosts);
+        hosts.ip(
+            1,
+            "address flush dev docker0\naddress add 172.18.0.1/16 dev docker0\nroute add 172.17.0.0/16 dev local0\n\
+             neighbour add 172.17.0.1 lladdr 02:00:00:00:00:99 dev local0 nud permanent\n",
+        );
+        let mut tasks = Tasks::start(&hosts, &[], "show");
+        let leader = hosts.program(&tasks.ranks[2]);
+        let tries = || {
+            let sockets = std::fs::read_to_string(format!("/proc/{leader}/net/tcp")).unwrap_or_default();
+            // 172.17.0.1, and a connection that is not answered.
+            sockets
+                .lines()
+                .any(|line| line.split_whitespace().nth(2).is_some_and(|to| to.starts_with("010011AC:")))
+        };
+        until(tries);
+        match is_turned_off {
+            true => hosts.power_off(1),
+            false => kill(leader, Signal::SIGKILL).unwrap(),
+        }
+        let of_other = tasks.ranks.split_off(LOCAL as usize);
+        for finished in tasks.finish() {
+            finished.expect(9, &["error: ", "host b"]);
+        }
+        of_other.into_iter().for_each(|mut rank| _ = finish(&mut rank));
+    }
 }

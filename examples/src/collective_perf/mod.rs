@@ -98,6 +98,7 @@ fn run(args: &Args) -> Result<(), Failure> {
     // Before joining the world: an unreadable file should not cost a measurement.
     let peers = args.vs.as_deref().map(Peers::read).transpose()?;
     let mut world = World::from_env()?;
+    crate::print::print_notices("collective_perf", &world);
     let mut comm = world.communicator()?;
     let location = BufferLocation::choose(args, &mut world)?;
     comm.set_algorithm(args.algo);

@@ -39,6 +39,7 @@ struct Summary {
 /// Evaluates the checkpoint of `args.evaluate`. Collective.
 pub(super) fn run(mut args: Args) -> Result<(), Box<dyn Error>> {
     let mut world = World::from_env()?;
+    crate::print::print_notices("train_mnist", &world);
     let is_first = world.rank() == 0;
     let (threads, timeline) = (args.threads(world.thread_share()), Timeline::off());
     let (device, mut comm) = communicators(&mut world, &args, &timeline, threads)?;

@@ -70,6 +70,7 @@ pub fn main() -> ExitCode {
 
 fn run(args: &Args, trainer: &mut Option<Trainer>) -> Result<Ended, Box<dyn Error>> {
     let world = World::from_env()?;
+    crate::print::print_notices("train_mnist", &world);
     // The first check: a launcher that is asked to stop the ranks knows from now on that they do it by themselves.
     if world.stop_requested()? {
         return Ok(stop::before_training(&world));

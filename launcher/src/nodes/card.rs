@@ -3,9 +3,9 @@
 //! All nodes of a job run the same command. Digests are compared and not paths: every host may have its own copy of the
 //! program. The first difference is an error that names both hosts and both values.
 
+use mgpu_control::nccl::NcclCard;
 use serde::{Deserialize, Serialize};
 
-use super::nccl_preflight::NcclCard;
 use super::net::HostNet;
 
 /// What a node says about itself.

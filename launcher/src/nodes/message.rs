@@ -7,13 +7,13 @@
 
 use std::time::Duration;
 
+use mgpu_control::nccl::NcclTarget;
 use mgpu_control::nodes::{Layout, RelayMessage};
 use mgpu_control::progress::ProgressEntry;
 use mgpu_control::rendezvous::Blame;
 use serde::{Deserialize, Serialize};
 
 use super::card::NodeCard;
-use super::nccl_preflight::NcclTarget;
 use super::net::NetChoice;
 use crate::supervisor::{Exit, Outcome};
 

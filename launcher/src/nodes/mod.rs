@@ -36,7 +36,7 @@ pub(crate) use engine_variables::variables_to_remove;
 pub(crate) use message::{
     FromAgent, HEARTBEAT, MAX_LAST_LINE, MAX_LAST_LINES, MAX_RELAYED, Order, StartOrder, ToAgent,
 };
-pub(crate) use nccl_preflight::{NcclCard, NcclPreflight, NcclTarget, REACH_LIMIT};
+pub(crate) use nccl_preflight::NcclPreflight;
 pub(crate) use pmi::complete as complete_by_pmi;
 pub(crate) use settings::{
     AuthChoice, NodeSettings, Ports, SettingsError, Surroundings, ranks_variable, settings,

@@ -10,43 +10,13 @@
 //! check ends early: the ranks must exist before anything is said about them.
 
 use std::collections::BTreeMap;
-use std::net::IpAddr;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use serde::{Deserialize, Serialize};
+use mgpu_control::nccl::{ANSWER_LIMIT, MAX_TARGETS, NcclAnswer, NcclCard, find_unreached};
 
 use super::card::NodeCard;
 use super::coordinator::{MemberId, OWN};
 use super::message::{FromAgent, StartOrder, ToAgent};
-
-/// How long a node tries to connect.
-pub(crate) const REACH_LIMIT: Duration = Duration::from_millis(2500);
-/// How long the start waits for the answers of the nodes.
-const ANSWER_LIMIT: Duration = Duration::from_secs(4);
-/// Most interfaces of a node that are tried.
-const MAX_TARGETS: usize = 4;
-
-/// What a node says about NCCL on its host.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct NcclCard {
-    /// The interfaces of which NCCL takes one.
-    pub(crate) targets: Vec<NcclTarget>,
-    /// Names the node, among others that happen to have the same address and port.
-    pub(crate) tag: String,
-    /// The user has named the interfaces.
-    pub(crate) is_named: bool,
-    /// The answer to [`ToAgent::Reach`]: for each target, why it was not reached.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) answer: Option<Vec<Option<String>>>,
-}
-
-/// An interface that NCCL may take, and where the node listens on it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct NcclTarget {
-    pub(crate) interface: String,
-    pub(crate) address: IpAddr,
-    pub(crate) port: u16,
-}
 
 /// A message, and the member that gets it.
 type Outgoing = (MemberId, ToAgent);
@@ -64,7 +34,7 @@ struct Check {
     /// The orders to start, in the order of the nodes.
     starts: Vec<(MemberId, Box<StartOrder>)>,
     /// The answer of each node about the one before it; `None` before it has come.
-    answers: Vec<Option<Vec<Option<String>>>>,
+    answers: Vec<Option<NcclAnswer>>,
     deadline: Instant,
 }
 
@@ -174,40 +144,24 @@ impl NcclPreflight {
     /// Ends the check: what the nodes have found, and the orders to start.
     fn release(&mut self, own_interface: impl Fn() -> Option<String>) -> Vec<Outgoing> {
         let Some(Check { starts, answers, .. }) = self.check.take() else { return Vec::new() };
-        let nodes = starts.len();
+        let card_of = |id: &MemberId| self.cards.get(id).and_then(|card| card.nccl.as_ref());
+        let cards: Vec<Option<&NcclCard>> = starts.iter().map(|(id, _)| card_of(id)).collect();
+        let hosts = starts.first().map_or(&[][..], |(_, order)| &order.hosts);
         let mut messages = Vec::new();
         let mut uses_control = false;
-        for (node, answer) in answers.into_iter().enumerate() {
-            let before = (node + nodes - 1) % nodes;
-            let host = |node: usize| starts[0].1.hosts.get(node).map_or("", String::as_str);
-            let Some(nccl) = self.cards.get(&starts[before].0).and_then(|card| card.nccl.as_ref()) else {
-                continue;
-            };
-            let unreached = nccl.targets.iter().zip(answer.unwrap_or_default());
-            let Some((target, why)) = unreached.filter_map(|(target, why)| Some((target, why?))).next()
-            else {
-                continue;
-            };
-            let NcclTarget { interface, address, .. } = target;
-            let found = format!(
-                "host {} cannot reach {interface} ({address}) of host {}, which NCCL",
-                host(node),
-                host(before)
-            );
-            let text = match nccl.is_named {
-                true => format!(
-                    "{found} takes because NCCL_SOCKET_IFNAME says so, and may hang: name an interface that all hosts \
-                     reach, or leave the variable out ({why})"
-                ),
+        for unreached in find_unreached(&cards, &answers) {
+            let text = match unreached.is_named {
+                true => unreached.describe_named(hosts),
                 // Once is enough: it is the same for all nodes.
                 false if uses_control => continue,
                 false => {
                     uses_control = true;
-                    let own = own_interface().map(|name| format!(", {name} on host {}", host(0)));
+                    let own = own_interface().map(|name| format!(", {name} on host {}", hosts[0]));
                     format!(
-                        "{found} would take: NCCL_SOCKET_IFNAME is set to the interface of the connections between the \
-                         nodes{} ({why})",
-                        own.unwrap_or_default()
+                        "{} would take: NCCL_SOCKET_IFNAME is set to the interface of the connections between the nodes{} ({})",
+                        unreached.describe(hosts),
+                        own.unwrap_or_default(),
+                        unreached.why
                     )
                 }
             };
@@ -223,6 +177,7 @@ impl NcclPreflight {
 
 #[cfg(test)]
 mod tests {
+    use mgpu_control::nccl::NcclTarget;
     use mgpu_control::nodes::Layout;
 
     use super::super::card::tests::card;

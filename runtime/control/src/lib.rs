@@ -7,6 +7,7 @@
 //! | [`protocol`] | which environment variables tell a process that it is a rank? |
 //! | [`rendezvous`] | how do ranks find each other and exchange small values? |
 //! | [`nodes`] | how do the hosts of one job connect, authenticate each other, and share a rendezvous? |
+//! | [`nccl`] | do the hosts reach each other on the interface that NCCL takes? |
 //! | [`progress`] | what is every rank doing, and which rank does it blame for its failure? |
 //! | [`process`] | how are child processes started, monitored and killed with their parent? |
 //! | [`spawn_batch`] | how do many processes start without waiting for each other? |
@@ -25,6 +26,7 @@ pub mod digest;
 #[doc(hidden)]
 pub mod error;
 pub mod inject;
+pub mod nccl;
 pub mod nodes;
 pub mod process;
 pub mod progress;

@@ -77,6 +77,19 @@ pub(super) struct Identity {
     pub(super) nccl_always: bool,
     /// What ranks of different hosts use.
     pub(super) net: Net,
+    /// The check of the interfaces that NCCL takes, on several hosts without agents.
+    pub(super) nccl_preflight: NcclPreflight,
+}
+
+/// What is done about interfaces that NCCL takes and that lead nowhere.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum NcclPreflight {
+    /// They are an error.
+    Check,
+    /// The ranks set variables with which NCCL takes another one.
+    Set,
+    /// Nothing is checked.
+    Off,
 }
 
 impl Identity {
@@ -100,6 +113,7 @@ impl Identity {
             share_gpus: false,
             nccl_always: false,
             net: Net::Auto,
+            nccl_preflight: NcclPreflight::Check,
         }
     }
 
@@ -189,7 +203,27 @@ impl Identity {
             None => Net::Auto,
             Some(text) => text.parse().map_err(|problem| variable_error(MGPU_NET, problem))?,
         };
-        Ok(Identity { backend, timeout, threads, device, share_gpus, nccl_always, net, ..Self::alone() })
+        let nccl_preflight = match variable(MGPU_NCCL_PREFLIGHT).as_deref() {
+            None | Some("check") => NcclPreflight::Check,
+            Some("set") => NcclPreflight::Set,
+            Some("off") => NcclPreflight::Off,
+            Some(other) => {
+                let problem = format!("is `{other}`; known are check, set and off");
+                return Err(variable_error(MGPU_NCCL_PREFLIGHT, problem));
+            }
+        };
+        let alone = Self::alone();
+        Ok(Identity {
+            backend,
+            timeout,
+            threads,
+            device,
+            share_gpus,
+            nccl_always,
+            net,
+            nccl_preflight,
+            ..alone
+        })
     }
 
     fn of_own_launcher(
@@ -358,6 +392,7 @@ mod tests {
             ),
             (&[(MGPU_RENDEZVOUS, "unix:/x")], "WORLD_SIZE is missing while MGPU_RENDEZVOUS is set"),
             (&[(MGPU_BACKEND, "mpi")], "MGPU_BACKEND is `mpi`; known are cpu and nccl"),
+            (&[(MGPU_NCCL_PREFLIGHT, "on")], "MGPU_NCCL_PREFLIGHT is `on`; known are check, set and off"),
             (&[(MGPU_NET, "ib")], "MGPU_NET is `ib`; known are auto, tcp and ucx"),
             (
                 &[(level::VARIABLE, "sse")],

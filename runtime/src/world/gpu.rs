@@ -9,13 +9,18 @@ use mgpu_kernels::cuda::{self, Device};
 use nccl_sys::{Library, Version};
 
 use super::Identity;
+use super::env::NcclPreflight;
 use super::variable::variable_error;
 use crate::protocol::MGPU_NCCL;
+use crate::rendezvous::NcclUse;
 use crate::rendezvous::message::Manifest;
 use crate::{Error, Result};
 
 /// The oldest supported NCCL: it has the configuration of communicators that `owner` uses.
 const MIN_NCCL: Version = Version { major: 2, minor: 18, patch: 0 };
+
+/// The first NCCL that passes over interfaces that are not running.
+const PASSES_OVER_IDLE: Version = Version { major: 2, minor: 28, patch: 3 };
 
 /// What to try without the missing library.
 const CPU_HINT: &str = "`--backend cpu` trains without a GPU";
@@ -87,6 +92,14 @@ impl Gpu {
         let needs_nccl = identity.world_size > 1 || identity.nccl_always;
         let nccl = needs_nccl.then(|| open_nccl(identity.rank)).transpose()?;
         Ok(Gpu { device, nccl })
+    }
+
+    /// How the ranks of this host use NCCL, on several hosts.
+    pub(super) fn nccl_use(&self, identity: &Identity) -> Option<NcclUse> {
+        let version = self.nccl.as_ref()?.version().ok();
+        let may_set = identity.nccl_preflight == NcclPreflight::Set;
+        let passes_over_idle = version.map(|version| version >= PASSES_OVER_IDLE);
+        (identity.nccl_preflight != NcclPreflight::Off).then_some(NcclUse { passes_over_idle, may_set })
     }
 
     /// What the rendezvous compares between ranks.

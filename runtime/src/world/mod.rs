@@ -29,7 +29,7 @@ use crate::inject::InjectionPoint;
 use crate::membership::{self, Membership};
 use crate::progress::Phase;
 use crate::rendezvous::message::Manifest;
-use crate::rendezvous::{HostedRun, HostedServer, PendingJoin, ServedBy, Store};
+use crate::rendezvous::{HostedRun, HostedServer, NcclUse, OwnHost, PendingJoin, ServedBy, Store};
 use crate::survivor::wait_until_culprit_reaped;
 use crate::{Error, Result};
 
@@ -71,12 +71,14 @@ const PROCESS_ENVIRONMENT: LaunchEnvironment<'static> = LaunchEnvironment {
 fn connect(
     identity: &Identity,
     rendezvous: &Rendezvous,
+    nccl: Option<NcclUse>,
 ) -> Result<(UnixStream, ServedBy, Option<HostedServer>)> {
     let rank = identity.rank;
     match rendezvous {
         Rendezvous::Launcher(address) => Ok((Store::connect(address, rank)?, ServedBy::Launcher, None)),
         Rendezvous::Ranks { title, patience, host } => {
             let host = host.as_ref().map(|host| host.complete(&identity.run_id)).transpose()?;
+            let host = host.map(|host| OwnHost { nccl, ..host });
             let run = HostedRun {
                 run_id: &identity.run_id,
                 title,
@@ -93,9 +95,14 @@ fn connect(
 }
 
 /// Joins the run. `manifest` says what this rank uses.
-fn join(identity: &Identity, rendezvous: &Rendezvous, manifest: Manifest) -> Result<Membership> {
+fn join(
+    identity: &Identity,
+    rendezvous: &Rendezvous,
+    manifest: Manifest,
+    nccl: Option<NcclUse>,
+) -> Result<Membership> {
     let (rank, ranks, injections) = (identity.rank, identity.world_size, identity.injections.clone());
-    let (stream, served_by, server) = connect(identity, rendezvous)?;
+    let (stream, served_by, server) = connect(identity, rendezvous, nccl)?;
     membership::inject_planned(&injections, InjectionPoint::Join);
     let hello = Store::send_hello(stream, served_by, &identity.run_id, rank, ranks, manifest);
     let admitted = hello.and_then(PendingJoin::wait).map_err(Error::from).inspect_err(|error| {
@@ -118,6 +125,11 @@ impl World {
     /// launcher does not; without `MGPU_BACKEND`, the number of GPUs decides. The error about a lost peer is delayed
     /// there by 0.3 to 1 s on the peer's host, so that the launcher sees the failed rank's end first. On several hosts
     /// the first rank of a host waits at its end until the others of the host have left, rank 0 until all have.
+    ///
+    /// There, ranks with GPUs first check whether the hosts reach each other on the interface that NCCL takes
+    /// (`docs/src/hosts.md`). If not, this is an error that names the variable to set. With `MGPU_NCCL_PREFLIGHT=set` each
+    /// rank sets that variable (`NCCL_SOCKET_IFNAME`) in its own environment: other threads may read the environment during
+    /// this call, but none may change it. [`notices`](Self::notices) say so.
     ///
     /// # Errors
     /// If the variables are incomplete or contradict each other (the text names the variable); if the launcher rejects this rank; if another rank ends before it has joined, or does not join in
@@ -144,15 +156,21 @@ impl World {
             Some(rendezvous) => {
                 membership::inject_planned(&identity.injections, InjectionPoint::Start);
                 #[cfg(not(feature = "cuda"))]
-                let manifest = Manifest::default();
+                let (manifest, nccl) = (Manifest::default(), None);
                 // Before anything that other ranks could wait for: a rank 0 without a GPU must not serve a
                 // rendezvous.
                 #[cfg(feature = "cuda")]
-                let manifest = match identity.backend {
-                    Backend::Cpu => Manifest::default(),
-                    Backend::Nccl => gpu.insert(gpu::Gpu::open(&identity)?).manifest(&identity)?,
+                let (manifest, nccl) = match identity.backend {
+                    Backend::Cpu => (Manifest::default(), None),
+                    Backend::Nccl => {
+                        let gpu = gpu.insert(gpu::Gpu::open(&identity)?);
+                        (gpu.manifest(&identity)?, gpu.nccl_use(&identity))
+                    }
                 };
-                Some(Arc::new(join(&identity, rendezvous, manifest)?))
+                let membership = join(&identity, rendezvous, manifest, nccl)?;
+                #[cfg(feature = "cuda")]
+                crate::comm::nccl::set_variables(&membership.store().nccl_advice().variables);
+                Some(Arc::new(membership))
             }
         };
         #[cfg(feature = "cuda")]
@@ -239,6 +257,12 @@ impl World {
     /// it depends on the launcher's name of the job, or on `MGPU_RUN_ID`.
     pub fn launch_id(&self) -> Option<&str> {
         self.identity.launch_id.as_deref()
+    }
+
+    /// What the user should know about the run, as sentences without a full stop: on several hosts without agents, what was
+    /// found out about the interfaces that NCCL takes. The same on all ranks, so that one of them can print it.
+    pub fn notices(&self) -> &[String] {
+        self.store().map_or(&[], |store| &store.nccl_advice().notices)
     }
 
     /// How often the launcher has restarted the ranks; 0 if it does not say so.

@@ -98,6 +98,7 @@ impl HostOfRank {
             endpoint: self.endpoint.clone(),
             ports: RunTag::of(run_id).candidate_ports(),
             credentials,
+            nccl: None,
         })
     }
 }

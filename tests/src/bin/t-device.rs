@@ -1,4 +1,5 @@
-//! A rank with a GPU: `t-device all`, `groups`, `capture` or `alone` test its communicator; `t-device loop [FAULT
+//! A rank with a GPU: `t-device all`, `groups`, `capture` or `alone` test its communicator; `t-device show` only prints which
+//! interface NCCL is told to take; `t-device loop [FAULT
 //! RANK]` runs all-reduces until an error, prints it, tries once more, prints that result, and exits with code 9.
 //! RANK injects FAULT before its fourth round.
 //!
@@ -35,6 +36,13 @@ fn run(arguments: &[String]) -> Result<()> {
     let mut world = World::from_env()?;
     let device = world.device().expect("the nccl backend has a GPU").clone();
     println!("rank {} of {} on {}", world.rank(), world.size(), device.name());
+    for notice in world.notices() {
+        println!("notice: {notice}");
+    }
+    if arguments[0] == "show" {
+        println!("named {}.", std::env::var("NCCL_SOCKET_IFNAME").unwrap_or_default());
+        return Ok(());
+    }
     let comm = world.device_communicator()?;
     // Ends before the other communicator.
     let _second = world.device_communicator()?;

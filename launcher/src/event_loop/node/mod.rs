@@ -4,13 +4,13 @@
 //! the ranks is reported to the coordinator, and its orders are carried out; on node 0 the coordinator is in this process.
 //! If the coordinator is lost, this node ends its ranks by itself.
 
-mod nccl;
 mod network;
 mod ranks;
 
 use std::time::Instant;
 
 use mgpu_control::inject::Injection;
+use mgpu_control::nccl::{NcclCard, NcclEndpoint};
 use mgpu_control::nodes::Credentials;
 use mgpu_control::progress;
 use nix::sys::signal::Signal;
@@ -23,12 +23,11 @@ use crate::events::EventLog;
 use crate::interrupt::{Signals, ends_the_run};
 use crate::launch::Supervision;
 use crate::metrics::Board;
-use crate::nodes::{FromAgent, NcclCard, NodeCard, NodeLoss, NodeSettings, Order, ToAgent};
+use crate::nodes::{FromAgent, NodeCard, NodeLoss, NodeSettings, Order, ToAgent};
 use crate::orphans;
 use crate::output::Output;
 use crate::plan::LaunchPlan;
 use crate::supervisor::{Action, Outcome, StopCause};
-use nccl::NcclEndpoint;
 use network::{Input, Network};
 use ranks::ProgressReport;
 
@@ -56,7 +55,8 @@ pub(crate) fn run(
     events: &mut EventLog,
     board: &Board,
 ) -> Result<LaunchEnd, LaunchError> {
-    let nccl = NcclEndpoint::open(job);
+    let uses_nccl = job.card.backend == "nccl" && *job.settings.nodes.end() > 1;
+    let nccl = uses_nccl.then(|| NcclEndpoint::open(&job.credentials, None)).flatten();
     let card = NodeCard { nccl: nccl.as_ref().map(NcclEndpoint::card), ..job.card.clone() };
     let network = Network::new(job, card.clone())?;
     let node = Node {
@@ -66,6 +66,7 @@ pub(crate) fn run(
         card,
         network,
         nccl,
+        uses_control_interface: false,
         attempt: None,
         hosts: Vec::new(),
         progress: ProgressReport::new(),
@@ -89,6 +90,8 @@ struct Node<'a> {
     network: Network<'a>,
     /// Where NCCL of the ranks is going to listen, if they use it and that can be predicted.
     nccl: Option<NcclEndpoint>,
+    /// The next start: NCCL takes the interface of the connections between the nodes.
+    uses_control_interface: bool,
     /// The ranks of this host, while they run.
     attempt: Option<Attempt<'a>>,
     /// The hosts of the nodes, once they are known.
@@ -215,9 +218,7 @@ impl<'a> Node<'a> {
             ToAgent::Reach { targets, tag } => {
                 self.nccl.iter_mut().for_each(|nccl| nccl.reach(&targets, &tag, now));
             }
-            ToAgent::UseControlInterface => {
-                self.nccl.iter_mut().for_each(NcclEndpoint::use_control_interface);
-            }
+            ToAgent::UseControlInterface => self.uses_control_interface = true,
             ToAgent::Start(order) => self.start(&order, now),
             ToAgent::Relay { messages } => {
                 let Some(attempt) = &mut self.attempt else { return };

@@ -127,8 +127,10 @@ impl<'a> Node<'a> {
 
     /// The variables that make NCCL take the interface of the connections between the nodes, if the coordinator says so.
     fn nccl_variables(&mut self) -> Vec<(&'static str, String)> {
-        let (nccl, address) = (self.nccl.as_mut(), self.network.own_address());
-        nccl.zip(address).map(|(nccl, address)| nccl.take_variables(address)).unwrap_or_default()
+        let is_told = std::mem::take(&mut self.uses_control_interface);
+        let nccl = self.nccl.as_ref().filter(|_| is_told);
+        let nccl = nccl.zip(self.network.own_address());
+        nccl.map(|(nccl, address)| nccl.variables_for(address)).unwrap_or_default()
     }
 
     /// Handles what has happened to the ranks.

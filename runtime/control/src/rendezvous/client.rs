@@ -17,6 +17,7 @@ use nix::sys::time::TimeVal;
 use super::message::{MAX_FDS, MAX_NAME, MAX_VALUE, Manifest, Reply, Request, VERSION, check_name, encode};
 use super::rank_list;
 use super::socket::{Connection, Received};
+use crate::nccl::NcclAdvice;
 use crate::nodes::Layout;
 use crate::process::{ForkDetector, has_ended, pidfd_open};
 use crate::progress::ProgressPage;
@@ -79,6 +80,8 @@ pub struct Store {
     /// Which ranks are on which node, and the address of this one: known after the join.
     layout: Option<Layout>,
     address: Option<IpAddr>,
+    /// What the server has said about NCCL.
+    nccl: NcclAdvice,
     connection: Mutex<Connection>,
     /// This side has closed the connection, so the end of the connection does not mean that the server has ended.
     closed: AtomicBool,
@@ -106,18 +109,21 @@ impl PendingJoin {
     pub fn wait(self) -> Result<(Store, ProgressPage)> {
         let PendingJoin { mut store, hello } = self;
         let mut connection = store.connection.lock().unwrap_or_else(PoisonError::into_inner);
-        let (layout, address) = match store.finish(&mut connection, hello)? {
-            Reply::Welcome { layout, address } => (layout, address),
+        let (layout, address, nccl) = match store.finish(&mut connection, hello)? {
+            Reply::Welcome { layout, address, nccl } => (layout, address, nccl.unwrap_or_default()),
             Reply::Refused { why } => return Err(Error::Join { rank: store.rank, problem: why }),
             other => return Err(store.unexpected(&connection, &other)),
         };
         if let Some(problem) = layout.as_ref().and_then(|layout| store.contradiction(layout)) {
             return Err(store.bad_message(&connection, problem));
         }
+        if !nccl.is_plausible() {
+            return Err(store.bad_message(&connection, "impossible advice about NCCL".into()));
+        }
         let fds = connection.take_fds(1).map_err(|problem| store.bad_message(&connection, problem))?;
         let page = ProgressPage::open(fds[0].as_fd(), store.world_size)?;
         drop(connection);
-        (store.layout, store.address) = (layout, address);
+        (store.layout, store.address, store.nccl) = (layout, address, nccl);
         Ok((store, page))
     }
 }
@@ -167,6 +173,7 @@ impl Store {
             world_size,
             layout,
             address,
+            nccl: NcclAdvice::default(),
             connection,
             closed,
             server_pidfd,
@@ -305,6 +312,11 @@ impl Store {
     /// The address of this node as the other nodes reach it, if the world is on several hosts.
     pub fn address(&self) -> Option<IpAddr> {
         self.address
+    }
+
+    /// What a rank of a world on several hosts has to know about NCCL.
+    pub fn nccl_advice(&self) -> &NcclAdvice {
+        &self.nccl
     }
 
     /// How a layout of the server contradicts what this rank knows.
@@ -540,6 +552,7 @@ mod tests {
                 world_size: 2,
                 layout: None,
                 address: None,
+                nccl: NcclAdvice::default(),
                 connection,
                 closed,
                 server_pidfd: None,

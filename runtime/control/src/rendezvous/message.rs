@@ -11,6 +11,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::rank_list;
+use crate::nccl::NcclAdvice;
 use crate::nodes::Layout;
 
 /// Version of the messages; both sides must have the same.
@@ -106,6 +107,9 @@ pub enum Reply {
         /// Address of this node as the other nodes reach it.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         address: Option<IpAddr>,
+        /// What the rank has to know about NCCL. Only ranks of the same program say it, which are of one release.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        nccl: Option<NcclAdvice>,
     },
     /// Answer to [`Request::Set`], [`Request::Barrier`], [`Request::Stop`] and [`Request::Leave`].
     Done,
@@ -143,7 +147,7 @@ pub enum Reply {
 
 impl Reply {
     /// The welcome of a world on one host.
-    pub const WELCOME: Reply = Reply::Welcome { layout: None, address: None };
+    pub const WELCOME: Reply = Reply::Welcome { layout: None, address: None, nccl: None };
 }
 
 /// The frame of `message`.
@@ -250,11 +254,14 @@ mod tests {
 
     #[test]
     fn the_largest_layout_fits_a_frame() {
+        use crate::nccl::advice::{MAX_NOTICE, MAX_NOTICES};
         use crate::nodes::layout::MAX_NODES;
         let world_size = crate::protocol::MAX_WORLD_RANKS;
         let first_ranks = (0..MAX_NODES as u32).map(|node| 8 * node).collect();
         let layout = Layout::new(first_ranks, world_size, MAX_NODES as u32 - 1).unwrap();
-        encode(&Reply::Welcome { layout: Some(layout), address: Some(std::net::Ipv6Addr::LOCALHOST.into()) });
+        let nccl = NcclAdvice { variables: Vec::new(), notices: vec!["x".repeat(MAX_NOTICE); MAX_NOTICES] };
+        let address = Some(std::net::Ipv6Addr::LOCALHOST.into());
+        encode(&Reply::Welcome { layout: Some(layout), address, nccl: Some(nccl) });
     }
 
     #[test]

@@ -49,5 +49,5 @@ pub use directory::remove_abandoned;
 pub use hosted::{HostedRun, HostedServer, RunningServer};
 pub use preflight::PreflightFault;
 pub use server::{ProcessEnd, Server, ServerEvent};
-pub use several_hosts::OwnHost;
+pub use several_hosts::{NcclUse, OwnHost};
 pub use threads::{in_process, in_process_on_nodes};

@@ -29,6 +29,7 @@ use super::rejections::{Rejection, Rejections};
 use super::remote_readers::RemoteReaders;
 use super::socket::Received;
 use super::waits::Waits;
+use crate::nccl::NcclAdvice;
 use crate::nodes::{Layout, RelayMessage};
 use crate::progress::{Blame, Ending, ProgressPage, RankState};
 use crate::protocol::MAX_RANKS;
@@ -112,6 +113,8 @@ pub struct Server {
     layout: Layout,
     /// Address of this node as other nodes reach it.
     node_address: Option<IpAddr>,
+    /// What the ranks are told about NCCL.
+    nccl: Option<NcclAdvice>,
     page: Arc<ProgressPage>,
     page_fd: OwnedFd,
     next_id: u64,
@@ -197,6 +200,7 @@ impl Server {
             run_id: run_id.to_owned(),
             layout,
             node_address: None,
+            nccl: None,
             page: Arc::new(page),
             page_fd,
             next_id: 0,

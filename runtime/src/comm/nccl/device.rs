@@ -126,9 +126,13 @@ impl DeviceCommunicator {
         link.rules.set_number(number);
         let advice = match link.has_remote_members() {
             true => {
-                " (NCCL_DEBUG=INFO shows which network interface it takes, NCCL_SOCKET_IFNAME names another one)"
+                let notices = &membership.store().nccl_advice().notices;
+                let found = notices.first().map(|notice| format!("{notice}; ")).unwrap_or_default();
+                format!(
+                    " ({found}NCCL_DEBUG=INFO shows which network interface it takes, NCCL_SOCKET_IFNAME names another one)"
+                )
             }
-            false => "",
+            false => String::new(),
         };
         let context = WaitContext {
             operation: Operation::Connect,

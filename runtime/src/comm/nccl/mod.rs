@@ -12,6 +12,7 @@
 //! | [`family`] | which communicators fail together? |
 //! | [`remote`] | what do ranks of other hosts do? |
 //! | [`shutdown`] | how do ranks shut down a communicator, also after errors? |
+//! | [`environment`] | how is NCCL told which interface to take? |
 //! | [`host`], [`staging`] | how are host buffers transferred? |
 //!
 //! Every communicator has a thread, the [`owner`], which makes all NCCL calls. The caller checks the arguments and
@@ -21,6 +22,7 @@
 mod call;
 mod captured;
 mod device;
+mod environment;
 mod family;
 mod group;
 mod host;
@@ -33,6 +35,7 @@ mod staging;
 
 pub use captured::CapturedGroup;
 pub use device::{DeviceCommunicator, Waitable};
+pub(crate) use environment::set_variables;
 pub use group::Group;
 pub(crate) use host::host_communicator;
 pub(crate) use shutdown::CollectiveCounters;

@@ -3,6 +3,7 @@
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
+use mgpu_control::nccl::interfaces::own_interfaces;
 use mgpu_control::nodes::{Link, LinkState, NodeListener, RunTag};
 use mgpu_control::protocol::new_run_id;
 use nix::poll::PollFd;
@@ -11,7 +12,6 @@ use super::super::NodeJob;
 use super::{Input, node_loss};
 use crate::error::LaunchError;
 use crate::exit_code;
-use crate::nccl::interfaces::own_interfaces;
 use crate::nodes::{
     Config, Coordinator, FromAgent, MemberId, NcclPreflight, NodeCard, NodeLoss, OWN, ToAgent,
 };

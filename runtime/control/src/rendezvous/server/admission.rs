@@ -106,8 +106,8 @@ impl Server {
         self.listener = None;
         self.join_by = None;
         let layout = (!self.layout.is_one_host()).then(|| self.layout.clone());
-        let (welcome, page) =
-            (encode(&Reply::Welcome { layout, address: self.node_address }), self.page_fd.as_fd());
+        let welcome = Reply::Welcome { layout, address: self.node_address, nccl: self.nccl.clone() };
+        let (welcome, page) = (encode(&welcome), self.page_fd.as_fd());
         for peer in self.peers.iter_mut().filter(|peer| peer.rank.is_some()) {
             peer.admitted = true;
             if peer.connection.send(&welcome, &[page]).is_err() {

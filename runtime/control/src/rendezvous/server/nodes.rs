@@ -13,6 +13,7 @@
 mod requests;
 
 use super::*;
+use crate::nccl::NcclAdvice;
 use crate::nodes::RankEnd;
 use crate::nodes::relay::{NodeManifest, NodeProgram, RelayMessage};
 use crate::progress::truncate_text;
@@ -50,6 +51,11 @@ impl Server {
         let address = listener.address().to_owned();
         let server = Self::new(layout, run_id, address, Some(listener))?;
         Ok(Server { node_address, unattended: true, join_by: Some(join_by), ..server })
+    }
+
+    /// The same server, which tells its ranks something about NCCL.
+    pub(in crate::rendezvous) fn with_nccl_advice(self, nccl: Option<NcclAdvice>) -> Self {
+        Server { nccl, ..self }
     }
 
     /// The rendezvous of a node whose ranks are in this process: see [`in_process`](Self::in_process).

@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::nccl_check::NcclArrival;
+use crate::nccl::advice::are_plausible;
 use crate::nodes::Layout;
 use crate::nodes::layout::MAX_NODES;
 
@@ -15,6 +17,9 @@ pub(super) struct Arrival {
     pub(super) ranks: u32,
     pub(super) world_size: u32,
     pub(super) host: String,
+    /// Only if the ranks use NCCL, whose interface is to be checked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) nccl: Option<NcclArrival>,
 }
 
 impl Arrival {
@@ -25,9 +30,13 @@ impl Arrival {
 
     /// Checks the words of another host; `own` is that of rank 0.
     pub(super) fn check(&self, own: &Arrival) -> Result<(), String> {
-        let Arrival { first_rank, ranks, world_size, ref host } = *self;
+        let Arrival { first_rank, ranks, world_size, ref host, ref nccl } = *self;
         if host.len() > MAX_HOST || host.chars().any(char::is_control) {
             return Err("a host with an impossible name".into());
+        }
+        let is_plausible = |nccl: &NcclArrival| nccl.card.is_plausible() && are_plausible(&nccl.variables);
+        if !nccl.as_ref().is_none_or(is_plausible) {
+            return Err(format!("host {host} says impossible things about its interfaces"));
         }
         if world_size != own.world_size {
             return Err(format!(
@@ -86,9 +95,10 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::nccl::{NcclCard, NcclTarget};
 
     fn arrival(host: &str, first_rank: u32, ranks: u32) -> Arrival {
-        Arrival { first_rank, ranks, world_size: 6, host: host.into() }
+        Arrival { first_rank, ranks, world_size: 6, host: host.into(), nccl: None }
     }
 
     proptest! {
@@ -96,7 +106,7 @@ mod tests {
         fn hosts_in_any_order_make_the_layout(sizes in prop::collection::vec(1u32..4, 1..6), seed: u64) {
             let mut hosts: Vec<Arrival> = sizes.iter().scan(0, |next, size| {
                 *next += size;
-                Some(Arrival { first_rank: *next - size, ranks: *size, world_size: 0, host: format!("h{next}") })
+                Some(Arrival { first_rank: *next - size, ranks: *size, world_size: 0, host: format!("h{next}"), nccl: None })
             }).collect();
             let (count, world_size) = (hosts.len(), sizes.iter().sum());
             let expected: Vec<u32> = hosts.iter().map(|host| host.first_rank).collect();
@@ -112,7 +122,7 @@ mod tests {
 
         #[test]
         fn no_claim_panics(claims in prop::collection::vec((any::<u32>(), any::<u32>()), 0..5), world_size in 1u32..9) {
-            let own = Arrival { first_rank: 0, ranks: 1, world_size, host: "a".into() };
+            let own = Arrival { first_rank: 0, ranks: 1, world_size, host: "a".into(), nccl: None };
             let hosts: Vec<Arrival> = claims
                 .into_iter()
                 .map(|(first_rank, ranks)| Arrival { first_rank: first_rank % 12, ranks, ..own.clone() })
@@ -134,6 +144,9 @@ mod tests {
     #[test]
     fn impossible_claims_are_refused() {
         let own = arrival("a", 0, 2);
+        let target = NcclTarget { interface: "eth0".into(), address: [10, 0, 0, 1].into(), port: 1 };
+        let card = NcclCard { targets: vec![target; 5], tag: String::new(), is_named: false, answer: None };
+        let many_interfaces = NcclArrival { card, may_set: false, variables: Vec::new() };
         for (claim, why) in [
             (arrival("b", 2, 0), "host b claims 0 ranks from rank 2 on, of 6"),
             (arrival("b", 4, 3), "host b claims 3 ranks from rank 4 on, of 6"),
@@ -143,6 +156,7 @@ mod tests {
                 "host b was started for 8 ranks, and host a for 6",
             ),
             (arrival("b\u{1b}[2J", 2, 2), "impossible name"),
+            (Arrival { nccl: Some(many_interfaces), ..arrival("b", 2, 2) }, "host b says impossible things"),
         ] {
             let error = claim.check(&own).unwrap_err();
             assert!(error.contains(why), "{error}");

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::HOST_TIMEOUT;
 use super::arrangement::Arrival;
+use crate::nccl::{NcclAnswer, NcclTarget};
 use crate::nodes::{Layout, Link, LinkState, Loss, RelayMessage};
 use crate::rendezvous::message::Reply;
 
@@ -19,8 +20,23 @@ const HEARTBEAT: Duration = Duration::from_secs(1);
 pub(super) enum HostMessage {
     /// To rank 0's host: these ranks are here.
     Arrived { arrival: Arrival },
+    /// From rank 0's host, to a host that has said which interface NCCL takes there: try to reach these interfaces of another
+    /// one.
+    Reach { targets: Vec<NcclTarget>, tag: String },
+    /// The answer.
+    Reached { answer: NcclAnswer },
     /// From rank 0's host: all hosts have come. With the address by which this host is reached, and the names of all.
-    Arranged { layout: Layout, address: std::net::IpAddr, hosts: Vec<String> },
+    Arranged {
+        layout: Layout,
+        address: std::net::IpAddr,
+        hosts: Vec<String>,
+        /// What the check of NCCL's interfaces has found, for the ranks.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        notices: Vec<String>,
+        /// The ranks set NCCL's variables.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        sets_nccl: bool,
+    },
     /// From rank 0's host: the run does not start. The reply is for the ranks.
     Failed { reply: Reply },
     /// In both directions: between a server and the hub.

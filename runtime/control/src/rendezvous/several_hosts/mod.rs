@@ -6,6 +6,9 @@
 //! ranks of the world ([`arrangement`]), each host gets its number and the layout. From then on the links carry what
 //! the servers say to the [`Hub`](crate::nodes::Hub) on rank 0's host ([`relaying`]).
 //!
+//! If the ranks use NCCL, the hosts then check whether they reach each other on the interface that it takes
+//! ([`nccl_check`]). If not, the run does not start, or all ranks are told which interface to take.
+//!
 //! The ranks of a host connect to its socket while the hosts gather, and wait in its queue: the server is created when
 //! the layout is known. If the gathering fails, all of them get the reason.
 //!
@@ -17,9 +20,11 @@
 mod arrangement;
 mod gathering;
 mod host_link;
+mod nccl_check;
 mod relaying;
 
 use std::io::{PipeReader, PipeWriter, Read, Write};
+use std::net::IpAddr;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
@@ -30,11 +35,13 @@ use super::listener::{ConnectionAttempt, Listener};
 use super::message::{Reply, encode};
 use super::server::Server;
 use super::socket::Connection;
+use crate::nccl::NcclEndpoint;
 use crate::nodes::{Credentials, Endpoint};
 use crate::process::start_failure;
 use crate::{Error, Result};
 use arrangement::Arrival;
 use gathering::{Gathered, gather};
+use nccl_check::NcclArrival;
 use relaying::Relay;
 
 /// Silence of a host's thread after which the host counts as lost.
@@ -53,6 +60,17 @@ pub struct OwnHost {
     pub ports: Vec<u16>,
     /// How the hosts authenticate each other.
     pub credentials: Credentials,
+    /// The ranks use NCCL, and its interface is to be checked.
+    pub nccl: Option<NcclUse>,
+}
+
+/// How the ranks of a host use NCCL.
+#[derive(Debug, Clone, Copy)]
+pub struct NcclUse {
+    /// Whether their release passes over interfaces that are not running, if that is known.
+    pub passes_over_idle: Option<bool>,
+    /// They may set NCCL's variables themselves.
+    pub may_set: bool,
 }
 
 /// What the thread of a host needs to know of the run.
@@ -68,9 +86,21 @@ pub(super) struct HostRun {
 }
 
 impl HostRun {
-    fn own_arrival(&self) -> Arrival {
+    fn own_arrival(&self, nccl: Option<NcclArrival>) -> Arrival {
         let OwnHost { first_rank, ranks, .. } = self.host;
-        Arrival { first_rank, ranks, world_size: self.world_size, host: self.host_name.clone() }
+        Arrival { first_rank, ranks, world_size: self.world_size, host: self.host_name.clone(), nccl }
+    }
+
+    /// Listens where NCCL is going to listen. `None` without NCCL, or if that cannot be predicted.
+    fn open_nccl(&self) -> Option<NcclEndpoint> {
+        NcclEndpoint::open(&self.host.credentials, self.host.nccl?.passes_over_idle)
+    }
+
+    /// What this host says about NCCL, if the address of its connections with the others is `address`.
+    fn nccl_arrival(&self, endpoint: Option<&NcclEndpoint>, address: IpAddr) -> Option<NcclArrival> {
+        let (card, variables) = (endpoint?.card(), endpoint?.variables_for(address));
+        let variables = variables.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+        Some(NcclArrival { card, may_set: self.host.nccl?.may_set, variables })
     }
 }
 
@@ -97,9 +127,10 @@ fn serve(run: &HostRun, mut listener: Listener, mut attempt: Attempt) {
         Ok(None) => return,
         Err(reply) => return answer_all(&mut listener, &reply),
     };
-    let Gathered { layout, address, hosts, links } = gathered;
-    let server = match Server::unattended_of_node(layout, Some(address), &run.run_id, listener, run.join_by) {
-        Ok(server) => server,
+    let Gathered { layout, address, hosts, links, nccl, delay } = gathered;
+    let join_by = run.join_by + delay;
+    let server = match Server::unattended_of_node(layout, Some(address), &run.run_id, listener, join_by) {
+        Ok(server) => server.with_nccl_advice(nccl),
         // Without the listener, its ranks see that this one has given up.
         Err(_) => return,
     };

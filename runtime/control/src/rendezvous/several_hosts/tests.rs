@@ -3,8 +3,11 @@
 use std::net::TcpListener;
 use std::thread;
 
+use super::host_link::{HostLink, HostMessage};
+
 use super::*;
-use crate::nodes::Secret;
+use crate::nccl::{NcclAdvice, NcclCard, NcclTarget};
+use crate::nodes::{Dialer, Link, NodeListener, RunTag, Secret};
 use crate::progress::{ProgressPage, RankState};
 use crate::rendezvous::message::Manifest;
 use crate::rendezvous::{HostedRun, RunningServer, ServedBy, Store};
@@ -34,6 +37,7 @@ impl Run {
             endpoint: Endpoint::of_host("127.0.0.1").with_port(self.port),
             ports: Vec::new(),
             credentials: Credentials::Secret(secret),
+            nccl: None,
         }
     }
 
@@ -180,4 +184,115 @@ fn a_wrong_secret_is_named_on_both_sides() {
     });
     assert!(errors[0].contains("and a connection was rejected: 127.0.0.1"), "{errors:?}");
     assert!(errors[1].contains("cannot reach rank 0") && errors[1].contains("secret"), "{errors:?}");
+}
+
+impl Run {
+    /// A host whose ranks use NCCL.
+    fn host_with_nccl(&self, first_rank: u32, ranks: u32) -> OwnHost {
+        let nccl = Some(NcclUse { passes_over_idle: Some(true), may_set: false });
+        OwnHost { nccl, ..self.host(first_rank, ranks) }
+    }
+}
+
+/// Waits for the next message but heartbeats.
+fn next_message(link: &mut HostLink) -> HostMessage {
+    let until = Instant::now() + LONG;
+    loop {
+        let now = Instant::now();
+        if let Some(message) = link.service(now).into_iter().next() {
+            return message;
+        }
+        assert!(link.loss().is_none() && now < until, "no message: {:?}", link.loss());
+        let timeout = poll_timeout(Some(until.min(link.next_deadline())), now);
+        poll(&mut [link.poll_fd()], timeout).unwrap();
+    }
+}
+
+/// Waits until `advance` has a result.
+fn drive<T>(mut advance: impl FnMut(Instant) -> Option<T>) -> T {
+    loop {
+        match advance(Instant::now()) {
+            Some(result) => return result,
+            None => thread::yield_now(),
+        }
+    }
+}
+
+/// What a host says about an interface that it does not have.
+fn some_card() -> NcclCard {
+    let target = NcclTarget { interface: "eth0".into(), address: [127, 0, 0, 1].into(), port: 1 };
+    NcclCard { targets: vec![target], tag: "tag".into(), is_named: false, answer: None }
+}
+
+#[test]
+fn hosts_that_reach_each_others_interfaces_have_no_notice() {
+    let run = Run::new("test-nccl", 3);
+    let hosts = [run.host_with_nccl(0, 1), run.host_with_nccl(1, 1), run.host_with_nccl(2, 1)];
+    thread::scope(|scope| {
+        let rank = |host| {
+            let run = &run;
+            move || {
+                let member = run.join(host, host.first_rank).unwrap();
+                assert_eq!(member.store.nccl_advice(), &NcclAdvice::default());
+                member.leave();
+            }
+        };
+        for host in &hosts {
+            scope.spawn(rank(host));
+        }
+    });
+}
+
+#[test]
+fn a_host_that_ends_during_the_check_of_nccl_is_named() {
+    let run = Run::new("test-nccl-end", 3);
+    let (own, other, lost) = (run.host_with_nccl(0, 1), run.host_with_nccl(1, 1), run.host(2, 1));
+    let error = |host: &OwnHost| run.join(host, host.first_rank).map(|_| ()).unwrap_err().to_string();
+    let errors = thread::scope(|scope| {
+        let ranks = [&own, &other].map(|host| scope.spawn(|| error(host)));
+        let credentials = lost.credentials.clone();
+        let mut dialer =
+            Dialer::new(&lost.endpoint, &[], None, credentials, RunTag::of(&run.id), Instant::now() + LONG);
+        let link: Link = drive(|now| dialer.service(now)).unwrap();
+        let mut link = HostLink::new(link, Instant::now());
+        let nccl = NcclArrival { card: some_card(), may_set: false, variables: Vec::new() };
+        let host = "c".to_owned();
+        let arrival = Arrival { first_rank: 2, ranks: 1, world_size: 3, host, nccl: Some(nccl) };
+        link.send(&HostMessage::Arrived { arrival });
+        let message = next_message(&mut link);
+        assert!(matches!(message, HostMessage::Reach { .. }), "{message:?}");
+        drop(link);
+        ranks.map(|rank| rank.join().unwrap())
+    });
+    for error in errors {
+        assert!(error.contains("lost rank 2 in join") && error.contains("host c"), "{error}");
+    }
+}
+
+#[test]
+fn the_end_of_rank_0_during_the_check_of_nccl_is_told() {
+    let run = Run::new("test-nccl-hub", 2);
+    let host = run.host_with_nccl(1, 1);
+    let (ports, run_tag) = ([run.port], RunTag::of(&run.id));
+    let mut listener = NodeListener::bind(None, &ports, host.credentials.clone(), run_tag).unwrap();
+    let error = thread::scope(|scope| {
+        let rank = scope.spawn(|| run.join(&host, 1).map(|_| ()).unwrap_err().to_string());
+        let link = drive(|now| listener.service(now).pop());
+        let mut link = HostLink::new(link, Instant::now());
+        let message = next_message(&mut link);
+        assert!(
+            matches!(&message, HostMessage::Arrived { arrival } if arrival.nccl.is_some()),
+            "{message:?}"
+        );
+        let NcclCard { targets, tag, .. } = some_card();
+        link.send(&HostMessage::Reach { targets, tag });
+        let answer = next_message(&mut link);
+        assert!(
+            matches!(&answer, HostMessage::Reached { answer } if answer.len() == 1 && answer[0].is_some()),
+            "{answer:?}"
+        );
+        drop(link);
+        rank.join().unwrap()
+    });
+    assert!(error.contains("lost rank 0 in join") && error.contains("ended before all hosts"), "{error}");
 }

@@ -404,7 +404,14 @@ fn an_admission_that_crosses_the_end_of_a_rank_admits_nobody_there() {
     actions.into_iter().for_each(|action| job.nodes.apply(action));
     assert_eq!(
         (job.reply(0), job.reply(1)),
-        (Some(Reply::Welcome { layout: Some(job.nodes.servers[0].layout.clone()), address: None }), None)
+        (
+            Some(Reply::Welcome {
+                layout: Some(job.nodes.servers[0].layout.clone()),
+                address: None,
+                nccl: None
+            }),
+            None
+        )
     );
     job.step();
     job.get(0, "key", 1, LONG);

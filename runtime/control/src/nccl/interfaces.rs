@@ -7,8 +7,10 @@
 //! names behind a `=`; a `^` before them means all others. `NCCL_SOCKET_FAMILY` chooses IPv4 or IPv6. Both may also be in
 //! NCCL's files; the environment takes precedence.
 //!
-//! Recent releases pass over interfaces that are not running; 2.27 does not. It is unknown here which release the ranks
-//! load, so there may be two candidates.
+//! NCCL passes over interfaces that are not running since 2.28.3. A launcher does not know which release its ranks load, so
+//! there may be two candidates.
+//!
+//! With `NCCL_COMM_ID` NCCL takes an interface of the network of that address instead, and nothing is predicted.
 
 use std::net::IpAddr;
 
@@ -16,19 +18,26 @@ use nix::ifaddrs::getifaddrs;
 use nix::net::if_::InterfaceFlags;
 use nix::sys::socket::SockaddrStorage;
 
-pub(crate) const INTERFACE_VARIABLE: &str = "NCCL_SOCKET_IFNAME";
-pub(crate) const FAMILY_VARIABLE: &str = "NCCL_SOCKET_FAMILY";
+/// NCCL's variable for the names of interfaces.
+pub const INTERFACE_VARIABLE: &str = "NCCL_SOCKET_IFNAME";
+/// NCCL's variable for IPv4 or IPv6.
+pub const FAMILY_VARIABLE: &str = "NCCL_SOCKET_FAMILY";
+
+/// NCCL's variable for the address of rank 0.
+const ADDRESS_VARIABLE: &str = "NCCL_COMM_ID";
 
 /// Lists that NCCL tries in turn if the user has given none.
 const AUTOMATIC: [&str; 5] = ["ib", "^docker,lo,virbr", "docker", "lo", "virbr"];
 
 /// An address of an interface of this host.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Interface {
-    pub(crate) name: String,
-    pub(crate) address: IpAddr,
+pub struct Interface {
+    /// Its name, such as `eth0`.
+    pub name: String,
+    /// One of its addresses.
+    pub address: IpAddr,
     /// It is up, and there is a link.
-    pub(crate) is_running: bool,
+    pub is_running: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,13 +61,15 @@ impl Family {
 
 /// NCCL's settings of the interface.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct SocketVariables {
+pub struct SocketVariables {
     interfaces: Option<String>,
     family: Option<Family>,
+    /// The user has named the address at which the ranks meet.
+    names_address: bool,
 }
 
 /// The addresses of this host in the order in which NCCL sees them.
-pub(crate) fn own_interfaces() -> Vec<Interface> {
+pub fn own_interfaces() -> Vec<Interface> {
     let interface = |name: String, flags: InterfaceFlags, address: &SockaddrStorage| {
         let v4 = address.as_sockaddr_in().map(|address| IpAddr::V4(address.ip()));
         let address = v4.or_else(|| address.as_sockaddr_in6().map(|address| IpAddr::V6(address.ip())))?;
@@ -72,7 +83,7 @@ pub(crate) fn own_interfaces() -> Vec<Interface> {
 
 impl SocketVariables {
     /// Those of this process's environment, and of NCCL's files.
-    pub(crate) fn detect() -> Self {
+    pub fn detect() -> Self {
         let variable = |name: &str| Some(std::env::var_os(name)?.to_string_lossy().into_owned());
         Self::read(variable, |path| std::fs::read_to_string(path).ok())
     }
@@ -96,18 +107,22 @@ impl SocketVariables {
             interfaces: value(INTERFACE_VARIABLE).filter(|list| list.len() > 1),
             family: value(FAMILY_VARIABLE)
                 .and_then(|name| families.into_iter().find(|family| family.name() == name)),
+            names_address: value(ADDRESS_VARIABLE).is_some(),
         }
     }
 
     /// The user or the site has chosen the interfaces.
-    pub(crate) fn names_interfaces(&self) -> bool {
+    pub fn names_interfaces(&self) -> bool {
         self.interfaces.is_some()
     }
 
     /// What NCCL takes on a host with these `interfaces`, as a sentence.
-    pub(crate) fn describe(&self, interfaces: &[Interface]) -> String {
+    pub fn describe(&self, interfaces: &[Interface]) -> String {
+        if self.names_address {
+            return format!("NCCL takes an interface of the network of {ADDRESS_VARIABLE}");
+        }
         let name = |interface: &Interface| format!("{} ({})", interface.name, interface.address);
-        match self.candidates(interfaces)[..] {
+        match self.candidates(interfaces, None)[..] {
             [] => "NCCL finds no interface for other hosts".to_owned(),
             [one] => format!("NCCL takes the interface {}", name(one)),
             [recent, older, ..] => {
@@ -116,12 +131,20 @@ impl SocketVariables {
         }
     }
 
-    /// Those of `interfaces` of which NCCL takes one: the choice of recent releases, and that of older ones if it is
-    /// another.
-    pub(crate) fn candidates<'a>(&self, interfaces: &'a [Interface]) -> Vec<&'a Interface> {
-        let running = interfaces.iter().filter(|interface| interface.is_running);
-        let mut candidates: Vec<&Interface> =
-            self.choose(running).into_iter().chain(self.choose(interfaces.iter())).collect();
+    /// Those of `interfaces` of which NCCL takes one. `passes_over_idle` says whether the release passes over interfaces that
+    /// are not running. If that is not known: the choice of recent releases, and that of older ones if it is another.
+    pub fn candidates<'a>(
+        &self,
+        interfaces: &'a [Interface],
+        passes_over_idle: Option<bool>,
+    ) -> Vec<&'a Interface> {
+        if self.names_address {
+            return Vec::new();
+        }
+        let running = || self.choose(interfaces.iter().filter(|interface| interface.is_running));
+        let recent = (passes_over_idle != Some(false)).then(running).flatten();
+        let older = (passes_over_idle != Some(true)).then(|| self.choose(interfaces.iter())).flatten();
+        let mut candidates: Vec<&Interface> = recent.into_iter().chain(older).collect();
         candidates.dedup();
         candidates
     }
@@ -158,7 +181,7 @@ impl SocketVariables {
     }
 
     /// The variables with which NCCL takes the interface that has `address`; `None` if there is none.
-    pub(crate) fn variables_for(
+    pub fn variables_for(
         &self,
         address: IpAddr,
         interfaces: &[Interface],
@@ -217,7 +240,7 @@ mod tests {
 
     fn chosen(variables: &SocketVariables, interfaces: &[Interface]) -> String {
         let described = |chosen: &&Interface| format!("{} {}", chosen.name, chosen.address);
-        let chosen: Vec<String> = variables.candidates(interfaces).iter().map(described).collect();
+        let chosen: Vec<String> = variables.candidates(interfaces, None).iter().map(described).collect();
         if chosen.is_empty() { "none".into() } else { chosen.join(", ") }
     }
 
@@ -248,6 +271,11 @@ mod tests {
         assert_eq!(chosen(&settings(&[]), &host), "eth0 10.0.0.1, ib0 10.2.0.1");
         assert_eq!(chosen(&settings(&[(INTERFACE_VARIABLE, "=ib0")]), &host), "ib0 10.2.0.1");
         assert_eq!(chosen(&settings(&[(INTERFACE_VARIABLE, "eth")]), &host), "eth0 10.0.0.1");
+        for (passes_over_idle, expected) in [(true, "eth0"), (false, "ib0")] {
+            let known = settings(&[]);
+            let known = known.candidates(&host, Some(passes_over_idle));
+            assert_eq!(known.iter().map(|known| &known.name[..]).collect::<Vec<_>>(), [expected]);
+        }
         assert_eq!(
             settings(&[]).describe(&host),
             "NCCL takes the interface eth0 (10.0.0.1), in older releases ib0 (10.2.0.1)"
@@ -283,6 +311,13 @@ mod tests {
         assert_eq!(of("AF_INET6"), "eth0 fd00::1");
         assert_eq!(of("AF_INET"), "ib0 10.2.0.1");
         assert_eq!(of("ipv6"), "ib0 10.2.0.1");
+    }
+
+    #[test]
+    fn nothing_is_predicted_for_a_given_address() {
+        let named = settings(&[("NCCL_COMM_ID", "10.1.0.1:7000")]);
+        assert_eq!(chosen(&named, &host()), "none");
+        assert_eq!(named.describe(&host()), "NCCL takes an interface of the network of NCCL_COMM_ID");
     }
 
     #[test]

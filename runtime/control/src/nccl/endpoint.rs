@@ -1,81 +1,76 @@
-//! This node's part in the check of the interfaces that NCCL takes: it listens where NCCL is going to listen, and tries to
-//! reach another node there, both without blocking. The connections are authenticated like those to the coordinator, so
-//! a node is not mistaken for another one that has the same address.
+//! One host's part in the check of the interfaces that NCCL takes: it listens where NCCL is going to listen, and tries to
+//! reach another host there, both without blocking. The connections are authenticated like the others between hosts, so
+//! a host is not mistaken for another one that has the same address.
 
 use std::net::IpAddr;
 use std::time::Instant;
 
-use mgpu_control::nodes::{Credentials, Dialer, Endpoint, Link, LinkState, NodeListener, RunTag};
-use mgpu_control::protocol::new_run_id;
 use nix::poll::PollFd;
 
-use super::NodeJob;
-use crate::nccl::interfaces::{Interface, SocketVariables, own_interfaces};
-use crate::nodes::{NcclCard, NcclTarget, REACH_LIMIT};
+use super::check::{MAX_TARGETS, NcclCard, NcclTarget, REACH_LIMIT};
+use super::interfaces::{Interface, SocketVariables, own_interfaces};
+use crate::nodes::{Credentials, Dialer, Endpoint, Link, LinkState, NodeListener, RunTag};
+use crate::protocol::new_run_id;
 
 /// Most connections of others that are kept until the others end them.
 const MAX_LINKS: usize = 16;
 
-/// Where NCCL of this node's ranks is going to listen.
-pub(super) struct NcclEndpoint {
+/// Where NCCL of this host's ranks is going to listen.
+pub struct NcclEndpoint {
     card: NcclCard,
     variables: SocketVariables,
     credentials: Credentials,
     listeners: Vec<NodeListener>,
-    /// Connections of the node that tries to reach this one.
+    /// Connections of the host that tries to reach this one.
     links: Vec<Link>,
-    /// Attempts to reach another node, with their results.
+    /// Attempts to reach another host, with their results.
     attempts: Vec<(Dialer, Option<Result<(), String>>)>,
-    /// The next start: NCCL takes the interface of the connections between the nodes.
-    uses_control: bool,
 }
 
 impl NcclEndpoint {
-    /// Listens. `None` if the ranks do not use NCCL, are on one node, or it cannot be predicted what NCCL takes.
-    pub(super) fn open(job: &NodeJob<'_>) -> Option<Self> {
-        if job.card.backend != "nccl" || *job.settings.nodes.end() < 2 {
-            return None;
-        }
+    /// Listens. `None` if it cannot be predicted what NCCL takes, or this host cannot listen there. `passes_over_idle` as in
+    /// [`SocketVariables::candidates`].
+    pub fn open(credentials: &Credentials, passes_over_idle: Option<bool>) -> Option<Self> {
         let (variables, interfaces) = (SocketVariables::detect(), own_interfaces());
         let tag = new_run_id().ok()?;
         let mut listeners = Vec::new();
         let mut listen = |interface: &Interface| {
             let Interface { name, address, .. } = interface;
-            let (credentials, run) = (job.credentials.clone(), RunTag::of(&tag));
+            let (credentials, run) = (credentials.clone(), RunTag::of(&tag));
             let listener = NodeListener::bind(Some(*address), &[0], credentials, run).ok()?;
             let target = NcclTarget { interface: name.clone(), address: *address, port: listener.port() };
             listeners.push(listener);
             Some(target)
         };
-        // If this node cannot listen there, NCCL cannot either, and says so.
-        let targets: Option<Vec<NcclTarget>> =
-            variables.candidates(&interfaces).into_iter().map(&mut listen).collect();
+        // If this host cannot listen there, NCCL cannot either, and says so.
+        let candidates = variables.candidates(&interfaces, passes_over_idle).into_iter();
+        let targets: Option<Vec<NcclTarget>> = candidates.map(&mut listen).collect();
         let targets = targets.filter(|targets| !targets.is_empty())?;
         let card = NcclCard { targets, tag, is_named: variables.names_interfaces(), answer: None };
         Some(NcclEndpoint {
             card,
             variables,
-            credentials: job.credentials.clone(),
+            credentials: credentials.clone(),
             listeners,
             links: Vec::new(),
             attempts: Vec::new(),
-            uses_control: false,
         })
     }
 
-    /// What the other nodes have to know.
-    pub(super) fn card(&self) -> NcclCard {
+    /// What the other hosts have to know.
+    pub fn card(&self) -> NcclCard {
         self.card.clone()
     }
 
-    pub(super) fn fds(&self) -> Vec<PollFd<'_>> {
+    /// What to poll for.
+    pub fn fds(&self) -> Vec<PollFd<'_>> {
         let listeners = self.listeners.iter().flat_map(NodeListener::fds);
         let attempts = self.running().flat_map(Dialer::fds);
         listeners.chain(self.links.iter().map(Link::poll_fd)).chain(attempts).collect()
     }
 
     /// When [`service`](Self::service) has to be called at the latest.
-    pub(super) fn next_deadline(&self) -> Option<Instant> {
+    pub fn next_deadline(&self) -> Option<Instant> {
         let listeners = self.listeners.iter().filter_map(NodeListener::next_deadline);
         listeners.chain(self.running().map(Dialer::next_deadline)).min()
     }
@@ -85,18 +80,18 @@ impl NcclEndpoint {
         self.attempts.iter().filter(|(_, result)| result.is_none()).map(|(dialer, _)| dialer)
     }
 
-    /// Tries to connect to another node.
-    pub(super) fn reach(&mut self, targets: &[NcclTarget], tag: &str, now: Instant) {
+    /// Tries to connect to another host, for [`REACH_LIMIT`].
+    pub fn reach(&mut self, targets: &[NcclTarget], tag: &str, now: Instant) {
         let attempt = |target: &NcclTarget| {
             let endpoint = Endpoint::of_host(&target.address.to_string()).with_port(target.port);
             let (credentials, run) = (self.credentials.clone(), RunTag::of(tag));
             (Dialer::new(&endpoint, &[], None, credentials, run, now + REACH_LIMIT), None)
         };
-        self.attempts = targets.iter().map(attempt).collect();
+        self.attempts = targets.iter().take(MAX_TARGETS).map(attempt).collect();
     }
 
     /// Reads, writes and handles deadlines. Returns for each target, once all have a result, why it was not reached.
-    pub(super) fn service(&mut self, now: Instant) -> Option<Vec<Option<String>>> {
+    pub fn service(&mut self, now: Instant) -> Option<Vec<Option<String>>> {
         for listener in &mut self.listeners {
             self.links.extend(listener.service(now));
             // Whoever else connects is of no interest.
@@ -116,18 +111,13 @@ impl NcclEndpoint {
         Some(results.map(|(_, result)| result.and_then(Result::err)).collect())
     }
 
-    /// At the next start NCCL takes the interface of the connections between the nodes, unless the user has named others.
-    pub(super) fn use_control_interface(&mut self) {
-        self.uses_control = !self.card.is_named;
-    }
-
-    /// The variables for the start that follows [`use_control_interface`](Self::use_control_interface), on a host with
-    /// this `address` for the connections; none without that.
-    pub(super) fn take_variables(&mut self, address: IpAddr) -> Vec<(&'static str, String)> {
+    /// The variables that make NCCL take the interface with `address`, which connects this host with the others. None if the
+    /// user has named the interfaces of this host, or no other host can reach the address.
+    pub fn variables_for(&self, address: IpAddr) -> Vec<(&'static str, String)> {
         // By its loopback interface no other host could reach this one.
-        match std::mem::take(&mut self.uses_control) && !address.is_loopback() {
-            true => self.variables.variables_for(address, &own_interfaces()).unwrap_or_default(),
-            false => Vec::new(),
+        match self.card.is_named || address.is_loopback() {
+            true => Vec::new(),
+            false => self.variables.variables_for(address, &own_interfaces()).unwrap_or_default(),
         }
     }
 }
