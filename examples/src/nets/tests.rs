@@ -258,6 +258,36 @@ fn check_gradients(spec: &Spec, by: f32) {
     }
 }
 
+/// Labels are the predictions, and the last layer's weights are so large that other probabilities are down to 10⁻⁴³.
+#[test]
+fn gradients_of_a_learnt_batch_are_not_subnormal() {
+    for spec in [tiny(), odd(), smooth(), wide()] {
+        let mut net = Net::new(&spec, BATCH, 2);
+        let images = random(BATCH * net.image_len(), 1);
+        let mut params = net.golden_parameters(3);
+        let mut sink = Sink::new(&net, None);
+        let mut logits = |params: &[f32]| {
+            let mut buffers = net.initial_buffers();
+            net.forward(params, &mut buffers, &images, with_dropout(0), &mut sink).unwrap().to_vec()
+        };
+        let spread = |row: &[f32]| {
+            row.iter().fold(f32::MIN, |most, &z| most.max(z))
+                - row.iter().fold(f32::MAX, |least, &z| least.min(z))
+        };
+        let widest = logits(&params).chunks(10).map(spread).fold(0.0, f32::max);
+        let [.., weights, biases] = sink.layout.tensors() else { panic!("no last layer") };
+        params[weights.range().start..biases.range().end]
+            .iter_mut()
+            .for_each(|param| *param *= 98.0 / widest);
+        let logits = logits(&params);
+        let best = |row: &[f32]| (0..10).fold(0, |best, k| if row[k] > row[best] { k } else { best }) as u8;
+        let labels: Vec<u8> = logits.chunks(10).map(best).collect();
+        net.backward(&params, &labels, &mut sink).unwrap();
+        let subnormal = sink.gradients.iter().filter(|gradient| gradient.is_subnormal()).count();
+        assert_eq!(subnormal, 0, "of {} gradients", sink.gradients.len());
+    }
+}
+
 /// Gradients, running statistics and report of each rank for a batch split over `ranks` ranks.
 fn train_split(ranks: usize) -> Vec<(Vec<f32>, Vec<f32>, LossReport)> {
     let shared = Ranks { barrier: Barrier::new(ranks), sum: Mutex::default() };

@@ -1,6 +1,6 @@
 //! Softmax cross-entropy on the CPU: there are only a few classes per sample, so one thread and `f64` throughout.
 
-use super::Report;
+use super::{NEGLIGIBLE, Report};
 
 /// Loss and accuracy of a batch. `logits` is \[N, K\] for the N labels.
 ///
@@ -38,7 +38,9 @@ pub fn gradient_over(logits: &[f32], labels: &[u8], samples: f64, gradient: &mut
         report += of_sample;
         for (k, (gradient, &logit)) in gradient.iter_mut().zip(row).enumerate() {
             let target = if k == usize::from(label) { 1.0 } else { 0.0 };
-            *gradient = ((exp_above(logit, largest) / total - target) * share) as f32;
+            let softmax = exp_above(logit, largest) / total;
+            let softmax = if softmax < NEGLIGIBLE { 0.0 } else { softmax };
+            *gradient = ((softmax - target) * share) as f32;
         }
     }
     report

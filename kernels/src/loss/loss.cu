@@ -6,6 +6,8 @@
 #define LOSS_THREADS 256
 #define LOSS_WARPS (LOSS_THREADS / WARP)
 #define LOSS_BLOCKS 128
+// NEGLIGIBLE of mod.rs: 2^-53.
+#define LOSS_NEGLIGIBLE 1.1102230246251565e-16
 
 struct Score {
     f64 loss_sum;
@@ -62,7 +64,8 @@ __device__ void loss_rows(
         if (GRADIENT) {
             for (u32 k = lane; k < classes; k += WARP) {
                 const f64 softmax = exp((f64)to_f32(row[k]) - (f64)best.value) / total;
-                gradient[n * classes + k] = from_f32<T>((f32)((softmax - (k == label ? 1.0 : 0.0)) * share));
+                const f64 kept = softmax < LOSS_NEGLIGIBLE ? 0.0 : softmax;
+                gradient[n * classes + k] = from_f32<T>((f32)((kept - (k == label ? 1.0 : 0.0)) * share));
             }
         }
         // A label that is not a class makes the loss NaN, so that it is noticed.

@@ -115,6 +115,20 @@ fn normal(state: f32) -> f32 {
     if state.abs() < f32::MIN_POSITIVE { 0.0 } else { state }
 }
 
+/// The smallest gradient that counts in a mean of squares to which `towards` times its square is added: smaller ones would
+/// add subnormal numbers, which are slow even where they are rounded away.
+#[inline(always)]
+pub(super) fn least_squared(towards: f32) -> f32 {
+    (f32::MIN_POSITIVE / towards).sqrt()
+}
+
+/// `towards` times the square of `gradient`, but zero if it would be subnormal.
+#[inline(always)]
+pub(super) fn scaled_square(gradient: f32, towards: f32, least: f32) -> f32 {
+    let gradient = if gradient.abs() < least { 0.0 } else { gradient };
+    towards * gradient * gradient
+}
+
 #[inline(always)]
 fn adam(
     o: Adam,
@@ -163,12 +177,12 @@ fn adam_pass(
     let rate = factors.rate(o.lr / correction1);
     let root = correction2.sqrt().recip() as f32;
     let (towards1, beta2, towards2) = ((1.0 - o.beta1) as f32, o.beta2 as f32, (1.0 - o.beta2) as f32);
-    let eps = o.eps as f32;
+    let (eps, least) = (o.eps as f32, least_squared(towards2));
     let states = first.iter_mut().zip(second);
     for ((param, &gradient), (m, v)) in params.iter_mut().zip(gradients).zip(states) {
         let gradient = gradient + decay * *param;
         *m = normal(*m + towards1 * (gradient - *m));
-        *v = normal(beta2 * *v + towards2 * gradient * gradient);
+        *v = normal(beta2 * *v + scaled_square(gradient, towards2, least));
         *param = *param * keep - rate * *m / (v.sqrt() * root + eps);
     }
 }
@@ -184,10 +198,11 @@ fn rms_prop(
 ) {
     let (rate, rho, towards) = (factors.rate(o.lr), o.rho as f32, (1.0 - o.rho) as f32);
     let (eps, momentum, decay) = (o.eps as f32, o.momentum as f32, factors.decay(o.weight_decay));
-    let step = |param: f32, gradient: f32, square: &mut f32| {
+    let least = least_squared(towards);
+    let step = |param: f32, gradient: f32, mean: &mut f32| {
         let gradient = gradient + decay * param;
-        *square = normal(rho * *square + towards * gradient * gradient);
-        gradient / (square.sqrt() + eps)
+        *mean = normal(rho * *mean + scaled_square(gradient, towards, least));
+        gradient / (mean.sqrt() + eps)
     };
     let each = params.iter_mut().zip(gradients).zip(square);
     if buffer.is_empty() {

@@ -13,8 +13,9 @@
 //! | [`RmsProp`] | `s = ρs + (1−ρ)g²` | `b = μb + g/(√s + ε)`, if μ ≠ 0 | `p −= lr · b`, or `lr · g/(√s + ε)` |
 //! | [`Sgd`] | `b = μb + (1−δ)g` (`g` in step 1), if μ ≠ 0 | | `p −= lr · b`; Nesterov: `lr · (g + μb)`; μ = 0: `lr · g` |
 //!
-//! States below the smallest normal number are zero, because processors are slow with them: the only difference from
-//! PyTorch's formulas.
+//! States below the smallest normal number are zero, and so is what a squared gradient adds to a state, because processors
+//! are slow with such numbers: the only difference from PyTorch's formulas. (With β₂ = 0.999, gradients below 3.4·10⁻¹⁸ add
+//! nothing to Adam's `v`.)
 //!
 //! Sources: Kingma and Ba 2015 (Adam), Loshchilov and Hutter 2019 (AdamW), Tieleman and Hinton 2012 (RMSprop),
 //! Sutskever et al. 2013 (momentum).
@@ -368,6 +369,28 @@ mod tests {
                 assert!(first.iter().chain(&*second).all(|state| !state.is_subnormal()), "{optimizer:?}");
             }
             assert_eq!(states, [[0.0; 40], [0.0; 40]], "{optimizer:?}");
+        }
+    }
+
+    #[test]
+    fn squares_of_gradients_are_zero_or_not_subnormal() {
+        for towards in [1.0, 0.1, 0.001, 1e-6] {
+            let least = cpu::least_squared(towards);
+            for gradient in
+                (0..800).map(|i| 1e-25 * 1.1f32.powi(i)).flat_map(|gradient| [gradient, -gradient])
+            {
+                let exact = f64::from(towards) * f64::from(gradient) * f64::from(gradient);
+                let square = f64::from(cpu::scaled_square(gradient, towards, least));
+                if exact < f64::from(f32::MIN_POSITIVE) {
+                    assert_eq!(square, 0.0, "{towards} times {gradient:e} squared");
+                } else {
+                    assert!(
+                        (square / exact - 1.0).abs() < 2e-7,
+                        "{towards} times {gradient:e} squared: {square:e}"
+                    );
+                }
+            }
+            assert!(cpu::scaled_square(f32::NAN, towards, least).is_nan());
         }
     }
 

@@ -8,8 +8,14 @@ __device__ inline f32 sub(f32 a, f32 b) { return __fsub_rn(a, b); }
 __device__ inline f32 mul(f32 a, f32 b) { return __fmul_rn(a, b); }
 __device__ inline f64 mul(f64 a, f64 b) { return __dmul_rn(a, b); }
 
-// As on the CPU, states below the smallest normal number are zero.
-__device__ inline f32 normal(f32 state) { return fabsf(state) < 1.17549435e-38f ? 0.0f : state; }
+// As on the CPU, states below the smallest normal number are zero, and so is what squares of gradients add to them.
+#define SMALLEST_NORMAL 1.17549435e-38f
+__device__ inline f32 normal(f32 state) { return fabsf(state) < SMALLEST_NORMAL ? 0.0f : state; }
+__device__ inline f32 least_squared(f32 towards) { return sqrtf(SMALLEST_NORMAL / towards); }
+__device__ inline f32 scaled_square(f32 gradient, f32 towards, f32 least) {
+    if (fabsf(gradient) < least) gradient = 0.0f;
+    return mul(mul(towards, gradient), gradient);
+}
 
 #define RULE_ADAM 0
 #define RULE_ADAM_W 1
@@ -136,18 +142,19 @@ struct Rates {
 
 struct AdamRule {
     static constexpr u32 STATES = 2;
-    f32 root, towards_first, beta2, towards_second, epsilon;
+    f32 root, towards_first, beta2, towards_second, epsilon, least;
 
     __device__ explicit AdamRule(const f32* constants)
         : root(constants[ADAM_ROOT]),
           towards_first(constants[ADAM_TOWARDS_FIRST]),
           beta2(constants[ADAM_BETA2]),
           towards_second(constants[ADAM_TOWARDS_SECOND]),
-          epsilon(constants[ADAM_EPSILON]) {}
+          epsilon(constants[ADAM_EPSILON]),
+          least(least_squared(towards_second)) {}
 
     __device__ void move(f32& param, f32 gradient, f32& m, f32& v, f32 rate) const {
         m = normal(add(m, mul(towards_first, sub(gradient, m))));
-        v = normal(add(mul(beta2, v), mul(mul(towards_second, gradient), gradient)));
+        v = normal(add(mul(beta2, v), scaled_square(gradient, towards_second, least)));
         param = sub(param, mul(rate, m) / add(mul(sqrtf(v), root), epsilon));
     }
 
@@ -168,18 +175,19 @@ struct AdamWRule : AdamRule {
 template <bool MOMENTUM>
 struct RmsPropRule {
     static constexpr u32 STATES = MOMENTUM ? 2 : 1;
-    f32 rho, towards, epsilon, momentum;
+    f32 rho, towards, epsilon, momentum, least;
 
     __device__ explicit RmsPropRule(const f32* constants)
         : rho(constants[RMS_RHO]),
           towards(constants[RMS_TOWARDS]),
           epsilon(constants[RMS_EPSILON]),
-          momentum(constants[RMS_MOMENTUM]) {}
+          momentum(constants[RMS_MOMENTUM]),
+          least(least_squared(towards)) {}
 
-    __device__ void update(f32& param, f32 gradient, f32& square, f32& buffer, const Rates& rates) const {
+    __device__ void update(f32& param, f32 gradient, f32& mean, f32& buffer, const Rates& rates) const {
         gradient = add(gradient, mul(rates.decay, param));
-        square = normal(add(mul(rho, square), mul(mul(towards, gradient), gradient)));
-        f32 move = gradient / add(sqrtf(square), epsilon);
+        mean = normal(add(mul(rho, mean), scaled_square(gradient, towards, least)));
+        f32 move = gradient / add(sqrtf(mean), epsilon);
         if (MOMENTUM) move = buffer = normal(add(mul(momentum, buffer), move));
         param = sub(param, mul(rates.rate, move));
     }
