@@ -266,6 +266,8 @@ fn gradients_of_a_learnt_batch_are_not_subnormal() {
         let images = random(BATCH * net.image_len(), 1);
         let mut params = net.golden_parameters(3);
         let mut sink = Sink::new(&net, None);
+        let [.., weights, biases] = sink.layout.tensors() else { panic!("no last layer") };
+        let last_layer = weights.range().start..biases.range().end;
         let mut logits = |params: &[f32]| {
             let mut buffers = net.initial_buffers();
             net.forward(params, &mut buffers, &images, with_dropout(0), &mut sink).unwrap().to_vec()
@@ -275,10 +277,7 @@ fn gradients_of_a_learnt_batch_are_not_subnormal() {
                 - row.iter().fold(f32::MAX, |least, &z| least.min(z))
         };
         let widest = logits(&params).chunks(10).map(spread).fold(0.0, f32::max);
-        let [.., weights, biases] = sink.layout.tensors() else { panic!("no last layer") };
-        params[weights.range().start..biases.range().end]
-            .iter_mut()
-            .for_each(|param| *param *= 98.0 / widest);
+        params[last_layer].iter_mut().for_each(|param| *param *= 98.0 / widest);
         let logits = logits(&params);
         let best = |row: &[f32]| (0..10).fold(0, |best, k| if row[k] > row[best] { k } else { best }) as u8;
         let labels: Vec<u8> = logits.chunks(10).map(best).collect();
