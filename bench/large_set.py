@@ -2,11 +2,14 @@
 """Measures a training on a set that is larger than the memory that it may use, and on a smaller set in memory.
 
     large_set.py [--images 10000000] [--limit-mib 2048] [--ranks 1] [--steps 2000] [--rounds 3] [--folder DIR]
-                 [--profile release] [--out FILE.json]
+                 [--distinct N] [--programs target/release/] [--out FILE.json]
 
 Writes the set (generated digits) to DIR unless it is there, 7.8 GB by default, and removes the files that it has written.
 The training runs in a control group whose memory limit is --limit-mib (`memory.max`, or `memory.limit_in_bytes` of version
 1); the page cache of its files counts there too. Needs root, and a control group below which one can be made.
+
+--distinct N generates N digits and repeats them until the set is full, which is faster. --programs is what comes before the
+names mgpurun and train_mnist: `target/debug/t-` for those of the tests.
 """
 
 import argparse
@@ -57,9 +60,30 @@ class Group:
         os.rmdir(self.path)
 
 
+def write(args, folder, images):
+    """Writes a set of so many images."""
+    distinct = min(args.distinct or images, images)
+    program = os.path.join(ROOT, args.programs) + "train_mnist"
+    subprocess.run([program, "--write-digits", folder, "--images", str(distinct)], check=True)
+    if distinct == images:
+        return
+    for name, header in zip(NAMES, (16, 8)):
+        path = os.path.join(folder, name)
+        with open(path, "rb+") as file:
+            # The number of images is the second word of the header.
+            file.seek(4)
+            file.write(images.to_bytes(4, "big"))
+            file.seek(header)
+            body = file.read()
+            whole, rest = divmod(images, distinct)
+            for _ in range(whole - 1):
+                file.write(body)
+            file.write(body[:rest * len(body) // distinct])
+
+
 def train(args, data, group=None, more=()):
-    release = os.path.join(ROOT, "target", args.profile)
-    command = [f"{release}/mgpurun", "-n", str(args.ranks), "--backend", "cpu", "--no-prefix", f"{release}/train_mnist"]
+    programs = os.path.join(ROOT, args.programs)
+    command = [f"{programs}mgpurun", "-n", str(args.ranks), "--backend", "cpu", "--no-prefix", f"{programs}train_mnist"]
     command += ["--data", data, "--steps", str(args.steps), "--batch", "128", "--json", "--skip-test", *more]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, preexec_fn=group and group.enter)
     if done.returncode:
@@ -82,18 +106,19 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--nets", default="lenet5")
     parser.add_argument("--folder", default=os.path.join(ROOT, "target", "large-set"))
-    parser.add_argument("--profile", default="release", help="folder of the programs in target")
+    parser.add_argument("--programs", default="target/release/")
+    parser.add_argument("--distinct", type=int)
     parser.add_argument("--out", default=provenance.result_path("large-set"))
     args = parser.parse_args()
-    result = {**provenance.record(), "profile": args.profile, "images": args.images, "limit_mib": args.limit_mib, "ranks": args.ranks,
-              "batch": 128, "steps": args.steps, "rows": []}
+    result = {**provenance.record(), "programs": args.programs, "images": args.images,
+              "distinct_images": args.distinct or args.images, "limit_mib": args.limit_mib, "ranks": args.ranks, "batch": 128,
+              "steps": args.steps, "rows": []}
     written = []
     for kind, images in [("large", args.images), ("small", args.small_images)]:
         folder = os.path.join(args.folder, kind)
         if not os.path.exists(folder):
-            program = os.path.join(ROOT, "target", args.profile, "train_mnist")
-            subprocess.run([program, "--write-digits", folder, "--images", str(images)], check=True)
             written.append(folder)
+            write(args, folder, images)
     large, small = (os.path.join(args.folder, kind) for kind in ("large", "small"))
     result["bytes"] = sum(os.path.getsize(os.path.join(large, name)) for name in NAMES)
     try:

@@ -54,8 +54,8 @@ pub(super) struct Args {
     /// with enough memory.
     ///
     /// On GPUs, images on host or disk are copied through pinned memory while earlier steps run. The trained weights are
-    /// the same. Only one copy of each set is in memory; a set has enough memory on a GPU if it takes at most half of
-    /// the memory that is free, and on the host if all its ranks together take at most half.
+    /// the same. There is enough memory on a GPU if the training set takes at most half of what is free, and on the host
+    /// if all its ranks together take at most half of what is available for a set.
     #[arg(long, value_name = "WHERE", value_enum, default_value_t = DataOn::Auto, hide_possible_values = true)]
     pub(super) data_on: DataOn,
     /// Epochs: passes over the training set [default: 3].

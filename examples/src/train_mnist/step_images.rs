@@ -23,6 +23,9 @@ pub(super) struct StepImages {
     threads: usize,
     /// Whether a thread also copies images that are in memory.
     copies: bool,
+    /// Whether only labels are needed, and those of the last batch.
+    labels_only: bool,
+    labels: Dataset,
     reader: Option<ReadAhead>,
     /// The step whose batch the reader returns next, and the one after the last that was requested.
     next: u64,
@@ -40,11 +43,18 @@ impl StepImages {
             ahead: STEPS_AHEAD,
             threads: 1,
             copies: false,
+            labels_only: false,
+            labels: Dataset::default(),
             reader: None,
             next: 0,
             requested: 0,
             indices: Vec::new(),
         }
+    }
+
+    /// Reads no images that are in a file, if only labels are needed.
+    pub(super) fn with_labels_only(self, labels_only: bool) -> Self {
+        StepImages { labels_only, ..self }
     }
 
     /// Reads the images of `ahead` steps ahead, with up to `threads` threads, and also copies those that are in memory.
@@ -67,6 +77,13 @@ impl StepImages {
             && !self.copies
         {
             return Ok((&**data, samples(sampler, self.steps_per_epoch, step)));
+        }
+        if self.labels_only {
+            let (labels, samples) = (data.labels(), samples(sampler, self.steps_per_epoch, step));
+            self.labels.labels.clear();
+            self.labels.labels.extend(samples.iter().map(|sample| labels[*sample as usize]));
+            self.indices.extend(self.indices.len() as u32..samples.len() as u32);
+            return Ok((&self.labels, &self.indices[..samples.len()]));
         }
         if self.reader.is_none() || self.next != step {
             let reader = ReadAhead::new(data.clone(), self.threads);

@@ -125,6 +125,7 @@ impl<E: Storage + Element> Pipeline<E> {
         let timeline = (timeline, args.timeline.is_some());
         let mut stage = Stage::new(&mut comm, &spec, config, |net| net.initial_parameters(seed), timeline)?;
         stage.divide_loss_by(division.mean_micro_batch());
+        let step_images = StepImages::new(training_config).with_labels_only(!stage.place.is_first());
         Ok(Pipeline {
             comm,
             grid,
@@ -133,7 +134,7 @@ impl<E: Storage + Element> Pipeline<E> {
             training_config: *training_config,
             optimizer,
             threads,
-            step_images: StepImages::new(training_config),
+            step_images,
             score: LossReport::default(),
             steps_time: Duration::ZERO,
             idle_time: Duration::ZERO,
