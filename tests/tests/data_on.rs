@@ -13,7 +13,7 @@ const TRAIN: Program =
 const IMAGES: &str = "train-images-idx3-ubyte";
 
 fn train(mut program: Command, data: &Path, data_on: &str, arguments: &[&str]) -> Finished {
-    program.args(["--json", "--threads", "1", "--batch", "5", "--data-on", data_on, "--data"]).arg(data);
+    program.args(["--json", "--threads", "1", "--data-on", data_on, "--data"]).arg(data);
     run(program.args(arguments))
 }
 
@@ -21,14 +21,13 @@ fn train(mut program: Command, data: &Path, data_on: &str, arguments: &[&str]) -
 fn images_in_a_file_give_the_weights_of_images_in_memory() {
     let folder = tempfile::tempdir().unwrap();
     write_digits(folder.path(), 47);
-    // Epochs of 9 and of 4 steps; unequal micro-batches; the layers cut over ranks.
+    // Epochs of 9, 5 and 3 steps; ranks and micro-batches of different sizes; the layers cut over ranks.
     for (ranks, more) in [
-        (1, &[][..]),
-        (2, &["--accumulate", "2"]),
-        (2, &["--placement", "layers", "--cut", "5", "--batch", "4"]),
+        (1, &["--batch", "5"][..]),
+        (2, &["--global-batch", "9", "--accumulate", "2"]),
+        (2, &["--batch", "12", "--accumulate", "3", "--placement", "layers", "--cut", "5"]),
     ] {
-        let steps = ["--epochs", "3"];
-        let more = [&steps, more].concat();
+        let more = [&["--epochs", "3"], more].concat();
         let [memory, file] =
             ["host", "disk"].map(|on| train(TRAIN.launched(ranks), folder.path(), on, &more));
         assert_eq!(memory.weights(), file.weights(), "{ranks} ranks, {more:?}");
@@ -50,10 +49,13 @@ fn a_run_continues_with_its_images_elsewhere() {
     write_digits(&data, 47);
     let kept = folder.path().join("checkpoints");
     let kept = ["--schedule", "constant", "--resume", "--checkpoint-dir", kept.to_str().unwrap()];
-    let go_on = |on, steps| train(TRAIN.launched(2), &data, on, &[&kept[..], &["--steps", steps]].concat());
+    let go_on = |on, steps| {
+        train(TRAIN.launched(2), &data, on, &[&kept[..], &["--batch", "5", "--steps", steps]].concat())
+    };
     go_on("disk", "6").expect(0, &[]);
     let resumed = go_on("host", "11").expect(0, &["after step 6"]).weights();
-    let whole = train(TRAIN.launched(2), &data, "disk", &["--schedule", "constant", "--steps", "11"]);
+    let whole =
+        train(TRAIN.launched(2), &data, "disk", &["--schedule", "constant", "--batch", "5", "--steps", "11"]);
     assert_eq!(resumed, whole.weights());
 }
 
