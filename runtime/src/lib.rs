@@ -78,6 +78,7 @@ pub use comm::{Algorithm, Buffer, Communicator, DType, Element, Pending, ReduceO
 pub use comm::{CapturedGroup, DeviceCommunicator, Group, Waitable};
 pub use error::{Error, Result};
 pub use layout::{Layout, TensorSpec};
+pub use memory::available as available_memory;
 pub use parameter_group::ParameterGroup;
 pub use sampler::{Sampler, SamplerConfig, batch_part, evaluation_shard};
 #[cfg(feature = "cuda")]

@@ -8,11 +8,18 @@ use std::path::Path;
 
 use crate::control_group;
 
+/// Bytes of memory that this process can still allocate: what the machine has available, or what is left of the limit
+/// of a control group if that is less. `None` if the system does not tell.
+///
+/// Other processes share this memory, and may take it at any time.
+pub fn available() -> Option<u64> {
+    let groups = control_group::folders("memory");
+    groups.iter().filter_map(|folder| available_in_group(folder)).chain(available_on_machine()).min()
+}
+
 /// Says why `bytes` bytes cannot be allocated now. `None` if they can, or if the system does not tell.
 pub(crate) fn shortage(bytes: usize) -> Option<String> {
-    let groups = control_group::folders("memory");
-    let limits = groups.iter().filter_map(|folder| available_in_group(folder)).chain(available_on_machine());
-    let left = limits.min()?;
+    let left = available()?;
     (bytes as u64 > left).then(|| format!("{bytes} bytes are needed where {left} are available"))
 }
 

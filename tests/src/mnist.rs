@@ -3,6 +3,8 @@
 use std::fs;
 use std::path::Path;
 
+use mgpu_examples::data::digit_files;
+
 /// Number of training images.
 pub const TRAIN: u32 = 64;
 
@@ -35,4 +37,12 @@ pub fn write_sets(folder: &Path, train: u32, test: u32) {
         labels.extend((0..count).map(|i| (i % 10) as u8));
         fs::write(folder.join(format!("{prefix}-labels-idx1-ubyte")), labels).expect("a file of labels");
     }
+}
+
+/// Writes generated digits: `train` training images, no two of them equal, and 16 test images.
+///
+/// # Panics
+/// If they cannot be written.
+pub fn write_digits(folder: &Path, train: u32) {
+    digit_files::write(folder, 1, (train, 16), 1).expect("files of digits");
 }

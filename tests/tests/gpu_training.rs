@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use mgpu_tests::fake_gpu;
-use mgpu_tests::mnist::{write, write_tiny};
+use mgpu_tests::mnist::{write, write_digits, write_tiny};
 use mgpu_tests::process::{Finished, command, run};
 use serde_json::Value;
 
@@ -83,6 +83,61 @@ fn epochs_of_any_length_give_the_bits_of_single_launches() {
         let resumed = train(ranks, &[&kept[..], &["--steps", "23", "--resume"]].concat());
         assert_eq!(graphs, resumed.expect(0, &["after step 11"]).weights(), "{ranks} ranks, batch {batch}");
     }
+}
+
+#[test]
+fn images_that_are_copied_for_each_step_give_the_bits_of_images_on_the_gpu() {
+    let folder = tempfile::tempdir().unwrap();
+    // Epochs of 46, 23 and 11 steps. The training ends within a ring of slots and within an epoch.
+    write_digits(folder.path(), 47);
+    let data = folder.path().to_str().unwrap();
+    let train = |ranks: u32, more: &[&str]| {
+        let mut program = on_gpus(ranks, TRAIN);
+        program.env("FAKE_GPU_DELAY_US", "50");
+        program.args(["--data", data, "--kernels", "builtin", "--json", "--steps", "43"]);
+        run(program.args(more))
+    };
+    for (ranks, more) in [
+        (1, &["--batch", "1", "--log-every", "9"][..]),
+        (1, &["--batch", "2", "--accumulate", "2", "--precision", "bf16"]),
+        (2, &["--batch", "2"]),
+        (2, &["--batch", "1", "--precision", "bf16", "--placement", "host"]),
+    ] {
+        let resident = train(ranks, &[more, &["--data-on", "device"]].concat());
+        for on in [&["--data-on", "host"][..], &["--data-on", "disk", "--no-graph"]] {
+            let staged = train(ranks, &[more, on].concat());
+            assert_eq!(resident.weights(), staged.weights(), "{ranks} ranks, {more:?}, {on:?}");
+            assert_eq!(resident.json()["test_loss"], staged.json()["test_loss"], "{ranks} ranks, {more:?}");
+        }
+    }
+}
+
+#[test]
+fn a_run_with_copied_images_continues_with_images_on_the_gpu() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = folder.path().join("data");
+    write_digits(&data, 47);
+    let kept = folder.path().join("checkpoints");
+    let train = |on: &str, steps: &str, more: &[&str]| {
+        let mut program = on_gpus(2, TRAIN);
+        program.arg("--data").arg(&data).args(["--kernels", "builtin", "--json", "--schedule", "constant"]);
+        run(program.args(["--batch", "2", "--data-on", on, "--steps", steps]).args(more))
+    };
+    let whole = train("device", "37", &[]).weights();
+    let saved = ["--resume", "--checkpoint-dir", kept.to_str().unwrap()];
+    // At a step that is no multiple of the ring's slots.
+    for (on, steps) in [("disk", "13"), ("host", "24"), ("device", "31")] {
+        train(on, steps, &saved).expect(0, &[]);
+    }
+    assert_eq!(whole, train("host", "37", &saved).expect(0, &["after step 31"]).weights());
+}
+
+#[test]
+fn a_pipeline_of_gpus_keeps_its_images_there() {
+    let mut program = on_gpus(2, TRAIN);
+    program.args(SMALL).args(["--steps", "1", "--placement", "layers", "--cut", "5", "--data-on", "host"]);
+    run(&mut program)
+        .expect(1, &["--placement layers on GPUs keeps the images in GPU memory: leave --data-on out"]);
 }
 
 /// What all ranks asked of the driver (see `tests/gpu/fake_counters.cpp`) in a training of so many epochs.

@@ -7,6 +7,7 @@ mod between_hosts;
 mod checkpoint_copies;
 mod checkpoint_kills;
 mod collectives;
+mod data_on;
 mod equivalence;
 mod examples;
 mod golden;

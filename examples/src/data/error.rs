@@ -67,6 +67,12 @@ pub enum DataError {
     NoCache,
 }
 
+impl From<DataError> for mgpu::Error {
+    fn from(error: DataError) -> Self {
+        mgpu::Error::program(error)
+    }
+}
+
 /// As [`Display`](fmt::Display), because Rust prints errors returned from `main` with `Debug`.
 impl fmt::Debug for DataError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

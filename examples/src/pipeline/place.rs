@@ -142,6 +142,11 @@ impl Place {
         self.row.waited()
     }
 
+    /// Whether this rank has the first layers.
+    pub(crate) fn is_first(&self) -> bool {
+        self.schedule.is_first()
+    }
+
     /// Whether the losses are computed here.
     pub(crate) fn is_last(&self) -> bool {
         self.schedule.is_last()

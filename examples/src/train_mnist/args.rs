@@ -3,7 +3,7 @@
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
-use clap::{ArgGroup, Parser};
+use clap::{ArgGroup, Parser, ValueEnum};
 
 use mgpu_kernels::cuda::{AutotuneOptions, Libraries};
 use mgpu_kernels::{Precision, tile_engine};
@@ -11,6 +11,7 @@ use mgpu_kernels::{Precision, tile_engine};
 use super::division::Division;
 use super::engine::Options;
 use super::schedule::ScheduleKind;
+use crate::data::{Split, digits};
 use crate::nets::{ConvPolicy, Spec};
 use crate::parallel::{Parallel, PlacementChoice, above_0, given, positive};
 
@@ -38,9 +39,25 @@ pub(super) struct Args {
     /// Train on generated digits; needs no files.
     #[arg(long)]
     pub(super) synthetic: bool,
+    /// Train nothing: write --images generated digits and 10,000 test digits to this folder, as files that --data reads.
+    /// With 10,000,000 images the files have 7.8 GB.
+    #[arg(long, value_name = "DIR", requires = "images", conflicts_with_all = ["source", "length", "evaluate", "checkpoint_dir"])]
+    pub(super) write_digits: Option<PathBuf>,
+    /// Number of training images of --write-digits.
+    #[arg(long, value_name = "N", requires = "write_digits", value_parser = clap::value_parser!(u32).range(1..))]
+    images: Option<u32>,
     /// Download MNIST (11 MB) unless it is in the cache already.
     #[arg(long)]
     pub(super) download: bool,
+    /// Where the images are kept: device (GPU memory; on CPUs as host), host (memory of the host) or disk (their file,
+    /// which must be uncompressed; each rank reads batches ahead of the step that needs them). auto takes the first one
+    /// with enough memory.
+    ///
+    /// On GPUs, images on host or disk are copied through pinned memory while earlier steps run. The trained weights are
+    /// the same. There is enough memory on a GPU if the training set takes at most half of what is free, and on the host
+    /// if all its ranks together take at most half of what is available for a set.
+    #[arg(long, value_name = "WHERE", value_enum, default_value_t = DataOn::Auto, hide_possible_values = true)]
+    pub(super) data_on: DataOn,
     /// Epochs: passes over the training set [default: 3].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     epochs: Option<u64>,
@@ -229,6 +246,19 @@ fn parse_steps(text: &str) -> Result<RangeInclusive<u64>, String> {
     steps.filter(some).ok_or_else(|| "it should be two steps, such as 101-120".into())
 }
 
+/// Where the images of a set are kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum DataOn {
+    /// The first of the others that has enough memory.
+    Auto,
+    /// In the memory of the GPU; on CPUs the same as `Host`.
+    Device,
+    /// In the memory of the host.
+    Host,
+    /// In their file.
+    Disk,
+}
+
 /// The length of the training.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Length {
@@ -282,6 +312,11 @@ impl Args {
         self.lr.unwrap_or_else(|| self.net().optimizer.rule.lr())
     }
 
+    /// Number of training and of test images of --write-digits.
+    pub(super) fn digits_to_write(&self) -> (u32, u32) {
+        (self.images.unwrap_or_default(), digits::count(Split::Test) as u32)
+    }
+
     /// The steps whose timeline is recorded, counted from 1.
     pub(super) fn timeline_steps(&self) -> RangeInclusive<u64> {
         self.timeline_steps.clone().unwrap_or(1..=u64::MAX)
@@ -318,7 +353,7 @@ impl Args {
             ..AutotuneOptions::default()
         };
         let on_host = self.parallel.is_on_host();
-        Options { precision: self.precision, choice, graph: !self.no_graph, on_host }
+        Options { precision: self.precision, choice, graph: !self.no_graph, on_host, data_on: self.data_on }
     }
 
     /// All flags, with their values, that decide what is trained or which collectives ranks call. They must be equal
@@ -345,6 +380,7 @@ impl Args {
             ("--narrow-gradients", self.narrow_gradients.to_string()),
             ("--conv", format!("{:?}", self.conv).to_lowercase()),
             ("--no-graph", self.no_graph.to_string()),
+            ("--data-on", format!("{:?}", self.data_on).to_lowercase()),
         ];
         settings.extend(self.parallel.settings());
         if self.parallel.is_world_size_invariant() {

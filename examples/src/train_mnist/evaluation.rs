@@ -19,8 +19,9 @@ use super::division::Division;
 use super::engine::{Engine, TrainingConfig};
 use super::report::{ModelSummary, RankMemory, TestResult, round};
 use super::run::Run;
+use super::source::Data;
 use super::{communicators, engine, logits, number_of_ranks, predictions, source, trainer};
-use crate::data::{Dataset, Mnist, Split};
+use crate::data::{Samples, Split};
 use crate::nets::{Spec, names};
 use crate::print::{errln, outln};
 
@@ -48,7 +49,8 @@ pub(super) fn run(mut args: Args) -> Result<(), Box<dyn Error>> {
     }
     let chosen = args.evaluate.as_deref().filter(|_| is_first).map(choose).transpose()?;
     let step = adopt(&mut args, chosen.as_ref(), &mut comm)?;
-    let images = args.predict.as_deref().map(|path| predictions::read(path, &mut comm)).transpose()?;
+    let images =
+        args.predict.as_deref().map(|path| predictions::read(path, &args, &world, &mut comm)).transpose()?;
     let data = load_test_set(&args, &world, &mut comm)?;
     let mut engine = engine(&evaluation_config(&args), &args, (device, comm), &timeline, threads)?;
     let checkpoint = chosen.map(|(checkpoint, _)| checkpoint);
@@ -64,7 +66,7 @@ pub(super) fn run(mut args: Args) -> Result<(), Box<dyn Error>> {
     if let (Some(images), Some(output)) = (&images, &args.output) {
         predictions::write(images, output, &mut *engine)?;
     }
-    let predicted = images.as_ref().map(Dataset::len);
+    let predicted = images.as_ref().map(Samples::len);
     let (memory, l2_loss) = (RankMemory::gather(&mut *engine)?, engine.l2_loss()?);
     if let Some(checkpoint) = checkpoint {
         let model = ModelSummary::new(
@@ -208,7 +210,7 @@ fn load_test_set(
     args: &Args,
     world: &World,
     comm: &mut Communicator,
-) -> Result<Option<Mnist>, Box<dyn Error>> {
+) -> Result<Option<Data>, Box<dyn Error>> {
     let is_needed = !args.skip_test || args.logits.is_some();
     is_needed.then(|| source::load(args, &[Split::Test], world, comm)).transpose()
 }
@@ -222,6 +224,7 @@ fn evaluation_config(args: &Args) -> TrainingConfig {
         schedule: Schedule::CONSTANT,
         steps_per_epoch: 1,
         steps: 1,
+        resident_bytes: 0,
     }
 }
 
@@ -229,7 +232,7 @@ fn evaluation_config(args: &Args) -> TrainingConfig {
 fn test(
     args: &Args,
     engine: &mut dyn Engine,
-    data: Option<&Mnist>,
+    data: Option<&Data>,
 ) -> Result<Option<TestResult>, Box<dyn Error>> {
     let Some(data) = data.filter(|_| !args.skip_test) else { return Ok(None) };
     let tested = trainer::evaluate(engine, &data.test, &mut || Ok(false))?;

@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::byproducts::{cannot_write, warn};
 use super::engine::Engine;
-use crate::data::{CLASSES, Dataset, IMAGE_LEN};
+use crate::data::{CLASSES, Dataset, IMAGE_LEN, Samples};
 
 const FLAG: &str = "--logits";
 /// Number of images whose logits are written.
@@ -30,21 +30,23 @@ pub(super) fn write(
     path: &Path,
     net: &str,
     engine: &mut dyn Engine,
-    data: &Dataset,
+    data: &Samples,
 ) -> Result<(), Box<dyn Error>> {
     // The ranks of the first replica of the network compute together.
     if engine.replica().0 > 0 {
         return Ok(());
     }
     let count = IMAGES.min(data.len());
-    let logits = engine.logits(data, count)?;
+    let mut first = Dataset::default();
+    data.read(&(0..count as u32).collect::<Vec<_>>(), &mut first)?;
+    let logits = engine.logits(&first)?;
     if engine.comm().rank() > 0 {
         return Ok(());
     }
     let text = serde_json::to_vec(&Logits {
         net,
-        images: data.images.chunks(IMAGE_LEN).take(count).collect(),
-        labels: &data.labels[..count],
+        images: first.images.chunks(IMAGE_LEN).collect(),
+        labels: &first.labels,
         logits: logits.chunks(CLASSES).collect(),
     })?;
     if let Err(error) = output_file::write(path, &text) {

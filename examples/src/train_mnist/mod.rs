@@ -18,14 +18,17 @@ mod report;
 mod run;
 mod schedule;
 mod source;
+mod step_images;
 mod stop;
 mod stopwatch;
 mod trainer;
 mod training_log;
 
 use std::error::Error;
+use std::num::NonZero;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::thread;
 
 use args::Args;
 use byproducts::ByProduct;
@@ -38,10 +41,11 @@ use mgpu::timeline::{Name, Timeline};
 use mgpu::{Backend, Communicator, DeviceCommunicator, ReduceOp, World};
 use mgpu_kernels::Precision;
 use report::{EpochReport, Metrics, ModelSummary, ProgressDisplay, RankMemory, Summary, TestResult};
+use source::Data;
 use stop::Ended;
 use trainer::{Event, Trainer};
 
-use crate::data::{Mnist, Split};
+use crate::data::{Split, digit_files};
 use crate::print::{outln, parse_arguments, print};
 
 /// Capacity of a rank's timeline in spans: 3.5 MiB in memory, about 7 MB in the file.
@@ -51,6 +55,11 @@ const SPANS: usize = 65_536;
 pub fn main() -> ExitCode {
     let args: Args = parse_arguments();
     mgpu::output_file::block_sigxfsz();
+    if let Some(folder) = &args.write_digits {
+        let threads = args.threads(thread::available_parallelism().map_or(1, NonZero::get));
+        let written = digit_files::write(folder, args.seed(), args.digits_to_write(), threads);
+        return crate::exit::report("train_mnist", written);
+    }
     let refused = crate::exit::refuse("train_mnist", args.precision);
     if args.evaluate.is_some() {
         return refused.unwrap_or_else(|| crate::exit::report("train_mnist", evaluation::run(args)));
@@ -99,7 +108,7 @@ struct Session<'a> {
     world: World,
     timeline: Timeline,
     threads: usize,
-    data: Mnist,
+    data: Data,
     curves: Curves,
     metrics: Option<ByProduct<Metrics>>,
     progress: ProgressDisplay,
@@ -152,7 +161,7 @@ impl<'a> Session<'a> {
             number_of_ranks(ranks),
             trainer.engine().describe_device(),
             trainer.division().global_batch(),
-            self.data.origin
+            self.data.describe()
         );
         if let Some(uneven) = trainer.division().describe_uneven() {
             outln!("{uneven}");

@@ -5,15 +5,18 @@
 //! file, an output that cannot be written is an error.
 
 use std::error::Error;
+use std::ops::Range;
 use std::path::Path;
 
 use mgpu::replicate::verify_settings;
-use mgpu::{Communicator, evaluation_shard, output_file};
+use mgpu::{Communicator, World, evaluation_shard, output_file};
 use serde::Serialize;
 
+use super::args::Args;
 use super::byproducts::cannot_write;
 use super::engine::Engine;
-use crate::data::{CLASSES, Dataset, IMAGE_LEN, idx};
+use super::source::keep_images;
+use crate::data::{CLASSES, Dataset, Samples, idx};
 
 const FLAG: &str = "--output";
 
@@ -62,22 +65,26 @@ pub(super) fn check(images: &Path, output: &Path) -> Result<(), String> {
 }
 
 /// The images of the IDX file `path`, the same on all ranks, without their labels. Collective.
-pub(super) fn read(path: &Path, comm: &mut Communicator) -> Result<Dataset, Box<dyn Error>> {
-    let images = idx::read_images(path).map_err(|error| format!("--predict: {error}"))?;
-    let count = images.len() / IMAGE_LEN;
-    let data = Dataset { images, labels: vec![0; count] };
-    let found = format!("{count} images with checksum {:016x}", data.checksum());
+pub(super) fn read(
+    path: &Path,
+    args: &Args,
+    world: &World,
+    comm: &mut Communicator,
+) -> Result<Samples, Box<dyn Error>> {
+    let images = idx::open_unlabelled(path, keep_images(args, world));
+    let images = images.map_err(|error| format!("--predict: {error}"))?;
+    let found = format!("{} images with checksum {:016x}", images.len(), images.checksum()?);
     verify_settings(comm, &[("in --predict", found)])?;
-    Ok(data)
+    Ok(images)
 }
 
 /// Classifies the images of `data` and writes the predictions to `output`. Collective.
-pub(super) fn write(data: &Dataset, output: &Path, engine: &mut dyn Engine) -> Result<(), Box<dyn Error>> {
+pub(super) fn write(data: &Samples, output: &Path, engine: &mut dyn Engine) -> Result<(), Box<dyn Error>> {
     let (_, replicas) = engine.replica();
-    let round = ROUND * replicas as usize * IMAGE_LEN;
+    let round = ROUND * replicas as usize;
     let mut logits = Vec::with_capacity(data.len() * CLASSES);
-    for images in data.images.chunks(round) {
-        logits.extend(logits_of(images, engine)?);
+    for begin in (0..data.len()).step_by(round) {
+        logits.extend(logits_of(data, begin..data.len().min(begin + round), engine)?);
     }
     if engine.comm().rank() == 0 {
         let lines = logits.chunks(CLASSES).enumerate().map(|(index, logits)| Prediction::new(index, logits));
@@ -92,14 +99,14 @@ pub(super) fn write(data: &Dataset, output: &Path, engine: &mut dyn Engine) -> R
     Ok(())
 }
 
-/// The logits of `images`; each replica of the network computes its part. Collective.
-fn logits_of(images: &[u8], engine: &mut dyn Engine) -> mgpu::Result<Vec<f32>> {
-    let ((replica, replicas), count) = (engine.replica(), images.len() / IMAGE_LEN);
+/// The logits of the images `part` of `data`; each replica of the network computes its share. Collective.
+fn logits_of(data: &Samples, part: Range<usize>, engine: &mut dyn Engine) -> mgpu::Result<Vec<f32>> {
+    let ((replica, replicas), count) = (engine.replica(), part.len());
     let shard = |replica| evaluation_shard(count, replica, replicas);
-    let own = shard(replica)?;
-    let images = images[own.start * IMAGE_LEN..own.end * IMAGE_LEN].to_vec();
-    let own = Dataset { images, labels: vec![0; own.len()] };
-    let mut logits = if own.is_empty() { Vec::new() } else { engine.logits(&own, own.len())? };
+    let (mut own, samples) = (Dataset::default(), shard(replica)?);
+    let samples: Vec<u32> = samples.map(|sample| (part.start + sample) as u32).collect();
+    data.read(&samples, &mut own)?;
+    let mut logits = if own.is_empty() { Vec::new() } else { engine.logits(&own)? };
     // Equal lengths for the all-gather.
     let share = count.div_ceil(replicas as usize) * CLASSES;
     logits.resize(share, 0.0);

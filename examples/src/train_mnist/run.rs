@@ -13,7 +13,7 @@ use super::args::Args;
 use super::division::Division;
 use super::report::EpochReport;
 use super::schedule::ScheduleKind;
-use crate::data::Mnist;
+use super::source::Data;
 use crate::nets::Layer;
 use crate::parallel::PlacementChoice;
 
@@ -100,11 +100,11 @@ impl Run {
     }
 
     /// Completes the description. `gpu` is the name of the GPU, if there is one.
-    pub(super) fn describe(&mut self, args: &Args, data: &Mnist, threads: usize, gpu: Option<&str>) {
+    pub(super) fn describe(&mut self, args: &Args, data: &Data, threads: usize, gpu: Option<&str>) {
         self.details = Some(Details {
             precision: args.precision.name().to_owned(),
             data: data.origin.to_string(),
-            data_xxh3: format!("{:016x}", data.train.checksum()),
+            data_xxh3: format!("{:016x}", data.train_xxh3),
             device: gpu.map_or_else(|| format!("cpu, {}", level::name()), str::to_owned),
             kernels: args.choice_of_kernels(gpu.is_some()),
             threads: gpu.is_none().then_some(threads),
@@ -270,15 +270,18 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
-    use crate::data::{Dataset, IMAGE_LEN, Origin};
+    use crate::data::{Dataset, IMAGE_LEN, Origin, Samples};
 
     fn run() -> Run {
         let args = Args::try_parse_from(["train_mnist", "--net", "keras", "--clip-norm", "1"]).unwrap();
         let mut run = Run::new(&args, &args.division((0, 2)).unwrap(), 2, 100);
-        let set = || Dataset { images: vec![0; IMAGE_LEN], labels: vec![0] };
-        let data = Mnist { train: set(), test: set(), origin: Origin::Generated { seed: 1 } };
-        run.describe(&args, &data, 1, None);
+        run.describe(&args, &data(), 1, None);
         run
+    }
+
+    fn data() -> Data {
+        let set = || Samples::from(Dataset { images: vec![0; IMAGE_LEN], labels: vec![0] });
+        Data { train: set(), test: set(), origin: Origin::Generated { seed: 1 }, train_xxh3: 7 }
     }
 
     #[test]
@@ -317,13 +320,7 @@ mod tests {
         let run_with = |placement: &str, gpu: Option<&str>| {
             let args = Args::try_parse_from(["train_mnist", "--placement", placement]).unwrap();
             let mut run = Run::new(&args, &args.division((0, 2)).unwrap(), 2, 100);
-            let set = || Dataset { images: vec![0; IMAGE_LEN], labels: vec![0] };
-            run.describe(
-                &args,
-                &Mnist { train: set(), test: set(), origin: Origin::Generated { seed: 1 } },
-                1,
-                gpu,
-            );
+            run.describe(&args, &data(), 1, gpu);
             run
         };
         for (gpu, expected) in

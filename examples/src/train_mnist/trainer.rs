@@ -13,12 +13,13 @@ use mgpu_kernels::cuda::Device;
 use super::args::{Args, Length};
 use super::checkpoints::{Checkpoints, ResumeFrom};
 use super::division::Division;
-use super::engine::{Engine, StopCheck, Stretch, TrainingConfig, over_ranks};
+use super::engine::{Engine, StopCheck, Stretch, TrainingConfig, over_ranks, resident_bytes};
 use super::report::{EpochReport, TestResult};
 use super::run::Run;
+use super::source::Data;
 use super::stopwatch::{Stopwatch, TimeSpent};
 use super::training_log::{LogLine, TrainingLog};
-use crate::data::{Dataset, Mnist};
+use crate::data::Samples;
 
 /// Steps that throughput leaves out: first accesses to memory, caches, clock frequencies.
 pub(super) const WARM_UP: u64 = 3;
@@ -151,7 +152,7 @@ impl Trainer {
     pub(super) fn new(
         args: &Args,
         (rank, ranks): (u32, u32),
-        data: &Mnist,
+        data: &Data,
         timeline: &Timeline,
         engine: impl FnOnce(&TrainingConfig) -> Result<Box<dyn Engine>, Box<dyn Error>>,
     ) -> Result<Self, Box<dyn Error>> {
@@ -175,6 +176,8 @@ impl Trainer {
             schedule: args.schedule.over(length, args.warm_up),
             steps_per_epoch: sampler.steps_per_epoch() as u64,
             steps: length,
+            // The orders of two epochs.
+            resident_bytes: resident_bytes(&data.train, 2 * samples / ranks as usize),
         };
         let (engine, data) = (engine(&training_config)?, data.origin.to_string());
         Ok(Trainer {
@@ -204,7 +207,7 @@ impl Trainer {
         folder: &Path,
         world: &mut World,
         args: &Args,
-        data: &Mnist,
+        data: &Data,
         threads: usize,
     ) -> Result<(), Box<dyn Error>> {
         let mut checkpoints = Checkpoints::open(folder, args, world)?;
@@ -274,7 +277,7 @@ impl Trainer {
     /// ranks stop before, between two steps.
     pub(super) fn train_epoch(
         &mut self,
-        data: &Dataset,
+        data: &Samples,
         world: &World,
         mut observer: impl FnMut(Event<'_>),
     ) -> Result<Option<EpochReport>, Box<dyn Error>> {
@@ -380,7 +383,7 @@ impl Trainer {
     }
 
     /// Evaluates on the test set. `None` if the ranks stop on the way.
-    pub(super) fn evaluate(&mut self, data: &Dataset, world: &World) -> mgpu::Result<Option<TestResult>> {
+    pub(super) fn evaluate(&mut self, data: &Samples, world: &World) -> mgpu::Result<Option<TestResult>> {
         let mut should_stop = || check_stop(world, &mut self.stopping);
         let tested = evaluate(&mut *self.engine, data, &mut should_stop)?;
         if let Some(tested) = &tested {
@@ -455,7 +458,7 @@ fn check_stop(world: &World, stopping: &mut bool) -> mgpu::Result<bool> {
 /// Collective.
 pub(super) fn evaluate(
     engine: &mut dyn Engine,
-    data: &Dataset,
+    data: &Samples,
     should_stop: &mut StopCheck<'_>,
 ) -> mgpu::Result<Option<TestResult>> {
     let start = Instant::now();

@@ -55,6 +55,8 @@ fn each_mistake_names_its_byte() {
     long.push(0);
     let mut huge = labels(&[1]);
     huge[4] = 255;
+    let mut lying = images(2);
+    lying[4..8].fill(255);
     let zipped = gzip(&labels(&[1, 2, 3]));
     let mut bad_sum = zipped.clone();
     bad_sum[zipped.len() - 8] ^= 1;
@@ -68,7 +70,10 @@ fn each_mistake_names_its_byte() {
         (parse_labels(&labels(&[1, 2, 10])), ["at byte 10", "label 10 of sample 2"]),
         (parse_labels(b"PNG file"), ["at byte 0", "not an IDX file"]),
         (parse_labels(&long), ["at byte 9", "more bytes than its header says"]),
-        (parse_labels(&huge), ["at byte 4", "more than any such file has"]),
+        (parse_labels(&huge), ["at byte 9", "the file has 4278190089 bytes"]),
+        (parse_labels(&gzip(&huge)), ["at byte 4 after", "4278190081 labels, more than the 1000000"]),
+        (parse_images(&lying), ["at byte 1584", "the file has 3367254359296 bytes"]),
+        (parse_images(&gzip(&lying)), ["at byte 4 after", "decompress it with gunzip"]),
         (parse_labels(&zipped[..zipped.len() - 6]), ["at byte 11 after decompression", "cannot be read"]),
         (parse_labels(&bad_sum), ["at byte 11 after decompression", "cannot be read"]),
         (parse_labels(&[&zipped[..], b"more"].concat()), ["after decompression", "cannot be read"]),
@@ -130,6 +135,50 @@ fn all_spellings_are_found_and_the_name_does_not_decide_what_is_gzipped() {
         fs::write(folder.path().join("t10k-images-idx3-ubyte"), images(2)).unwrap();
         assert_eq!(read_split(folder.path(), Split::Test).unwrap().labels, [4, 2], "{suffix}");
     }
+}
+
+#[test]
+fn images_stay_in_an_uncompressed_file_if_they_are_too_many() {
+    let folder = tempfile::tempdir().unwrap();
+    let write = |name: &str, bytes: &[u8]| fs::write(folder.path().join(name), bytes).unwrap();
+    let [images_name, labels_name] = names(Split::Train);
+    write(images_name, &images(3));
+    write(labels_name, &gzip(&labels(&[1, 2, 3])));
+    let open = |keep| super::open(folder.path(), Split::Train, keep);
+    let exactly = 3 * IMAGE_LEN as u64;
+    let in_memory = open(KeepImages::InMemoryUpTo(exactly)).unwrap();
+    assert_eq!((in_memory.file(), in_memory.len()), (None, 3));
+    for keep in [KeepImages::InFile, KeepImages::InMemoryUpTo(exactly - 1)] {
+        let in_file = open(keep).unwrap();
+        assert_eq!(in_file.file(), Some(&*folder.path().join(images_name)));
+        let (mut here, mut there) = (Dataset::default(), Dataset::default());
+        in_memory.read(&[2, 0, 1], &mut here).unwrap();
+        in_file.read(&[2, 0, 1], &mut there).unwrap();
+        assert_eq!(here, there);
+        assert_eq!(in_memory.checksum().unwrap(), in_file.checksum().unwrap());
+    }
+
+    // A header that lies is found before any image is read.
+    write(images_name, &images(3)[..1000]);
+    let error = open(KeepImages::InFile).unwrap_err().to_string();
+    assert!(error.contains("at byte 1000: truncated: by its header the file has 2368 bytes"), "{error}");
+    write(labels_name, &labels(&[1, 2]));
+    write(images_name, &images(3));
+    let error = open(KeepImages::InFile).unwrap_err().to_string();
+    assert!(error.contains("3 images in train-images-idx3-ubyte and 2 labels"), "{error}");
+
+    write(images_name, &gzip(&images(2)));
+    for (keep, text) in [
+        (
+            KeepImages::InFile,
+            "at byte 4 after decompression: compressed images cannot be read as they are needed",
+        ),
+        (KeepImages::InMemoryUpTo(1), "0 MiB of compressed images, where 0 MiB of memory may be used"),
+    ] {
+        let error = open(keep).unwrap_err().to_string();
+        assert!(error.contains(text) && error.contains("gunzip"), "{error}");
+    }
+    assert_eq!(open(KeepImages::InMemory).unwrap().len(), 2);
 }
 
 #[test]

@@ -47,6 +47,38 @@ impl DeviceData {
         })
     }
 
+    /// Memory for `samples` samples of `sample_len` bytes each, in the order of the data set.
+    ///
+    /// # Errors
+    /// If memory is short.
+    pub fn zeroed(stream: &Stream, samples: usize, sample_len: usize) -> Result<Self> {
+        let data = Self::with_capacity(stream, samples, sample_len, samples)?;
+        data.set_order(stream, &(0..samples as u32).collect::<Vec<_>>())?;
+        Ok(data)
+    }
+
+    /// Memory for `samples` samples of `sample_len` bytes each and an order of `places` samples, which is to be set.
+    ///
+    /// # Errors
+    /// If memory is short.
+    pub fn with_capacity(stream: &Stream, samples: usize, sample_len: usize, places: usize) -> Result<Self> {
+        let zeroed = |dtype, len| Memory::zeroed(stream.device(), dtype, len);
+        Ok(DeviceData {
+            images: zeroed(DType::U8, samples * sample_len)?,
+            labels: zeroed(DType::U8, samples)?,
+            order: zeroed(DType::I32, places)?,
+        })
+    }
+
+    /// The images and the labels of some samples, of type u8.
+    ///
+    /// # Panics
+    /// If there is no such sample.
+    pub fn part(&self, samples: Range<usize>) -> (View<'_>, View<'_>) {
+        let len = self.images.len() / self.labels.len();
+        (self.images.slice(samples.start * len..samples.end * len), self.labels.slice(samples))
+    }
+
     /// Sets the beginning of the order.
     ///
     /// # Errors

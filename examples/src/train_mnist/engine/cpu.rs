@@ -12,12 +12,13 @@ use mgpu_kernels::cuda::Device;
 
 use super::super::args::Args;
 use super::super::profile::{Measured, StepProfile, Sums};
+use super::super::step_images::StepImages;
 use super::super::trainer::WARM_UP;
 use super::{
-    Engine, Evaluated, StepObserver, StopCheck, Stretch, TrainingConfig, check_finite, evaluate_in_parts,
-    over_ranks, read,
+    Engine, Evaluated, PIECE, StepObserver, StopCheck, Stretch, TrainingConfig, check_finite,
+    evaluate_in_parts, over_ranks, read,
 };
-use crate::data::{Dataset, IMAGE_LEN};
+use crate::data::{Dataset, IMAGE_LEN, Samples};
 use crate::nets::{DropoutKey, LossReport, Mode, Net};
 
 /// A network with its memory and parameters. Images between layers are stored as `E`.
@@ -30,6 +31,7 @@ pub(in super::super) struct Cpu<E> {
     /// As for gradients that are averaged.
     optimizer: OptimizerConfig,
     threads: usize,
+    step_images: StepImages,
     images: Vec<f32>,
     labels: Vec<u8>,
     /// This rank's losses in this epoch.
@@ -80,6 +82,7 @@ impl<E: Storage> Cpu<E> {
             training_config: *training_config,
             optimizer,
             threads,
+            step_images: StepImages::new(training_config),
             images: vec![0.0; micro_batch * IMAGE_LEN],
             labels: vec![0; micro_batch],
             score: LossReport::default(),
@@ -104,15 +107,15 @@ impl<E: Storage> Engine for Cpu<E> {
 
     fn train(
         &mut self,
-        data: &Dataset,
+        data: &Samples,
         sampler: &mut Sampler,
         Stretch { until, .. }: Stretch,
         observer: &mut StepObserver<'_>,
         should_stop: &mut StopCheck<'_>,
     ) -> mgpu::Result<()> {
-        let Cpu { model, net, timeline, training_config, images, labels, score, profile, measured, .. } =
-            self;
-        let TrainingConfig { seed, division, steps_per_epoch, .. } = *training_config;
+        let Cpu { model, net, timeline, training_config, step_images, score, profile, measured, .. } = self;
+        let (images, labels) = (&mut self.images, &mut self.labels);
+        let TrainingConfig { seed, division, .. } = *training_config;
         let first_of_rank = training_config.first_sample();
         let mut stretch = LossReport::default();
         while model.steps() < until && !should_stop()? {
@@ -123,7 +126,9 @@ impl<E: Storage> Engine for Cpu<E> {
             }
             let (begin, communicated) = (measured.as_ref().map(|_| Instant::now()), timeline.communication());
             let mut gathered = Duration::ZERO;
-            let samples = sampler.batch(step / steps_per_epoch, (step % steps_per_epoch) as usize);
+            let reading = Instant::now();
+            let (data, samples) = step_images.batch(data, sampler, step)?;
+            gathered += reading.elapsed();
 
             let mut report = LossReport::default();
             model.step_accumulated(|batch| {
@@ -170,23 +175,26 @@ impl<E: Storage> Engine for Cpu<E> {
 
     fn evaluate(
         &mut self,
-        data: &Dataset,
+        data: &Samples,
         shard: &[u32],
         should_stop: &mut StopCheck<'_>,
     ) -> mgpu::Result<Option<Evaluated>> {
         let Cpu { model, net, images, labels, .. } = self;
-        let batches: Vec<&[u32]> = shard.chunks(labels.len()).collect();
+        let batch = labels.len();
         let mut evaluate = |parameters: &[f32], buffers: &[f32]| {
             let mut score = LossReport::default();
-            let all = evaluate_in_parts(batches.len(), should_stop, |part| {
-                for samples in &batches[part] {
-                    let (images, labels) =
-                        (&mut images[..samples.len() * IMAGE_LEN], &mut labels[..samples.len()]);
-                    data.gather(samples, images, labels);
-                    net.predict(parameters, buffers, images);
-                    score += net.score(labels);
-                }
-                Ok(())
+            let all = evaluate_in_parts(shard.len().div_ceil(batch), should_stop, |part| {
+                let part = &shard[part.start * batch..shard.len().min(part.end * batch)];
+                data.in_pieces(part, PIECE.next_multiple_of(batch), |data, samples| {
+                    for samples in samples.chunks(batch) {
+                        let (images, labels) =
+                            (&mut images[..samples.len() * IMAGE_LEN], &mut labels[..samples.len()]);
+                        data.gather(samples, images, labels);
+                        net.predict(parameters, buffers, images);
+                        score += net.score(labels);
+                    }
+                    Ok(())
+                })
             })?;
             Ok::<_, mgpu::Error>(all.then_some(score))
         };
@@ -217,9 +225,9 @@ impl<E: Storage> Engine for Cpu<E> {
         Ok(())
     }
 
-    fn logits(&mut self, data: &Dataset, count: usize) -> mgpu::Result<Vec<f32>> {
+    fn logits(&mut self, data: &Dataset) -> mgpu::Result<Vec<f32>> {
         let Cpu { model, net, images, labels, .. } = self;
-        let (mut logits, all): (_, Vec<u32>) = (Vec::new(), (0..count as u32).collect());
+        let (mut logits, all): (_, Vec<u32>) = (Vec::new(), (0..data.len() as u32).collect());
         for samples in all.chunks(labels.len()) {
             let (images, labels) = (&mut images[..samples.len() * IMAGE_LEN], &mut labels[..samples.len()]);
             data.gather(samples, images, labels);

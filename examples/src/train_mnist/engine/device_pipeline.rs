@@ -9,14 +9,14 @@ use mgpu::{Communicator, DeviceCommunicator, ReduceOp, Sampler};
 use mgpu_kernels::Precision;
 use mgpu_kernels::cuda::Device;
 
-use super::super::args::Args;
+use super::super::args::{Args, DataOn};
 use super::super::profile::StepProfile;
-use super::gpu::{EPOCHS, Options, TrainingSet};
+use super::gpu::{EPOCHS, Options, TrainingSet, upload};
 use super::pipeline::{PipelineReport, describe_parts, refuse_profile};
 use super::{
     Engine, Evaluated, StepObserver, StopCheck, Stretch, TrainingConfig, check_finite, over_ranks, read,
 };
-use crate::data::{CLASSES, Dataset};
+use crate::data::{CLASSES, Dataset, Samples};
 use crate::nets::{DeviceData, DeviceDropout, LossReport};
 use crate::parallel::Grid;
 use crate::pipeline::{DeviceStage, DeviceStageConfig};
@@ -48,6 +48,10 @@ impl DevicePipeline {
         threads: usize,
     ) -> mgpu::Result<Self> {
         refuse_profile(args)?;
+        if matches!(args.data_on, DataOn::Host | DataOn::Disk) {
+            let problem = "--placement layers on GPUs keeps the images in GPU memory: leave --data-on out, or use device";
+            return Err(mgpu::Error::program(problem));
+        }
         let (spec, options, cuts) = (args.net(), args.gpu(), args.parallel.cuts());
         let &TrainingConfig { division, steps_per_epoch, seed, .. } = training_config;
         division.require_equal_micro_batches().map_err(mgpu::Error::program)?;
@@ -83,8 +87,8 @@ impl DevicePipeline {
     }
 
     /// A data set on the GPU, with an order of its samples.
-    fn upload(&self, data: &Dataset, order: &[u32]) -> mgpu::Result<DeviceData> {
-        let on_gpu = DeviceData::new(self.stage.stream(), &data.images, &data.labels, order.len())?;
+    fn upload(&self, data: &Samples, order: &[u32]) -> mgpu::Result<DeviceData> {
+        let on_gpu = upload(self.stage.stream(), data, order.len())?;
         on_gpu.set_order(self.stage.stream(), order)?;
         Ok(on_gpu)
     }
@@ -113,7 +117,7 @@ impl Engine for DevicePipeline {
 
     fn train(
         &mut self,
-        data: &Dataset,
+        data: &Samples,
         sampler: &mut Sampler,
         Stretch { until, .. }: Stretch,
         observer: &mut StepObserver<'_>,
@@ -159,7 +163,7 @@ impl Engine for DevicePipeline {
 
     fn evaluate(
         &mut self,
-        data: &Dataset,
+        data: &Samples,
         shard: &[u32],
         should_stop: &mut StopCheck<'_>,
     ) -> mgpu::Result<Option<Evaluated>> {
@@ -204,9 +208,12 @@ impl Engine for DevicePipeline {
         self.stage.scatter_arenas(step, |name, layout| read(checkpoint, name, layout))
     }
 
-    fn logits(&mut self, data: &Dataset, count: usize) -> mgpu::Result<Vec<f32>> {
+    fn logits(&mut self, data: &Dataset) -> mgpu::Result<Vec<f32>> {
+        let count = data.len();
         let order: Vec<u32> = (0..count as u32).collect();
-        let data = self.upload(data, &order)?;
+        let stream = self.stage.stream();
+        let data = DeviceData::new(stream, &data.images, &data.labels, count)?;
+        data.set_order(stream, &order)?;
         let mut logits = Vec::with_capacity(count * CLASSES);
         self.stage.predict(&data, count, |net, stream, images| {
             logits.extend(net.logits(stream, images)?);

@@ -12,7 +12,7 @@ mod stop_checks;
 
 pub(super) use cpu::Cpu;
 pub(super) use device_pipeline::DevicePipeline;
-pub(super) use gpu::{Gpu, Options};
+pub(super) use gpu::{Gpu, Options, resident_bytes};
 use mgpu::checkpoint::{Checkpoint, Snapshot};
 use mgpu::optimizer::{OptimizerConfig, Schedule};
 use mgpu::{Communicator, Layout, ReduceOp, Sampler};
@@ -23,7 +23,7 @@ use stop_checks::evaluate_in_parts;
 
 use super::division::Division;
 use super::profile::StepProfile;
-use crate::data::Dataset;
+use crate::data::{Dataset, Samples};
 use crate::nets::{LossReport, Spec};
 
 /// The parameters of a run that an engine needs.
@@ -39,6 +39,8 @@ pub(super) struct TrainingConfig {
     pub(super) steps_per_epoch: u64,
     /// Steps of the whole training.
     pub(super) steps: u64,
+    /// Bytes of the training set on a GPU, if all of it is there.
+    pub(super) resident_bytes: u64,
 }
 
 impl TrainingConfig {
@@ -67,6 +69,9 @@ pub(super) struct Stretch {
 
 /// Called after steps, with the number of steps done and the latest known loss.
 pub(super) type StepObserver<'a> = dyn FnMut(u64, f64) + 'a;
+
+/// Images that an evaluation reads at once, if they are not in memory.
+const PIECE: usize = 8192;
 
 /// The losses of an evaluation, and those with the moving average of the weights if there is one.
 pub(super) type Evaluated = (LossReport, Option<LossReport>);
@@ -100,7 +105,7 @@ pub(super) trait Engine {
     /// Errors of the communicator and of the GPU.
     fn train(
         &mut self,
-        data: &Dataset,
+        data: &Samples,
         sampler: &mut Sampler,
         stretch: Stretch,
         observer: &mut StepObserver<'_>,
@@ -135,7 +140,7 @@ pub(super) trait Engine {
     /// Errors of the communicator and of the GPU.
     fn evaluate(
         &mut self,
-        data: &Dataset,
+        data: &Samples,
         shard: &[u32],
         should_stop: &mut StopCheck<'_>,
     ) -> mgpu::Result<Option<Evaluated>>;
@@ -158,12 +163,12 @@ pub(super) trait Engine {
     /// If the checkpoint cannot be read or does not fit.
     fn restore(&mut self, step: u64, checkpoint: Option<&Checkpoint>) -> mgpu::Result<()>;
 
-    /// The logits of the first `count` images of `data`, \[count, classes\], in evaluation mode. All ranks of a
+    /// The logits of all images of `data`, \[images, classes\], in evaluation mode. All ranks of a
     /// [replica](Self::replica) of the network call it together.
     ///
     /// # Errors
     /// Errors of the communicator and of the GPU.
-    fn logits(&mut self, data: &Dataset, count: usize) -> mgpu::Result<Vec<f32>>;
+    fn logits(&mut self, data: &Dataset) -> mgpu::Result<Vec<f32>>;
 
     /// The GPU; `None` on the CPU.
     fn gpu(&self) -> Option<&Device>;

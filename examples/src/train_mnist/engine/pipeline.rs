@@ -13,12 +13,13 @@ use serde::Serialize;
 use super::super::args::Args;
 use super::super::profile::StepProfile;
 use super::super::report::round;
+use super::super::step_images::StepImages;
 use super::super::trainer::WARM_UP;
 use super::{
-    Engine, Evaluated, StepObserver, StopCheck, Stretch, TrainingConfig, check_finite, evaluate_in_parts,
-    over_ranks, read,
+    Engine, Evaluated, PIECE, StepObserver, StopCheck, Stretch, TrainingConfig, check_finite,
+    evaluate_in_parts, over_ranks, read,
 };
-use crate::data::{CLASSES, Dataset};
+use crate::data::{CLASSES, Dataset, Samples};
 use crate::nets::{DropoutKey, LossReport, Mode};
 use crate::parallel::Grid;
 use crate::pipeline::{PipelineConfig, Place, Stage};
@@ -34,6 +35,7 @@ pub(in super::super) struct Pipeline<E> {
     training_config: TrainingConfig,
     optimizer: OptimizerConfig,
     threads: usize,
+    step_images: StepImages,
     /// The losses of this rank's images in this epoch, on the last stage.
     score: LossReport,
     /// After the warm-up: time of the steps, and of waiting for other stages.
@@ -123,6 +125,7 @@ impl<E: Storage + Element> Pipeline<E> {
         let timeline = (timeline, args.timeline.is_some());
         let mut stage = Stage::new(&mut comm, &spec, config, |net| net.initial_parameters(seed), timeline)?;
         stage.divide_loss_by(division.mean_micro_batch());
+        let step_images = StepImages::new(training_config).with_labels_only(!stage.place.is_first());
         Ok(Pipeline {
             comm,
             grid,
@@ -131,6 +134,7 @@ impl<E: Storage + Element> Pipeline<E> {
             training_config: *training_config,
             optimizer,
             threads,
+            step_images,
             score: LossReport::default(),
             steps_time: Duration::ZERO,
             idle_time: Duration::ZERO,
@@ -161,19 +165,19 @@ impl<E: Storage + Element> Engine for Pipeline<E> {
 
     fn train(
         &mut self,
-        data: &Dataset,
+        data: &Samples,
         sampler: &mut Sampler,
         Stretch { until, .. }: Stretch,
         observer: &mut StepObserver<'_>,
         should_stop: &mut StopCheck<'_>,
     ) -> mgpu::Result<()> {
-        let TrainingConfig { seed, steps_per_epoch, .. } = self.training_config;
+        let seed = self.training_config.seed;
         let first_of_rank = self.training_config.first_sample();
         let stage = &mut self.stage;
         while stage.steps() < until && !should_stop()? {
             let step = stage.steps();
             let (begin, waited) = (Instant::now(), stage.place.waited());
-            let samples = sampler.batch(step / steps_per_epoch, (step % steps_per_epoch) as usize);
+            let (data, samples) = self.step_images.batch(data, sampler, step)?;
             let mode = |first: usize| {
                 let first_sample = first_of_rank + first as u64;
                 Mode::Train { dropout: Some(DropoutKey { seed, step, first_sample }) }
@@ -211,7 +215,7 @@ impl<E: Storage + Element> Engine for Pipeline<E> {
 
     fn evaluate(
         &mut self,
-        data: &Dataset,
+        data: &Samples,
         shard: &[u32],
         should_stop: &mut StopCheck<'_>,
     ) -> mgpu::Result<Option<Evaluated>> {
@@ -222,7 +226,9 @@ impl<E: Storage + Element> Engine for Pipeline<E> {
             let mut score = LossReport::default();
             let all = evaluate_in_parts(shard.len().div_ceil(batch), should_stop, |part| {
                 let samples = part.start * batch..shard.len().min(part.end * batch);
-                stage.predict(parameters, data, &shard[samples], |net, labels| score += net.score(labels))
+                data.in_pieces(&shard[samples], PIECE.next_multiple_of(batch), |data, samples| {
+                    stage.predict(parameters, data, samples, |net, labels| score += net.score(labels))
+                })
             })?;
             Ok::<_, mgpu::Error>(all.then_some(score))
         };
@@ -250,7 +256,8 @@ impl<E: Storage + Element> Engine for Pipeline<E> {
         self.stage.scatter_arenas(step, |name, layout| read(checkpoint, name, layout))
     }
 
-    fn logits(&mut self, data: &Dataset, count: usize) -> mgpu::Result<Vec<f32>> {
+    fn logits(&mut self, data: &Dataset) -> mgpu::Result<Vec<f32>> {
+        let count = data.len();
         let all: Vec<u32> = (0..count as u32).collect();
         let mut logits = Vec::with_capacity(count * CLASSES);
         self.stage.predict(None, data, &all, |net, _| logits.extend_from_slice(net.logits()))?;

@@ -195,4 +195,31 @@ impl DeviceDataParallel {
     ) -> Result<()> {
         through.enqueue(&self.comm, &self.compute, values, to)
     }
+
+    /// Enqueues a copy of `values` to `to` on another stream, beside the steps. Nothing orders it after the steps so far:
+    /// those that read `to` must have finished. Waits only for the previous copy through `through`. Steps may read `to`
+    /// once [`wait_for_upload`](Self::wait_for_upload) was called.
+    ///
+    /// # Errors
+    /// As [`DeviceCommunicator::wait`].
+    ///
+    /// # Panics
+    /// If the sizes differ, or exceed those of `through`.
+    pub fn enqueue_upload_beside<T: NoUninit>(
+        &self,
+        stream: &Stream,
+        values: &[T],
+        to: View<'_>,
+        through: &mut Upload,
+    ) -> Result<()> {
+        through.enqueue(&self.comm, stream, values, to)
+    }
+
+    /// Lets the steps that are enqueued from now on wait for the last copy through `through`.
+    ///
+    /// # Errors
+    /// If the driver returns an error.
+    pub fn wait_for_upload(&self, through: &Upload) -> Result<()> {
+        Ok(self.compute.wait_for(&through.done)?)
+    }
 }

@@ -12,14 +12,13 @@ use mgpu_kernels::cuda::{Memory, View};
 use mgpu_kernels::loss::cuda::Score;
 
 use super::super::{StepObserver, TrainingConfig};
-use super::Gpu;
-use super::orders::TrainingSet;
+use super::{Gpu, TrainingImages};
 use crate::nets::{DeviceDropout, DeviceNet, LossReport};
 
 /// Steps that launch each kernel separately.
 pub(super) const FIRST_STEPS: u64 = 3;
 /// Steps in the largest graph.
-const STEPS_A_LAUNCH: u64 = 10;
+pub(super) const STEPS_A_LAUNCH: u64 = 10;
 /// Launches that the host may be ahead of the GPU.
 pub(super) const AHEAD: usize = 2;
 
@@ -135,7 +134,12 @@ impl Gpu {
         let is_traced = self.traces.wants(step, self.launched);
         let steps = if is_traced { 1 } else { self.launch_length(end - step) };
         let steps = if steps > self.traces.until_next(step) { 1 } else { steps };
-        self.train.as_mut().expect("the training set is on the GPU").prepare(&self.model, sampler, epoch)?;
+        match self.train.as_mut().expect("there are training images") {
+            TrainingImages::Resident(set) => set.prepare(&self.model, sampler, epoch)?,
+            TrainingImages::Staged(set) => {
+                set.prepare(&self.model, sampler, (self.reported, step + steps))?;
+            }
+        }
         let is_first = std::mem::take(&mut self.score_has_ended);
         if is_first {
             self.net.clear_score(self.model.stream())?;
@@ -145,10 +149,13 @@ impl Gpu {
         let step = self.model.steps();
         self.enqueue_mark(Launch { step, is_first, is_last: step == end, is_traced })?;
         self.score_has_ended = step.is_multiple_of(per_epoch);
-        // The host shuffles while the GPU works.
-        if (epoch + 1) * per_epoch < self.training_config.steps {
-            let train = self.train.as_mut().expect("the training set is on the GPU");
-            train.prepare(&self.model, sampler, epoch + 1)?;
+        // The host shuffles and copies while the GPU works.
+        match self.train.as_mut().expect("there are training images") {
+            TrainingImages::Resident(set) if (epoch + 1) * per_epoch < self.training_config.steps => {
+                set.prepare(&self.model, sampler, epoch + 1)?;
+            }
+            TrainingImages::Resident(_) => {}
+            TrainingImages::Staged(set) => set.prepare_next(&self.model, sampler, self.reported)?,
         }
         Ok(())
     }
@@ -211,11 +218,11 @@ impl Gpu {
 fn enqueue_steps(
     model: &mut DeviceDataParallel,
     net: &mut DeviceNet,
-    train: Option<&TrainingSet>,
+    train: Option<&TrainingImages>,
     training_config: &TrainingConfig,
     steps: u64,
 ) -> mgpu::Result<()> {
-    let data = train.expect("the training set is on the GPU").data();
+    let data = train.expect("there are training images").data();
     let dropout = DeviceDropout { seed: training_config.seed, first_sample: training_config.first_sample() };
     (0..steps).try_for_each(|_| net.step(model, data, Some(dropout)))
 }

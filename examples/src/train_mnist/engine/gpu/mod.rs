@@ -1,4 +1,6 @@
-//! Training on a GPU: the data set is in GPU memory, and steps are replayed from CUDA graphs.
+//! Training on a GPU: steps are replayed from CUDA graphs, and read images from GPU memory.
+//!
+//! The whole training set is there (`orders`) or, if it is too large, the batches of the next steps (`staging`).
 //!
 //! The first steps launch each kernel separately, which also compiles and loads every kernel. Then graphs are
 //! captured, of a single step, of several steps, and of the steps that several leave of an epoch; the rest of the
@@ -9,6 +11,7 @@
 
 mod launches;
 mod orders;
+mod staging;
 mod traces;
 
 use std::collections::VecDeque;
@@ -20,16 +23,17 @@ use mgpu::device::{DeviceConfig, DeviceDataParallel, StepGraph};
 use mgpu::optimizer::OptimizerConfig;
 use mgpu::replicate::{checksum, replicate, verify_equal};
 use mgpu::timeline::Timeline;
-use mgpu::{Communicator, DeviceCommunicator, Layout, Sampler};
+use mgpu::{Communicator, DeviceCommunicator, Layout, ReduceOp, Sampler};
 use mgpu_kernels::Precision;
 use mgpu_kernels::cuda::{AutotuneOptions, Device, Stream};
 pub(super) use orders::{EPOCHS, TrainingSet};
+use staging::{SLOTS, StagedSet};
 use traces::Traces;
 
-use super::super::args::Args;
+use super::super::args::{Args, DataOn};
 use super::super::profile::StepProfile;
-use super::{Engine, Evaluated, StepObserver, StopCheck, Stretch, TrainingConfig, check_finite, read};
-use crate::data::Dataset;
+use super::{Engine, Evaluated, PIECE, StepObserver, StopCheck, Stretch, TrainingConfig, check_finite, read};
+use crate::data::{Dataset, IMAGE_LEN, Samples};
 use crate::nets::{DeviceData, DeviceNet, LossReport};
 
 /// The GPU options of the user.
@@ -42,6 +46,24 @@ pub(in super::super) struct Options {
     pub(in super::super) graph: bool,
     /// The host updates the weights, in every step.
     pub(in super::super) on_host: bool,
+    pub(in super::super) data_on: DataOn,
+}
+
+/// Where steps find their images.
+enum TrainingImages {
+    /// All of them are on the GPU.
+    Resident(TrainingSet),
+    /// Those of the next steps.
+    Staged(StagedSet),
+}
+
+impl TrainingImages {
+    fn data(&self) -> &DeviceData {
+        match self {
+            TrainingImages::Resident(set) => set.data(),
+            TrainingImages::Staged(set) => set.data(),
+        }
+    }
 }
 
 /// A network on this rank's GPU.
@@ -54,7 +76,11 @@ pub(in super::super) struct Gpu {
     /// As for gradients that are averaged.
     optimizer: OptimizerConfig,
     options: Options,
-    train: Option<TrainingSet>,
+    /// Whether the training images are copied to the GPU for each step.
+    is_staged: bool,
+    threads: usize,
+    train: Option<TrainingImages>,
+    /// The test set, if it is on the GPU.
     test: Option<DeviceData>,
     total: TotalScore,
     /// Marks of the launches in flight, oldest first, and marks for later launches.
@@ -76,13 +102,19 @@ impl Gpu {
     pub(in super::super) fn new(
         training_config: &TrainingConfig,
         args: &Args,
-        (device, host): (Arc<DeviceCommunicator>, Communicator),
+        (device, mut host): (Arc<DeviceCommunicator>, Communicator),
         timeline: &Timeline,
         threads: usize,
     ) -> mgpu::Result<Self> {
         let (set_up, options) = (Stream::new(device.device())?, args.gpu());
         let division = training_config.division;
         division.require_equal_micro_batches().map_err(mgpu::Error::program)?;
+        let is_staged = match options.data_on {
+            DataOn::Auto => !fits_everywhere(training_config.resident_bytes, device.device(), &mut host)?,
+            DataOn::Device => false,
+            DataOn::Host | DataOn::Disk => true,
+        };
+        let ring = if is_staged { SLOTS } else { training_config.steps_per_epoch * EPOCHS };
         let (spec, micro_batch) = (args.net(), division.largest_micro_batch());
         let mut net = DeviceNet::new(&spec, micro_batch, options.precision, options.choice, &set_up)?;
         net.divide_loss_by(division.mean_micro_batch());
@@ -91,7 +123,7 @@ impl Gpu {
         let optimizer = training_config.optimizer(&spec);
         let parallel = args.parallel.config(optimizer, threads, (device.size(), division.micro_batches()));
         let config = DeviceConfig::new(parallel)
-            .with_steps_per_epoch(training_config.steps_per_epoch * EPOCHS)
+            .with_steps_per_epoch(ring)
             .with_bf16_copy(options.precision == Precision::Bf16);
         let total = TotalScore::new(Arc::clone(&device))?;
         let model = DeviceDataParallel::new(device, host, net.layout().clone(), parameters, config)?;
@@ -107,6 +139,8 @@ impl Gpu {
             training_config: *training_config,
             optimizer,
             options,
+            is_staged,
+            threads,
             train: None,
             test: None,
             total,
@@ -120,19 +154,41 @@ impl Gpu {
         })
     }
 
-    /// Evaluates the first `images` samples of the test order.
-    fn score(&mut self, images: usize) -> mgpu::Result<LossReport> {
-        let Gpu { model, net, test, score_has_ended, .. } = self;
-        *score_has_ended = true;
+    /// Evaluates the samples `shard` of `data`.
+    fn score(&mut self, data: &Samples, shard: &[u32]) -> mgpu::Result<LossReport> {
+        self.score_has_ended = true;
         // The rest concerns this rank only; wait for its peers' last collective first.
-        model.wait("training step")?;
-        let test = test.as_ref().expect("the test set is on the GPU");
-        net.clear_score(model.stream())?;
+        self.model.wait("training step")?;
+        self.net.clear_score(self.model.stream())?;
+        match self.test.take() {
+            Some(test) => {
+                let evaluated = self.evaluate_images(&test, shard.len());
+                self.test = Some(test);
+                evaluated?;
+            }
+            None => {
+                let piece = PIECE.next_multiple_of(self.net.max_batch());
+                let on_gpu = DeviceData::zeroed(self.model.stream(), piece, IMAGE_LEN)?;
+                let mut batch = Dataset::default();
+                for samples in shard.chunks(piece) {
+                    data.read(samples, &mut batch)?;
+                    let (images, labels) = on_gpu.part(0..samples.len());
+                    self.model.stream().upload(&batch.images, images)?;
+                    self.model.stream().upload(&batch.labels, labels)?;
+                    self.evaluate_images(&on_gpu, samples.len())?;
+                }
+            }
+        }
+        self.net.read_score(self.model.stream())
+    }
+
+    /// Evaluates the first `images` samples of the order of `test`, and waits for that.
+    fn evaluate_images(&mut self, test: &DeviceData, images: usize) -> mgpu::Result<()> {
+        let Gpu { model, net, .. } = self;
         for first in (0..images).step_by(net.max_batch()) {
             net.evaluate(model, test, first, (images - first).min(net.max_batch()))?;
         }
-        model.wait_local("evaluation")?;
-        net.read_score(model.stream())
+        model.wait_local("evaluation")
     }
 
     /// The layout of arenas in checkpoints.
@@ -156,14 +212,19 @@ impl Engine for Gpu {
 
     fn train(
         &mut self,
-        data: &Dataset,
+        data: &Samples,
         sampler: &mut Sampler,
         Stretch { until, stop }: Stretch,
         observer: &mut StepObserver<'_>,
         should_stop: &mut StopCheck<'_>,
     ) -> mgpu::Result<()> {
         if self.train.is_none() {
-            self.train = Some(TrainingSet::new(&self.model, data, &self.training_config)?);
+            let (model, config) = (&self.model, &self.training_config);
+            self.train = Some(if self.is_staged {
+                TrainingImages::Staged(StagedSet::new(model, data, config, self.threads)?)
+            } else {
+                TrainingImages::Resident(TrainingSet::new(model, data, config)?)
+            });
         }
         while self.reported < until {
             while self.in_flight.len() < self.ahead() && self.model.steps() < stop && !should_stop()? {
@@ -196,19 +257,22 @@ impl Engine for Gpu {
 
     fn evaluate(
         &mut self,
-        data: &Dataset,
+        data: &Samples,
         shard: &[u32],
         should_stop: &mut StopCheck<'_>,
     ) -> mgpu::Result<Option<Evaluated>> {
-        if self.test.is_none() {
-            let test = DeviceData::new(self.model.stream(), &data.images, &data.labels, shard.len())?;
-            test.set_order(self.model.stream(), shard)?;
+        let (stream, is_wanted) = (self.model.stream(), self.options.data_on == DataOn::Device);
+        if self.test.is_none()
+            && (is_wanted || !self.is_staged && fits(resident_bytes(data, shard.len()), stream.device())?)
+        {
+            let test = upload(stream, data, shard.len())?;
+            test.set_order(stream, shard)?;
             self.test = Some(test);
         }
         if should_stop()? {
             return Ok(None);
         }
-        let score = self.score(shard.len())?;
+        let score = self.score(data, shard)?;
         if !self.model.has_average() {
             return Ok(Some((score, None)));
         }
@@ -216,7 +280,7 @@ impl Engine for Gpu {
             return Ok(None);
         }
         self.model.swap_average()?;
-        let average = self.score(shard.len())?;
+        let average = self.score(data, shard)?;
         self.model.swap_average()?;
         Ok(Some((score, Some(average))))
     }
@@ -256,8 +320,9 @@ impl Engine for Gpu {
         Ok(model.stream().upload(&buffers, model.buffers())?)
     }
 
-    fn logits(&mut self, data: &Dataset, count: usize) -> mgpu::Result<Vec<f32>> {
+    fn logits(&mut self, data: &Dataset) -> mgpu::Result<Vec<f32>> {
         let Gpu { model, net, .. } = self;
+        let count = data.len();
         let order: Vec<u32> = (0..count as u32).collect();
         let data = DeviceData::new(model.stream(), &data.images, &data.labels, count)?;
         data.set_order(model.stream(), &order)?;
@@ -286,4 +351,38 @@ impl Engine for Gpu {
     fn profile(&self) -> Option<StepProfile> {
         self.traced_profile()
     }
+}
+
+/// Bytes of a set on the GPU, with an order of `places` samples.
+pub(in super::super) fn resident_bytes(data: &Samples, places: usize) -> u64 {
+    (data.len() * (IMAGE_LEN + 1) + places * size_of::<u32>()) as u64
+}
+
+/// Whether `bytes` bytes of images fit on the GPU beside everything else.
+fn fits(bytes: u64, device: &Device) -> mgpu::Result<bool> {
+    let (free, _) = device.free_and_total()?;
+    Ok(bytes <= free / 2)
+}
+
+/// Whether they fit on the GPU of every rank. Collective.
+fn fits_everywhere(bytes: u64, device: &Device, comm: &mut Communicator) -> mgpu::Result<bool> {
+    let mut fit = [f64::from(u8::from(fits(bytes, device)?))];
+    comm.all_reduce_slice(&mut fit, ReduceOp::Min)?;
+    Ok(fit[0] > 0.0)
+}
+
+/// A set on the GPU, with memory for an order of `places` samples.
+pub(super) fn upload(stream: &Stream, data: &Samples, places: usize) -> mgpu::Result<DeviceData> {
+    if let Samples::InMemory(data) = data {
+        return DeviceData::new(stream, &data.images, &data.labels, places);
+    }
+    let on_gpu = DeviceData::with_capacity(stream, data.len(), IMAGE_LEN, places)?;
+    let (mut first, all) = (0, (0..data.len() as u32).collect::<Vec<_>>());
+    data.in_pieces(&all, PIECE, |piece, _| {
+        let (images, labels) = on_gpu.part(first..first + piece.len());
+        first += piece.len();
+        stream.upload(&piece.images, images)?;
+        Ok::<_, mgpu::Error>(stream.upload(&piece.labels, labels)?)
+    })?;
+    Ok(on_gpu)
 }

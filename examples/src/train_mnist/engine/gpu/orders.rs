@@ -8,7 +8,8 @@ use mgpu::device::{DeviceDataParallel, Upload};
 use mgpu::{Result, Sampler};
 
 use super::super::TrainingConfig;
-use crate::data::Dataset;
+use super::upload;
+use crate::data::Samples;
 use crate::nets::DeviceData;
 
 /// Epochs whose orders are on the GPU at the same time.
@@ -29,13 +30,13 @@ impl TrainingSet {
     /// Copies the images and labels to the GPU.
     pub(in super::super) fn new(
         model: &DeviceDataParallel,
-        data: &Dataset,
+        data: &Samples,
         config: &TrainingConfig,
     ) -> Result<Self> {
         let (stream, steps) = (model.stream(), config.steps_per_epoch as usize);
         let places = steps * config.division.images().len();
         Ok(TrainingSet {
-            data: DeviceData::new(stream, &data.images, &data.labels, places * EPOCHS as usize)?,
+            data: upload(stream, data, places * EPOCHS as usize)?,
             upload: Upload::new(stream.device(), places * size_of::<u32>())?,
             steps,
             places,
