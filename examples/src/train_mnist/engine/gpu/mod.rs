@@ -54,7 +54,7 @@ enum TrainingImages {
     /// All of them are on the GPU.
     Resident(TrainingSet),
     /// Those of the next steps.
-    Staged(StagedSet),
+    Staged(Box<StagedSet>),
 }
 
 impl TrainingImages {
@@ -221,7 +221,7 @@ impl Engine for Gpu {
         if self.train.is_none() {
             let (model, config) = (&self.model, &self.training_config);
             self.train = Some(if self.is_staged {
-                TrainingImages::Staged(StagedSet::new(model, data, config, self.threads)?)
+                TrainingImages::Staged(Box::new(StagedSet::new(model, data, config, self.threads)?))
             } else {
                 TrainingImages::Resident(TrainingSet::new(model, data, config)?)
             });
