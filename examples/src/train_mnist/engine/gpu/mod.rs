@@ -52,9 +52,9 @@ pub(in super::super) struct Options {
 /// Where steps find their images.
 enum TrainingImages {
     /// All of them are on the GPU.
-    Resident(TrainingSet),
+    Resident(Box<TrainingSet>),
     /// Those of the next steps.
-    Staged(StagedSet),
+    Staged(Box<StagedSet>),
 }
 
 impl TrainingImages {
@@ -221,9 +221,9 @@ impl Engine for Gpu {
         if self.train.is_none() {
             let (model, config) = (&self.model, &self.training_config);
             self.train = Some(if self.is_staged {
-                TrainingImages::Staged(StagedSet::new(model, data, config, self.threads)?)
+                TrainingImages::Staged(Box::new(StagedSet::new(model, data, config, self.threads)?))
             } else {
-                TrainingImages::Resident(TrainingSet::new(model, data, config)?)
+                TrainingImages::Resident(Box::new(TrainingSet::new(model, data, config)?))
             });
         }
         while self.reported < until {
