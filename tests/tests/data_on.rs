@@ -25,7 +25,7 @@ fn images_in_a_file_give_the_weights_of_images_in_memory() {
     for (ranks, more) in [
         (1, &["--batch", "5"][..]),
         (2, &["--global-batch", "9", "--accumulate", "2"]),
-        (2, &["--batch", "12", "--accumulate", "3", "--placement", "layers", "--cut", "5"]),
+        (2, &["--batch", "12", "--accumulate", "3", "--placement", "layers", "--cut", "7"]),
     ] {
         let more = [&["--epochs", "3"], more].concat();
         let [memory, file] =

@@ -135,7 +135,7 @@ fn a_run_with_copied_images_continues_with_images_on_the_gpu() {
 #[test]
 fn a_pipeline_of_gpus_keeps_its_images_there() {
     let mut program = on_gpus(2, TRAIN);
-    program.args(SMALL).args(["--steps", "1", "--placement", "layers", "--cut", "5", "--data-on", "host"]);
+    program.args(SMALL).args(["--steps", "1", "--placement", "layers", "--cut", "7", "--data-on", "host"]);
     run(&mut program)
         .expect(1, &["--placement layers on GPUs keeps the images in GPU memory: leave --data-on out"]);
 }

@@ -1,7 +1,7 @@
 //! Reads batches on a thread, before they are needed.
 //!
 //! ```text
-//! request(batch) ──> advice to the system for each request ──> one request after the other is read ──> wait()
+//! request(batch) ──> advice to the system for each request ──> one request after the other is read ──> next_batch()
 //! ```
 //!
 //! The advice (`POSIX_FADV_WILLNEED`) makes the system read the images of all waiting requests at the same time, so that
@@ -59,12 +59,12 @@ impl ReadAhead {
         })
     }
 
-    /// Requests a batch, to be returned by [`wait`](Self::wait) after those requested before.
+    /// Requests a batch, to be returned by [`next_batch`](Self::next_batch) after those requested before.
     pub fn request(&mut self, samples: Vec<u32>) {
         let into = self.spare.pop().unwrap_or_default();
         self.waiting += 1;
         if let Some(requests) = &self.requests {
-            // If the thread has ended, `wait` says so.
+            // If the thread has ended, `next_batch` says so.
             let _ = requests.send(Request { samples, into });
         }
     }
@@ -76,7 +76,7 @@ impl ReadAhead {
     ///
     /// # Panics
     /// If none was requested, or a request was of samples that do not exist.
-    pub fn wait(&mut self) -> Result<&Dataset, DataError> {
+    pub fn next_batch(&mut self) -> Result<&Dataset, DataError> {
         assert!(self.waiting > 0, "a batch was requested");
         self.waiting -= 1;
         let batch = self.batches.recv().expect("the thread answers every request")?;
@@ -160,7 +160,7 @@ mod tests {
                 for batch in &batches {
                     let mut expected = Dataset::default();
                     set.read(batch, &mut expected).unwrap();
-                    assert_eq!(*ahead.wait().unwrap(), expected, "{threads} threads");
+                    assert_eq!(*ahead.next_batch().unwrap(), expected, "{threads} threads");
                 }
             }
             // Dropped with requests that nobody waits for.

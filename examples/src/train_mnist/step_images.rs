@@ -97,7 +97,7 @@ impl StepImages {
             self.requested += 1;
         }
         self.next = step + 1;
-        let batch = reader.wait()?;
+        let batch = reader.next_batch()?;
         self.indices.extend(self.indices.len() as u32..batch.len() as u32);
         Ok((batch, &self.indices[..batch.len()]))
     }

@@ -52,7 +52,7 @@ pub(in super::super) struct Options {
 /// Where steps find their images.
 enum TrainingImages {
     /// All of them are on the GPU.
-    Resident(TrainingSet),
+    Resident(Box<TrainingSet>),
     /// Those of the next steps.
     Staged(Box<StagedSet>),
 }
@@ -223,7 +223,7 @@ impl Engine for Gpu {
             self.train = Some(if self.is_staged {
                 TrainingImages::Staged(Box::new(StagedSet::new(model, data, config, self.threads)?))
             } else {
-                TrainingImages::Resident(TrainingSet::new(model, data, config)?)
+                TrainingImages::Resident(Box::new(TrainingSet::new(model, data, config)?))
             });
         }
         while self.reported < until {
