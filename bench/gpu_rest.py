@@ -255,6 +255,15 @@ def placements(s):
                         "--placement", placement, "--skip-test", "--json"), limit=60, judge=on_gpu)
 
 
+def copied_images(s):
+    """Images that are copied to the GPU for each step: the weights of images that stay there, and the speed of both."""
+    for net, batch, steps in [("lenet5", 8, 25)] if s.fake else [("lenet5", 128, 3000), ("conv6", 1024, 300)]:
+        flags = ["--net", net, "--precision", "bf16", "--batch", batch, "--steps", steps, "--skip-test", "--json"]
+        weights = weights_of(s.run(f"{net}, images on the GPU", train(s, 1, *flags, "--data-on", "device"), limit=60, judge=on_gpu))
+        s.run(f"{net}, images on the host", train(s, 1, *flags, "--data-on", "host"), limit=60,
+              judge=is_equal(weights, "images on the GPU"))
+
+
 def gelu(s):
     length = ["--steps", 3, "--batch", 8, "--skip-test"] if s.fake else ["--epochs", 3]
     reach = 0.0 if s.fake else 0.95
@@ -312,6 +321,7 @@ def part_c(s):
     yield Item("killed", "a killed rank", 10, killed, required=True)
     yield Item("groups", "groups", 40, groups, required=True)
     yield Item("resume", "a resumed training", 25, resumed)
+    yield Item("images", "images on the host", 20, copied_images)
     yield Item("evaluate", "--reduction sum, --evaluate", 25, summed_and_evaluated)
     yield Item("gpus", "--gpus", 15, chosen_gpus)
     yield Item("gelu", "GELU", 5, gelu)
