@@ -59,10 +59,9 @@ class Training:
 
     def traps(self, steps, library):
         """Instructions per step with a subnormal operand, and others with a subnormal result, in the steps after `steps`."""
-        copy, out = os.path.join(self.work, "copy"), os.path.join(self.work, "traps")
+        copy, out = os.path.join(self.work, f"copy-{steps}"), os.path.join(self.work, "traps")
         shutil.copytree(self.checkpoints, copy)
         self.run(steps + STEPS, copy, environment={"LD_PRELOAD": library, "TRAPS_OUT": out})
-        shutil.rmtree(copy)
         with open(out) as file:
             return [round(int(count) / STEPS, 1) for count in file.read().split()]
 

@@ -135,7 +135,7 @@ impl Samples {
 
     /// XXH3 checksum, 64 bits, the same in memory and in a file.
     ///
-    /// It includes all images and labels of up to [`MOST_CHECKED_IMAGES`] images. Of a larger set it includes the number
+    /// It includes all images and labels of up to [`MOST_CHECKED_IMAGES`] images. For a larger set it includes the number
     /// of images, every label and 4,096 images at equal distances, because a rank would read for minutes otherwise.
     ///
     /// # Errors
