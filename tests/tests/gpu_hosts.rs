@@ -35,7 +35,7 @@ fn with_fakes(command: &mut Command, folder: &tempfile::TempDir) {
 /// A job of GPU ranks with an agent on each host.
 struct GpuJob<'a> {
     job: Job<'a>,
-    /// Of the fake NCCL; nothing may be left in it.
+    /// A folder of the fake NCCL; nothing may be left in it.
     files: tempfile::TempDir,
 }
 
@@ -191,7 +191,7 @@ fn a_silent_rank_is_named_on_every_host() {
 /// GPU ranks that an engine has started one by one.
 struct Tasks {
     ranks: Vec<Child>,
-    /// Of the fake NCCL; nothing may be left in it.
+    /// A folder of the fake NCCL; nothing may be left in it.
     files: tempfile::TempDir,
 }
 
