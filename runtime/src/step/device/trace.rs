@@ -117,7 +117,8 @@ impl StepTrace {
     }
 
     /// Records `spans` of the last execution on `timeline`. That of the step gets the number `step`. The step ran
-    /// within `limits` of the host's clock, to which inexact times are cut.
+    /// within `limits` of the host's clock: where the relation of the clocks is too inexact for that, all spans are
+    /// moved by the same time.
     ///
     /// # Errors
     /// If the step has not been executed.
@@ -129,8 +130,10 @@ impl StepTrace {
         timeline: &Timeline,
     ) -> Result<()> {
         let Some(first) = self.events.first() else { return Ok(()) };
+        let duration = spans.iter().map(|span| span.time.end).max().unwrap_or_default();
         let begin = clock.at + first.since(&clock.event)?.as_nanos() as u64;
-        let host = |time: Duration| (begin + time.as_nanos() as u64).max(limits.start).min(limits.end);
+        let begin = begin_within(begin, duration.as_nanos() as u64, &limits);
+        let host = |time: Duration| (begin + time.as_nanos() as u64).min(limits.end);
         for DeviceSpan { name, number, bytes, time, exchange } in spans {
             let number = if *name == Name::STEP { Some(step) } else { *number };
             let (begin, end) = (host(time.start), host(time.end));
@@ -146,6 +149,12 @@ impl StepTrace {
         self.events.push(event);
         Ok(self.events.len() - 1)
     }
+}
+
+/// The time nearest to `begin` from which a step of `duration` is within `limits`. A step that is longer than they are
+/// begins where they begin.
+fn begin_within(begin: u64, duration: u64, limits: &Range<u64>) -> u64 {
+    begin.min(limits.end.saturating_sub(duration)).max(limits.start)
 }
 
 impl DeviceDataParallel {
@@ -217,5 +226,27 @@ impl DeviceDataParallel {
         self.comm.all_reduce(&self.compute, values, op)?;
         let _ = self.end_span_on(&self.compute, begin, (Name::ALL_REDUCE, None, values.bytes()))?;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::begin_within;
+
+    #[test]
+    fn a_step_is_moved_as_a_whole_into_its_limits() {
+        let limits = 1_000..1_500;
+        for (begin, duration, moved) in [
+            (1_100, 400, 1_100),
+            // The GPU's clock was related too early, or too late.
+            (900, 400, 1_000),
+            (1_300, 400, 1_100),
+            // The clocks drift: the step seems longer than its limits.
+            (900, 501, 1_000),
+            (1_200, 501, 1_000),
+            (1_200, 2_000, 1_000),
+        ] {
+            assert_eq!(begin_within(begin, duration, &limits), moved, "{begin} for {duration}");
+        }
     }
 }
