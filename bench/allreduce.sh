@@ -2,6 +2,10 @@
 # Measures our collectives and those of MPICH, Open MPI, Intel MPI and gloo on this machine.
 #
 #   bench/allreduce.sh [--ranks "2 4 8"] [--rounds 3] [--collectives "all_reduce"] [--max BYTES] [--out FILE.json]
+#                      [--buffers arena|private] [--before FOLDER]
+#
+# --buffers private: ours on memory that peers cannot reach in place, as an embedder's own. --before: also the mgpurun and
+# collective_perf of an earlier state, in this folder.
 #
 # Contenders alternate: in every round each runs once, in rotating order, so that background load does not hit one
 # alone; figures are medians of the rounds. Peers are searched in the folder $MGPU_PEERS (default: target/peers) and
@@ -14,11 +18,11 @@ usage() { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"; }
 note() { printf '%s\n' "$*" >&2; }
 
 words=("$@")
-ranks_list="2 4 8" rounds=3 collectives=all_reduce max=$((64 << 20)) out=
+ranks_list="2 4 8" rounds=3 collectives=all_reduce max=$((64 << 20)) out= buffers=arena before=
 while [ $# -gt 0 ]; do
     case $1 in
         --help | -h) usage && exit ;;
-        --ranks | --rounds | --collectives | --max | --out) [ $# -gt 1 ] || { note "$1 needs a value" && exit 2; } ;;
+        --ranks | --rounds | --collectives | --max | --out | --buffers | --before) [ $# -gt 1 ] || { note "$1 needs a value" && exit 2; } ;;
         *) note "unknown option $1; see $0 --help" && exit 2 ;;
     esac
     case $1 in
@@ -27,9 +31,12 @@ while [ $# -gt 0 ]; do
         --collectives) collectives=$2 ;;
         --max) max=$2 ;;
         --out) out=$(realpath -m "$2") ;;
+        --buffers) buffers=$2 ;;
+        --before) before=$(realpath -m "$2") ;;
     esac
     shift 2
 done
+case $buffers in arena | private) ;; *) note "--buffers is arena or private" && exit 2 ;; esac
 for number in $ranks_list $rounds $max; do
     [[ $number =~ ^[1-9][0-9]*$ ]] || { note "$number is not a positive number" && exit 2; }
 done
@@ -42,8 +49,8 @@ cores=$(nproc)
 out=${out:-bench/results/allreduce-$(date --utc +%F)-$(bench/describe_machine.sh --slug).json}
 provenance=$(python3 bench/provenance.py bench/allreduce.sh "${words[@]}")
 mkdir -p "$built" "$(dirname "$out")"
-for program in mgpurun allreduce_perf; do
-    [ -x "$bin/$program" ] || { note "there is no $bin/$program: run cargo build --release" && exit 1; }
+for program in "$bin"/{mgpurun,collective_perf} ${before:+"$before"/{mgpurun,collective_perf}}; do
+    [ -x "$program" ] || { note "there is no $program: run cargo build --release" && exit 1; }
 done
 
 scratch=$(mktemp -d)
@@ -52,7 +59,7 @@ lines=$scratch/lines.jsonl
 touch "$lines"
 
 # The contenders, their versions as name=version, and what was skipped and why.
-contenders=(mgpu) versions=() skipped=()
+contenders=(mgpu ${before:+before}) versions=() skipped=()
 skip() { note "skipped: $1" && skipped+=("$1"); }
 add() { # NAME VENV PACKAGE
     contenders+=("$1")
@@ -100,7 +107,11 @@ contend() { # NAME COLLECTIVE RANKS
     [ "$crowded" ] && wait=(I_MPI_WAIT_MODE=1)
     case $1 in
         mgpu)
-            "$bin/mgpurun" -n "$3" --no-prefix allreduce_perf --check --bound --collective "$2" --max "$max"
+            "$bin/mgpurun" -n "$3" --no-prefix collective_perf --check --bound --buffers "$buffers" --collective "$2" --max "$max"
+            ;;
+        before)
+            "$before/mgpurun" -n "$3" --no-prefix collective_perf --buffers "$buffers" --collective "$2" --max "$max" |
+                sed 's/"impl":"mgpu"/"impl":"before"/'
             ;;
         mpich)
             # It only spins: with one core for two ranks, an operation takes scheduler time slices.

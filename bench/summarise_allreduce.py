@@ -11,6 +11,8 @@ from collections import defaultdict
 import provenance
 
 OURS = "mgpu"
+# An earlier state of ours.
+BEFORE = "before"
 
 
 def summarise(lines):
@@ -26,7 +28,7 @@ def summarise(lines):
     for key, sizes in times.items():
         collective, ranks, layout = key
         names = {name for of_size in sizes.values() for name in of_size}
-        contenders = sorted(names, key=lambda name: (name != OURS, name))
+        contenders = sorted(names, key=lambda name: (name != OURS, name != BEFORE, name))
         figure = {"collective": collective, "ranks": ranks, "contenders": contenders, "sizes": []}
         if layout:
             figure["layout"] = layout
@@ -37,7 +39,7 @@ def summarise(lines):
             entry = {"bytes": size, "us": medians, "us_range": ranges}
             if bounds[key][size]:
                 entry["bound_us"] = round(statistics.median(bounds[key][size]), 4)
-            peers = {name: time for name, time in medians.items() if name != OURS}
+            peers = {name: time for name, time in medians.items() if name not in (OURS, BEFORE)}
             if peers and OURS in medians:
                 entry["best_peer"] = min(peers, key=peers.get)
                 entry["ratio"] = round(peers[entry["best_peer"]] / medians[OURS], 3)

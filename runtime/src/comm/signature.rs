@@ -28,13 +28,10 @@ pub(crate) enum Path {
     Ring = 5,
     /// In place, by the root alone.
     Root = 6,
-    /// Read in the private memory of peers.
-    Remote = 7,
 }
 
 impl Path {
-    const NAMES: [&'static str; 8] =
-        ["none", "inline", "eager", "direct", "staged", "ring", "by root", "remote"];
+    const NAMES: [&'static str; 7] = ["none", "inline", "eager", "direct", "staged", "ring", "by root"];
 }
 
 /// Words of an encoded signature.

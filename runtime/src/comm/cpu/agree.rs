@@ -7,7 +7,7 @@ use super::lines::{Arrival, Waiting};
 use super::wait::Flag;
 use super::{CpuTransport, cores, prefetch};
 use crate::clock::now;
-use crate::comm::signature::{Path, SIGNATURE_WORDS, Signature, describe};
+use crate::comm::signature::{SIGNATURE_WORDS, Signature, describe};
 use crate::{Error, Result};
 
 /// Bytes of a payload to prefetch.
@@ -28,9 +28,18 @@ impl CpuTransport {
 
     /// Arrives at the next operation and waits until all ranks have arrived with the same call.
     pub(super) fn enter(&mut self, call: &Signature) -> Result<()> {
+        self.enter_fetching(call, |_, _| std::ptr::null())
+    }
+
+    /// As [`enter`](Self::enter), and fetches the slots of the peers meanwhile.
+    pub(super) fn enter_fetching(
+        &mut self,
+        call: &Signature,
+        slot: impl Fn(&Self, u32) -> *const u8,
+    ) -> Result<()> {
         debug_assert!(self.unsettled.is_empty(), "an arrival before earlier ones were compared");
         self.arrive(call);
-        self.await_arrivals(call)?;
+        self.await_arrivals(call, slot)?;
         self.record_arrival();
         // Peers have finished with the next arrival line: prefetch it for writing.
         let next: *const Arrival = self.region.lines(self.rank).arrival(self.next_sequence());
@@ -72,7 +81,7 @@ impl CpuTransport {
             let (sequence, call) = self.unsettled[0];
             // Messages name the operation of that number.
             let current = std::mem::replace(&mut self.sequence, sequence);
-            let settled = self.await_arrivals(&call);
+            let settled = self.await_arrivals(&call, |_, _| std::ptr::null());
             self.sequence = current;
             settled?;
             self.unsettled.remove(0);
@@ -89,12 +98,9 @@ impl CpuTransport {
 
     /// Waits until all ranks have arrived at the current operation with the same call.
     #[inline]
-    fn await_arrivals(&self, call: &Signature) -> Result<()> {
+    fn await_arrivals(&self, call: &Signature, slot: impl Fn(&Self, u32) -> *const u8) -> Result<()> {
         let digest = self.region.lines(self.rank).arrival(self.sequence).digest();
-        self.peers().try_for_each(|peer| {
-            let slot = if call.path == Path::Eager { self.eager_slot(peer) } else { std::ptr::null() };
-            self.await_arrival(peer, digest, call, slot)
-        })
+        self.peers().try_for_each(|peer| self.await_arrival(peer, digest, call, slot(self, peer)))
     }
 
     /// Waits until `peer` has arrived at the current operation with the call of this digest. Fetches its `slot` meanwhile,

@@ -38,11 +38,15 @@ impl CpuTransport {
         // SAFETY: the caller's promise; the slot is not read before `enter` publishes the arrival, and its readers of
         // the operation before last have finished (see `lines`).
         unsafe { std::ptr::copy_nonoverlapping(source, slot, bytes) };
-        self.enter(call)
+        let is_inline = call.path == Path::Inline;
+        self.enter_fetching(
+            call,
+            |comm, peer| if is_inline { std::ptr::null() } else { comm.eager_slot(peer) },
+        )
     }
 
     /// The slot of `rank` for the current operation.
-    pub(super) fn eager_slot(&self, rank: u32) -> *const u8 {
+    fn eager_slot(&self, rank: u32) -> *const u8 {
         self.region.eager(rank, self.sequence).cast_const()
     }
 
@@ -141,24 +145,6 @@ impl CpuTransport {
             // shard, and does not write it until the operation after next.
             unsafe { std::ptr::copy_nonoverlapping(source, at, receive.len() * element) };
             self.count(receive.len() * element, 1);
-        }
-        Ok(())
-    }
-
-    pub(super) fn eager_broadcast(&mut self, buffer: &Buffer, root: u32, call: &Signature) -> Result<()> {
-        let bytes = if self.rank == root { buffer.bytes() } else { 0 };
-        // SAFETY: the payload fits a slot (the path was chosen so).
-        unsafe { self.enter_with_slot(buffer.address(), bytes, call)? };
-        if self.rank != root {
-            // SAFETY: the root has filled its slot and does not write it until the operation after next.
-            unsafe {
-                std::ptr::copy_nonoverlapping(
-                    self.slots(0, call)[root as usize],
-                    buffer.address(),
-                    buffer.bytes(),
-                );
-            }
-            self.count(buffer.bytes(), 1);
         }
         Ok(())
     }

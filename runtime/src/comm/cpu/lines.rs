@@ -23,7 +23,6 @@
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
-use super::remote::PrivateMemory;
 use super::wait::{FLAG_WORDS, Flag, WaitPolicy};
 use crate::comm::signature::{SIGNATURE_WORDS, Signature};
 
@@ -101,8 +100,6 @@ pub(super) struct RankLines {
     completed: Flag,
     /// Steps of this rank's streams.
     steps: Flag,
-    /// Where this rank's private memory is.
-    pub(super) memory: PrivateMemory,
     diagnostics: Diagnostics,
 }
 
@@ -319,7 +316,7 @@ mod tests {
     #[test]
     fn lines_have_the_size_of_cache_lines() {
         assert_eq!([size_of::<Arrival>(), size_of::<Tickets>(), size_of::<Flag>()], [128; 3]);
-        assert_eq!((size_of::<Diagnostics>(), size_of::<RankLines>()), (640, 3200));
+        assert_eq!((size_of::<Diagnostics>(), size_of::<RankLines>()), (640, 3072));
         assert!(std::mem::offset_of!(Flag, words) + FLAG_WORDS * 8 <= 64);
     }
 

@@ -8,14 +8,12 @@
 //! |---|---|---|
 //! | up to 48 bytes | within the arrival line | 1 |
 //! | such a broadcast, up to 4 KiB | [`eager`]: within the arrival line or through a small slot; only the root is waited for | 1 |
-//! | up to about 1 KiB, or 16 KiB if private | [`eager`]: through small slots, every rank reduces everything itself |
-//! 1 |
+//! | up to about 1 KiB | [`eager`]: through small slots, every rank reduces everything itself | 1 |
 //! | in an arena | [`direct`]: in place, in blocks; ranks help late ranks | 2 |
 //! | fused update + all-gather, all-to-all, parts of different lengths; in an arena | [`direct`]: every rank writes
 //! its own part | 2 |
 //! | reduction to a root that does all of it, in an arena | [`direct`]: the root reads all buffers | 2 |
 //! | private | [`staged`]: through staging memory, in blocks that overlap ([`stream`]) | 1 per block |
-//! | private, from 4 MiB on, where the kernel permits | [`remote`]: read in the peers' memory | 2 or 3 |
 //! | on request | [`ring`]: from rank to rank, over [`channel`]s | 1, then pairwise |
 
 mod agree;
@@ -27,7 +25,6 @@ mod eager;
 mod lines;
 mod prefetch;
 mod region;
-mod remote;
 mod ring;
 mod staged;
 mod stream;
@@ -44,6 +41,7 @@ use cores::Cores;
 use lines::{AHEAD, INLINE_BYTES};
 use region::{AHEAD_BYTES, EAGER_BYTES, Region};
 use smallvec::SmallVec;
+use stream::Streamed;
 use wait::WaitPolicy;
 pub(super) use wait::futex;
 
@@ -59,6 +57,11 @@ use crate::membership::Membership;
 use crate::progress::Operation;
 use crate::shm::ReplacedPages;
 use crate::{Error, Result};
+
+/// Largest private payload of a reduction for eager slots.
+const REDUCTION_EAGER_BYTES: usize = 1 << 10;
+/// The same for what is only copied.
+const MESSAGE_EAGER_BYTES: usize = 2 << 10;
 
 /// Numbers of groups begin here, so that they differ from those of the world's communicators.
 const FIRST_GROUP: u32 = 1 << 16;
@@ -84,12 +87,8 @@ pub(crate) struct CpuTransport {
     unsettled: SmallVec<[(u32, Signature); AHEAD]>,
     /// Number of blocks that earlier operations have put into each rank's queue.
     queued: Vec<u32>,
-    /// Number of blocks that earlier operations have passed through staging memory.
-    streamed: u32,
-    /// Whether all ranks can read each other's private memory; `None` before that was tried.
-    reads_peers: Option<bool>,
-    /// Memory for parts of peers' buffers.
-    scratch: Option<Buffer>,
+    /// What earlier operations have passed through staging memory.
+    streamed: Streamed,
     /// Number of chunks sent to and received from each rank; at this rank's own index, those of the ring.
     sent: Vec<u32>,
     received: Vec<u32>,
@@ -143,9 +142,7 @@ pub(crate) fn connect(
         sequence: 0,
         unsettled: SmallVec::new(),
         queued: vec![0; size as usize],
-        streamed: 0,
-        reads_peers: None,
-        scratch: None,
+        streamed: Streamed::default(),
         sent: vec![0; size as usize],
         received: vec![0; size as usize],
         arenas: 0,
@@ -221,19 +218,20 @@ impl CpuTransport {
                 ),
             }),
             Algorithm::Eager => Ok(Path::Eager),
-            Algorithm::Auto => Ok(self.by_size(buffer, buffer.bytes())),
+            Algorithm::Auto => Ok(self.by_size(buffer, buffer.bytes(), REDUCTION_EAGER_BYTES)),
         }
     }
 
-    /// The path of an operation in which every rank contributes at most `bytes` bytes.
-    fn by_size(&self, buffer: &Buffer, bytes: usize) -> Path {
+    /// The path of an operation in which every rank contributes at most `bytes` bytes. Private payloads go through slots up to
+    /// `private_eager` bytes.
+    fn by_size(&self, buffer: &Buffer, bytes: usize, private_eager: usize) -> Path {
         // Slots cost copies; the other paths cost one more synchronisation, which is cheap between cores but
         // expensive when ranks must be scheduled for it. All limits were measured, with two ranks and with four on
         // two cores.
         let eager = match buffer.arena() {
             Some(_) if self.policy.is_oversubscribed() => 2 << 10,
             Some(_) => 768,
-            None => EAGER_BYTES,
+            None => private_eager,
         };
         match bytes {
             0..=INLINE_BYTES => Path::Inline,
@@ -262,7 +260,7 @@ impl CpuTransport {
 
     #[inline(never)]
     fn reduce_scatter(&mut self, buffer: &Buffer, op: ReduceOp) -> Result<()> {
-        let path = self.by_size(buffer, buffer.bytes());
+        let path = self.by_size(buffer, buffer.bytes(), REDUCTION_EAGER_BYTES);
         let call = &Signature::of(&Call::ReduceScatter(op), buffer).with_path(path);
         match path {
             Path::Inline | Path::Eager => self.eager_reduce_scatter(buffer, op, call),
@@ -280,7 +278,7 @@ impl CpuTransport {
         root: Option<u32>,
         call: Signature,
     ) -> Result<()> {
-        let path = self.by_size(buffer, parts.longest() * call.dtype.size());
+        let path = self.by_size(buffer, parts.longest() * call.dtype.size(), MESSAGE_EAGER_BYTES);
         let call = &call.with_path(path);
         match (path, root) {
             (Path::Inline | Path::Eager, _) => self.eager_gather(buffer, parts, root, call),
@@ -316,15 +314,13 @@ impl CpuTransport {
 
     #[inline(never)]
     fn broadcast(&mut self, buffer: &Buffer, root: u32, call: Signature) -> Result<()> {
-        let path = self.by_size(buffer, buffer.bytes());
+        let path = self.by_size(buffer, buffer.bytes(), AHEAD_BYTES);
         let call = &call.with_path(path);
-        let is_ahead = matches!(path, Path::Inline | Path::Eager) && buffer.bytes() <= AHEAD_BYTES;
-        if is_ahead {
+        if matches!(path, Path::Inline | Path::Eager) {
             return self.broadcast_ahead(buffer, root, call);
         }
         self.settle(0)?;
         match path {
-            Path::Inline | Path::Eager => self.eager_broadcast(buffer, root, call),
             Path::Direct => self.direct_broadcast(buffer, root, call),
             _ => self.staged_broadcast(buffer, root, call),
         }
@@ -338,7 +334,7 @@ impl CpuTransport {
         (root, by_root): (u32, bool),
         call: Signature,
     ) -> Result<()> {
-        let path = match self.by_size(buffer, buffer.bytes()) {
+        let path = match self.by_size(buffer, buffer.bytes(), REDUCTION_EAGER_BYTES) {
             Path::Direct if by_root => Path::Root,
             path => path,
         };
@@ -354,7 +350,7 @@ impl CpuTransport {
     /// Scatters the shards of `root`, or exchanges the shards of all ranks.
     #[inline(never)]
     fn exchange(&mut self, buffer: &Buffer, request: &Call<'_>, call: Signature) -> Result<()> {
-        let path = self.by_size(buffer, buffer.bytes());
+        let path = self.by_size(buffer, buffer.bytes(), MESSAGE_EAGER_BYTES);
         let call = &call.with_path(path);
         match (path, request) {
             (Path::Direct, Call::Scatter { root }) => self.direct_scatter(buffer, *root, call),
@@ -450,9 +446,7 @@ impl Transport for CpuTransport {
             sequence: 0,
             unsettled: SmallVec::new(),
             queued: vec![0; size as usize],
-            streamed: 0,
-            reads_peers: None,
-            scratch: None,
+            streamed: Streamed::default(),
             sent: vec![0; size as usize],
             received: vec![0; size as usize],
             arenas: 0,

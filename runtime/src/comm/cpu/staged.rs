@@ -2,7 +2,7 @@
 //!
 //! | collective | fill | work | fetch |
 //! |---|---|---|---|
-//! | all-reduce of two ranks | the block | reduces the whole block | |
+//! | all-reduce of two ranks, or a small one | the block | reduces the whole block | |
 //! | all-reduce | the parts that peers reduce | reduces its part, for its buffer and its slot | the peers' parts |
 //! | reduce | the block | the root reduces | |
 //! | reduce-scatter, exchanges | a piece for each peer | reduces or copies its pieces | |
@@ -19,11 +19,15 @@ use super::CpuTransport;
 use super::direct::{Addresses, Parts};
 use super::eager::Sources;
 use super::region::SLOT_BYTES;
-use super::stream::{NoFetch, Stages};
+use super::stream::{NoFetch, Slots, Stages};
 use crate::Result;
 use crate::comm::exchange::{Exchange, Partition};
-use crate::comm::signature::{Path, Signature};
+use crate::comm::signature::Signature;
 use crate::comm::{Buffer, ReduceOp};
+
+/// Bytes of all ranks' payloads that every rank reduces whole: what it reads in addition takes less time than waiting for
+/// peers once more.
+const EXCHANGED_BYTES: usize = 64 << 10;
 
 /// Cuts `0..len` into ranges of at most `most`; at least one, so that an empty operation synchronises, too.
 #[derive(Debug, Clone, Copy)]
@@ -39,6 +43,39 @@ impl Blocks {
 
     fn range(self, index: usize) -> Range<usize> {
         index * self.most..self.len.min((index + 1) * self.most)
+    }
+
+    /// The slots for blocks of elements of `element` bytes.
+    fn slots(self, element: usize) -> Slots {
+        Slots { count: self.count(), bytes: self.len.min(self.most) * element }
+    }
+}
+
+/// Messages of up to `len` elements from each of `ranks` ranks to each other, in pieces. A slot has a piece for every rank.
+#[derive(Debug, Clone, Copy)]
+struct Pieces {
+    ranks: u32,
+    /// Of a message.
+    blocks: Blocks,
+    /// Distance between two pieces in bytes.
+    stride: usize,
+}
+
+impl Pieces {
+    fn new(len: usize, ranks: u32, element: usize) -> Self {
+        // Each piece begins at a cache line.
+        let most = (SLOT_BYTES / ranks as usize) & !63;
+        let stride = most.min((len * element).next_multiple_of(64));
+        Pieces { ranks, blocks: Blocks { len, most: most / element }, stride }
+    }
+
+    /// The piece for `rank` in a slot.
+    fn of(self, rank: u32, slot: *mut u8) -> *mut u8 {
+        slot.wrapping_add(rank as usize * self.stride)
+    }
+
+    fn slots(self) -> Slots {
+        Slots { count: self.blocks.count(), bytes: self.ranks as usize * self.stride }
     }
 }
 
@@ -65,10 +102,9 @@ struct Payload {
 }
 
 impl Payload {
-    /// Blocks of at most `bytes` bytes.
-    fn new(buffer: &Buffer, bytes: usize, call: &Signature) -> Self {
+    fn new(buffer: &Buffer, call: &Signature) -> Self {
         let element = call.dtype.size();
-        let blocks = Blocks { len: call.len, most: bytes / element };
+        let blocks = Blocks { len: call.len, most: SLOT_BYTES / element };
         Payload { address: buffer.address(), element, blocks }
     }
 
@@ -100,21 +136,17 @@ impl CpuTransport {
         op: ReduceOp,
         call: &Signature,
     ) -> Result<()> {
-        let remote = call.with_path(Path::Remote);
-        if let Some(all) = self.enter_remote(buffer, &remote)? {
-            return self.remote_all_reduce(buffer, &all, op, &remote);
-        }
-        if self.size == 2 {
+        if self.size == 2 || call.bytes() * self.size as usize <= EXCHANGED_BYTES {
             self.exchange_and_reduce(buffer, op, call)
         } else {
             self.reduce_parts(buffer, op, call)
         }
     }
 
-    /// An all-reduce in which each rank reads everything and reduces everything: with two ranks no more bytes cross than in
-    /// any other way, and nobody waits for results.
+    /// An all-reduce in which each rank reads everything and reduces everything: nobody waits for results, and with two ranks
+    /// no more bytes cross than in any other way.
     fn exchange_and_reduce(&mut self, buffer: &Buffer, op: ReduceOp, call: &Signature) -> Result<()> {
-        let payload = Payload::new(buffer, self.block_bytes(), call);
+        let payload = Payload::new(buffer, call);
         let stages = Stages {
             fill: |_: &Self, index: usize, slot: *mut u8| {
                 let (own, len) = payload.block(index);
@@ -131,12 +163,12 @@ impl CpuTransport {
             },
             fetch: None::<NoFetch>,
         };
-        self.stream(call, payload.blocks.count(), &stages)
+        self.stream(call, payload.blocks.slots(payload.element), &stages)
     }
 
     /// An all-reduce in which rank r reduces part r of every block.
     fn reduce_parts(&mut self, buffer: &Buffer, op: ReduceOp, call: &Signature) -> Result<()> {
-        let payload = Payload::new(buffer, self.block_bytes(), call);
+        let payload = Payload::new(buffer, call);
         let stages = Stages {
             fill: |comm: &Self, index: usize, slot: *mut u8| {
                 let (own, _) = payload.block(index);
@@ -168,7 +200,7 @@ impl CpuTransport {
                 }
             }),
         };
-        self.stream(call, payload.blocks.count(), &stages)
+        self.stream(call, payload.blocks.slots(payload.element), &stages)
     }
 
     #[inline(never)]
@@ -179,7 +211,7 @@ impl CpuTransport {
         root: u32,
         call: &Signature,
     ) -> Result<()> {
-        let payload = Payload::new(buffer, self.block_bytes(), call);
+        let payload = Payload::new(buffer, call);
         let stages = Stages {
             fill: |comm: &Self, index: usize, slot: *mut u8| {
                 if comm.rank != root {
@@ -198,7 +230,7 @@ impl CpuTransport {
             },
             fetch: None::<NoFetch>,
         };
-        self.stream(call, payload.blocks.count(), &stages)
+        self.stream(call, payload.blocks.slots(payload.element), &stages)
     }
 
     #[inline(never)]
@@ -208,31 +240,27 @@ impl CpuTransport {
         op: ReduceOp,
         call: &Signature,
     ) -> Result<()> {
-        let remote = call.with_path(Path::Remote);
-        if let Some(all) = self.enter_remote(buffer, &remote)? {
-            return self.remote_reduce_scatter(&all, op, &remote);
-        }
         let element = call.dtype.size();
-        let piece = self.piece_bytes();
-        let blocks = Blocks { len: self.shard(0, call).1, most: piece / element };
+        let pieces = Pieces::new(self.shard(0, call).1, self.size, element);
+        let blocks = pieces.blocks;
         let stages = Stages {
             fill: |comm: &Self, index: usize, slot: *mut u8| {
                 for peer in comm.peers() {
                     let (at, len) = comm.shard_block(buffer, peer, &blocks.range(index), call);
                     // SAFETY: as in `exchange_and_reduce`; piece `peer` of the slot is within it.
-                    unsafe { copy(at, slot.wrapping_add(peer as usize * piece), len * element) };
+                    unsafe { copy(at, pieces.of(peer, slot), len * element) };
                 }
             },
             work: |comm: &Self, index: usize, slots: &Addresses| {
                 let (own, len) = comm.shard_block(buffer, comm.rank, &blocks.range(index), call);
-                let sources = sources(slots, comm.rank as usize * piece, comm.rank, own);
+                let sources = sources(slots, comm.rank as usize * pieces.stride, comm.rank, own);
                 // SAFETY: all ranks have filled our piece of their slots and do not write them now.
                 unsafe { reduce::reduce(call.dtype, op, &sources, &[own], len) };
                 comm.count(len * element, comm.size - 1);
             },
             fetch: None::<NoFetch>,
         };
-        self.stream(call, blocks.count(), &stages)
+        self.stream(call, pieces.slots(), &stages)
     }
 
     /// Gathers the parts of all ranks on all ranks, or only on `root`.
@@ -244,14 +272,8 @@ impl CpuTransport {
         root: Option<u32>,
         call: &Signature,
     ) -> Result<()> {
-        let remote = call.with_path(Path::Remote);
-        if root.is_none()
-            && let Some(all) = self.enter_remote(buffer, &remote)?
-        {
-            return self.remote_all_gather(buffer, &all, shares, &remote);
-        }
         let element = call.dtype.size();
-        let blocks = Blocks { len: shares.longest(), most: self.block_bytes() / element };
+        let blocks = Blocks { len: shares.longest(), most: SLOT_BYTES / element };
         let part = |rank: u32, index: usize| {
             let part = within(&shares.range(rank), &blocks.range(index));
             (buffer.address().wrapping_add(part.start * element), part.len() * element)
@@ -275,7 +297,7 @@ impl CpuTransport {
             },
             fetch: None::<NoFetch>,
         };
-        self.stream(call, blocks.count(), &stages)
+        self.stream(call, blocks.slots(element), &stages)
     }
 
     /// Transfers the messages of an exchange from one buffer to another, or within one.
@@ -288,21 +310,21 @@ impl CpuTransport {
         call: &Signature,
     ) -> Result<()> {
         let element = call.dtype.size();
-        let piece = self.piece_bytes();
-        let blocks = Blocks { len: exchange.longest, most: piece / element };
+        let pieces = Pieces::new(exchange.longest, self.size, element);
+        let blocks = pieces.blocks;
         let stages = Stages {
             fill: |_: &Self, index: usize, slot: *mut u8| {
                 for (message, rank) in exchange.send.iter().zip(0..) {
                     let part = within(message, &blocks.range(index));
                     let source = from.address().wrapping_add(part.start * element);
                     // SAFETY: as in `exchange_and_reduce`; piece `rank` of the slot is within it.
-                    unsafe { copy(source, slot.wrapping_add(rank * piece), part.len() * element) };
+                    unsafe { copy(source, pieces.of(rank, slot), part.len() * element) };
                 }
             },
             work: |comm: &Self, index: usize, slots: &Addresses| {
                 for (message, slot) in exchange.receive.iter().zip(slots) {
                     let part = within(message, &blocks.range(index));
-                    let source = slot.wrapping_add(comm.rank as usize * piece);
+                    let source = pieces.of(comm.rank, *slot);
                     let destination = to.address().wrapping_add(part.start * element);
                     // SAFETY: the peer has filled our piece of its slot with as many bytes and does not write it now; the
                     // destination elements are not sent by any later block.
@@ -312,12 +334,12 @@ impl CpuTransport {
             },
             fetch: None::<NoFetch>,
         };
-        self.stream(call, blocks.count(), &stages)
+        self.stream(call, pieces.slots(), &stages)
     }
 
     #[inline(never)]
     pub(super) fn staged_broadcast(&mut self, buffer: &Buffer, root: u32, call: &Signature) -> Result<()> {
-        let payload = Payload::new(buffer, self.block_bytes(), call);
+        let payload = Payload::new(buffer, call);
         let stages = Stages {
             fill: |comm: &Self, index: usize, slot: *mut u8| {
                 if comm.rank == root {
@@ -336,17 +358,7 @@ impl CpuTransport {
             },
             fetch: None::<NoFetch>,
         };
-        self.stream(call, payload.blocks.count(), &stages)
-    }
-
-    /// Bytes of a block of a rank's buffer.
-    fn block_bytes(&self) -> usize {
-        SLOT_BYTES
-    }
-
-    /// Bytes of a piece of a slot with one piece for every rank, each beginning at a cache line.
-    fn piece_bytes(&self) -> usize {
-        (SLOT_BYTES / self.size as usize) & !63
+        self.stream(call, payload.blocks.slots(payload.element), &stages)
     }
 
     /// Address and length of the elements `block` of the shard of `rank`.

@@ -15,15 +15,22 @@
 //!
 //! **Order.** Let F be `FILLED_AHEAD`. A rank fills the slot of block j + F after it has worked on block j, for which it saw
 //! that all peers had filled j, so were at step j + 1 − F. Such a peer has worked on blocks up to j − F and, since it fetches
-//! after it publishes, fetched those up to j − 2F. The slot was used last by block j + F − K of a ring of K slots: with
-//! K ≥ 3F, nobody reads that any more. Blocks are numbered across operations, so the same holds from one operation
-//! to the next.
+//! after it publishes, fetched those up to j − 2F. If slots come round after K blocks at the earliest, the slot was used last by
+//! block j + F − K: with K ≥ 3F, nobody reads that any more. Blocks are numbered across operations, so the same holds from
+//! one operation to the next.
 //!
-//! Slots are small enough for a few of all ranks to stay in the second-level cache: a payload of any size then passes
-//! through the same lines again and again, and reaches memory only in the ranks' own buffers.
+//! **Place.** Slots have the size that an operation needs, rounded up to a power of two, and follow each other around the ring,
+//! each at a multiple of its size. A slot is at most `SLOT_BYTES` long, so it lies in one of the ring's cells of that size,
+//! and the next slot in the same or the next cell. They come round after as many blocks as the ring has cells, at the earliest.
+//! An operation may use the beginning of the ring only, as a smaller ring: positions are counted on, and taken modulo a power
+//! of two, so two blocks with the same place are at least as far apart as the smaller of their two rings is long.
+//!
+//! Rings are small enough to stay in the last-level cache: a payload of any size then passes through the same lines again
+//! and again, and reaches memory only in the ranks' own buffers.
 
 use super::CpuTransport;
 use super::direct::Addresses;
+use super::region::SLOT_BYTES;
 use super::wait::Flag;
 use crate::Result;
 use crate::comm::signature::Signature;
@@ -31,10 +38,67 @@ use crate::comm::signature::Signature;
 /// Blocks that are filled ahead of the one that is worked on.
 const FILLED_AHEAD: usize = 2;
 
-/// Slots of a rank. A power of two, since the numbers of blocks wrap.
-pub(super) const SLOTS: usize = 8;
+/// Blocks after which a slot may be used again.
+const REUSED_AFTER: usize = 3 * FILLED_AHEAD;
 
-const _: () = assert!(SLOTS >= 3 * FILLED_AHEAD && SLOTS.is_power_of_two());
+/// Bytes of the smallest ring.
+pub(super) const SMALLEST_RING: usize = REUSED_AFTER.next_power_of_two() * SLOT_BYTES;
+
+/// What a communicator has passed through its rings.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Streamed {
+    /// Wraps.
+    blocks: u32,
+    /// With the gaps between slots.
+    bytes: usize,
+}
+
+impl Streamed {
+    /// The places of the next operation.
+    fn places(self, slots: Slots, ring: usize) -> Places {
+        let stride = slots.stride();
+        Places { begin: self.bytes.next_multiple_of(stride), stride, ring }
+    }
+
+    /// Counts an operation of `blocks` blocks.
+    fn pass(&mut self, places: Places, blocks: usize) {
+        *self = Streamed { blocks: step(self.blocks, blocks), bytes: places.begin + blocks * places.stride };
+    }
+}
+
+/// The blocks of an operation: how many, at least one, and how many bytes each of them needs in a slot, at most
+/// [`SLOT_BYTES`].
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Slots {
+    pub(super) count: usize,
+    pub(super) bytes: usize,
+}
+
+/// Where the slots of an operation are, the same on all ranks.
+#[derive(Debug, Clone, Copy)]
+struct Places {
+    /// Of the first slot, counted on from one operation to the next.
+    begin: usize,
+    /// Distance between two slots.
+    stride: usize,
+    /// Bytes of the ring, or of its beginning.
+    ring: usize,
+}
+
+impl Places {
+    /// The offset of the slot of block `block` in the ring.
+    fn of(&self, block: usize) -> usize {
+        (self.begin + block * self.stride) % self.ring
+    }
+}
+
+impl Slots {
+    /// Distance between two slots. Twice a small slot: the processor prefetches beyond its end, which must not be what a
+    /// peer is writing.
+    fn stride(self) -> usize {
+        (2 * self.bytes.max(64)).next_power_of_two().min(SLOT_BYTES)
+    }
+}
 
 /// What an operation does with block `usize` in each stage. Fill gets this rank's slot, the others get those of all ranks.
 pub(super) struct Stages<Fill, Work, Fetch> {
@@ -48,11 +112,11 @@ pub(super) struct Stages<Fill, Work, Fetch> {
 pub(super) type NoFetch = fn(&CpuTransport, usize, &Addresses);
 
 impl CpuTransport {
-    /// Arrives at the next operation and passes its `blocks` blocks, at least one, through the stages.
+    /// Arrives at the next operation and passes its blocks through the stages.
     pub(super) fn stream<Fill, Work, Fetch>(
         &mut self,
         call: &Signature,
-        blocks: usize,
+        slots: Slots,
         stages: &Stages<Fill, Work, Fetch>,
     ) -> Result<()>
     where
@@ -60,16 +124,19 @@ impl CpuTransport {
         Work: Fn(&Self, usize, &Addresses),
         Fetch: Fn(&Self, usize, &Addresses),
     {
-        self.region.reserve_stream(self.rank)?;
-        let begin = self.streamed;
-        let fill = |comm: &Self, block: usize| {
-            (stages.fill)(comm, block, comm.region.slot(comm.rank, begin.wrapping_add(block as u32)));
+        self.region.reserve_ring(self.rank)?;
+        let (begin, blocks) = (self.streamed.blocks, slots.count);
+        let places = self.streamed.places(slots, self.ring(slots));
+        let slot = |comm: &Self, rank: u32, block: usize| comm.region.slot(rank, places.of(block));
+        let slots = |comm: &Self, block: usize| -> Addresses {
+            (0..comm.size).map(|rank| slot(comm, rank, block)).collect()
         };
+        let fill = |comm: &Self, block: usize| (stages.fill)(comm, block, slot(comm, comm.rank, block));
         (0..blocks.min(FILLED_AHEAD)).for_each(|block| fill(self, block));
-        self.enter(call)?;
+        self.enter_fetching(call, |comm, peer| slot(comm, peer, 0))?;
         let mut fetched = 0;
         for block in 0..blocks {
-            (stages.work)(self, block, &self.slots_of(begin, block));
+            (stages.work)(self, block, &slots(self, block));
             if block + FILLED_AHEAD < blocks {
                 fill(self, block + FILLED_AHEAD);
             }
@@ -85,20 +152,26 @@ impl CpuTransport {
             if let Some(fetch) = &stages.fetch {
                 while fetched < needed {
                     self.await_steps(step(begin, fetched + 1), call)?;
-                    fetch(self, fetched, &self.slots_of(begin, fetched));
+                    fetch(self, fetched, &slots(self, fetched));
                     fetched += 1;
                 }
             } else if needed > 0 {
                 self.await_steps(step(begin, needed), call)?;
             }
         }
-        self.streamed = step(begin, blocks);
+        self.streamed.pass(places, blocks);
         Ok(())
     }
 
-    /// The slots of all ranks for a block of the operation that began with block `begin`.
-    fn slots_of(&self, begin: u32, block: usize) -> Addresses {
-        (0..self.size).map(|rank| self.region.slot(rank, step(begin, block))).collect()
+    /// Bytes of the ring for an operation. A large payload leaves more of the last-level cache to the ranks' own buffers; ranks
+    /// that take turns on a core share its second-level cache.
+    fn ring(&self, slots: Slots) -> usize {
+        let whole = self.region.ring_bytes();
+        match slots.count * slots.stride() {
+            _ if self.policy.is_oversubscribed() => SMALLEST_RING,
+            0..SMALLEST_RING => whole,
+            _ => SMALLEST_RING.max(whole / 2),
+        }
     }
 
     /// Waits until all peers are at step `target`.
@@ -115,4 +188,35 @@ impl CpuTransport {
 /// The number across operations of block `block` of the operation that began with block `begin`.
 fn step(begin: u32, block: usize) -> u32 {
     begin.wrapping_add(block as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slot_is_not_used_again_too_early() {
+        let (mut streamed, mut latest) = (Streamed::default(), Vec::new());
+        let mut random = 1u64;
+        for _ in 0..5000 {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let number = (random >> 33) as usize;
+            let bytes = (SLOT_BYTES >> (number % 12)) - number % 3;
+            let slots = Slots { count: 1 + number / 16 % 9, bytes };
+            let ring = SMALLEST_RING << (number / 256 % 3);
+            let places = streamed.places(slots, ring);
+            for block in 0..slots.count {
+                let begin = places.of(block);
+                let own = begin..begin + bytes;
+                assert!(begin + slots.stride() <= ring);
+                let overlaps =
+                    |other: &std::ops::Range<usize>| own.start < other.end && other.start < own.end;
+                assert!(!latest.iter().rev().take(REUSED_AFTER - 1).any(overlaps), "{own:?} {latest:?}");
+                latest.push(own);
+            }
+            let used = latest.len() - latest.len().min(REUSED_AFTER);
+            latest.drain(..used);
+            streamed.pass(places, slots.count);
+        }
+    }
 }
