@@ -9,10 +9,8 @@ use crate::threads::{PerPart, Rows, Threads};
 
 /// Fewer elements are not worth another thread.
 const GRAIN: usize = 1 << 14;
-/// Number of channels whose sums are held in registers.
-const LANES: usize = 16;
-/// Pixels processed for one group of channels before the next group: few enough that they stay in the cache.
-const BLOCK: usize = 16;
+/// Pixels whose terms are added to the sums of a channel at once: few enough that memory is read almost in order.
+const BLOCK: usize = 4;
 
 fn pixels(len: usize, channels: usize) -> usize {
     assert_eq!(len % channels, 0, "{len} elements are not a whole number of pixels of {channels} channels");
@@ -60,46 +58,38 @@ struct Sum<'a, E, F> {
 impl<E: Storage, F: Fn(f64, f64, f64) -> [f64; 2]> Task for Sum<'_, E, F> {
     type Output = ();
     #[inline(always)]
-    fn run<S: Simd>(self, _: S) {
-        let Sum { x, dy, mean, sums, term } = self;
-        let channels = sums.len() / 2;
-        let (first, second) = sums.split_at_mut(channels);
-        for (x, dy) in x.chunks(BLOCK * channels).zip(dy.chunks(BLOCK * channels)) {
-            for channel in (0..channels).step_by(LANES) {
-                let width = LANES.min(channels - channel);
-                let lanes = channel..channel + width;
-                let (first, second) = (&mut first[lanes.clone()], &mut second[lanes.clone()]);
-                let pixels = x.chunks_exact(channels).zip(dy.chunks_exact(channels));
-                let pixels = pixels.map(|(x, dy)| (&x[lanes.clone()], &dy[lanes.clone()]));
-                let mut means = [0.0; LANES];
-                if let Some(mean) = mean {
-                    means[..width].copy_from_slice(&mean[lanes.clone()]);
-                }
-                // With a constant width the sums stay in registers.
-                if let (Ok(first), Ok(second)) = (first.try_into(), second.try_into()) {
-                    let (first, second): (&mut [f64; LANES], &mut [f64; LANES]) = (first, second);
-                    let (mut a, mut b) = (*first, *second);
-                    for (x, dy) in pixels {
-                        let (x, dy) = (&x[..LANES], &dy[..LANES]);
-                        for lane in 0..LANES {
-                            let [p, q] =
-                                term(x[lane].widen().into(), dy[lane].widen().into(), means[lane].into());
-                            a[lane] += p;
-                            b[lane] += q;
-                        }
-                    }
-                    (*first, *second) = (a, b);
-                } else {
-                    for (x, dy) in pixels {
-                        for lane in 0..width {
-                            let [p, q] =
-                                term(x[lane].widen().into(), dy[lane].widen().into(), means[lane].into());
-                            first[lane] += p;
-                            second[lane] += q;
-                        }
-                    }
-                }
+    fn run<S: Simd>(mut self, _: S) {
+        let block = BLOCK * self.sums.len() / 2;
+        let (x, dy) = (self.x.chunks_exact(block), self.dy.chunks_exact(block));
+        let (rest_of_x, rest_of_dy) = (x.remainder(), dy.remainder());
+        for (x, dy) in x.zip(dy) {
+            self.add::<BLOCK>(x, dy);
+        }
+        let pixel = block / BLOCK;
+        for (x, dy) in rest_of_x.chunks_exact(pixel).zip(rest_of_dy.chunks_exact(pixel)) {
+            self.add::<1>(x, dy);
+        }
+    }
+}
+
+impl<E: Storage, F: Fn(f64, f64, f64) -> [f64; 2]> Sum<'_, E, F> {
+    /// Adds the terms of `N` pixels, in their order.
+    #[inline(always)]
+    fn add<const N: usize>(&mut self, x: &[E], dy: &[E]) {
+        let channels = self.sums.len() / 2;
+        let (first, second) = self.sums.split_at_mut(channels);
+        let [x, dy] = [x, dy]
+            .map(|all| -> [&[E]; N] { std::array::from_fn(|pixel| &all[pixel * channels..][..channels]) });
+        let mean = self.mean.map(|mean| &mean[..channels]);
+        for channel in 0..channels {
+            let mean = mean.map_or(0.0, |mean| mean[channel]);
+            let (mut a, mut b) = (first[channel], second[channel]);
+            for (x, dy) in x.iter().zip(&dy) {
+                let [p, q] = (self.term)(x[channel].widen().into(), dy[channel].widen().into(), mean.into());
+                a += p;
+                b += q;
             }
+            (first[channel], second[channel]) = (a, b);
         }
     }
 }
@@ -272,25 +262,23 @@ where
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, _: S) {
-        /// Number of channels whose coefficients are held in registers, and of pixels for which they are computed
-        /// once.
-        const TILE: (usize, usize) = (64, 64);
+        /// Channels and pixels for which coefficients are computed at a time. They stay in the L1 cache.
+        const TILE: (usize, usize) = (256, 64);
         let Scale { channels, x, y, coefficients, value } = self;
-        let blocks = x.chunks(TILE.1 * channels).zip(y.chunks_mut(TILE.1 * channels));
-        for (x, y) in blocks {
-            for channel in (0..channels).step_by(TILE.0) {
-                let width = TILE.0.min(channels - channel);
+        for (x, y) in x.chunks(TILE.1 * channels).zip(y.chunks_mut(TILE.1 * channels)) {
+            for begin in (0..channels).step_by(TILE.0) {
+                let width = TILE.0.min(channels - begin);
                 let mut at = [[0.0; TILE.0]; N];
-                for (lane, channel) in (channel..channel + width).enumerate() {
-                    let all = coefficients(channel);
+                for lane in 0..width {
+                    let all = coefficients(begin + lane);
                     at.iter_mut().zip(all).for_each(|(at, one)| at[lane] = one);
                 }
+                let at = at.each_ref().map(|at| &at[..width]);
                 for (x, y) in x.chunks_exact(channels).zip(y.chunks_exact_mut(channels)) {
-                    let pixels = x[channel..][..width].iter().zip(&mut y[channel..][..width]);
-                    for (lane, (x, y)) in pixels.enumerate().take(TILE.0) {
-                        let mut coefficients = [0.0; N];
-                        coefficients.iter_mut().zip(&at).for_each(|(one, at)| *one = at[lane]);
-                        *y = E::narrow(value(x.widen(), y.widen(), coefficients));
+                    let (x, y) = (&x[begin..][..width], &mut y[begin..][..width]);
+                    for lane in 0..width {
+                        let coefficients = at.map(|at| at[lane]);
+                        y[lane] = E::narrow(value(x[lane].widen(), y[lane].widen(), coefficients));
                     }
                 }
             }
