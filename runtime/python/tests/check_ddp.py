@@ -147,6 +147,28 @@ def check_training():
     assert torch.equal(same, weights), "ranks have different weights"
 
 
+def check_failure():
+    """A rank fails in the middle of a backward pass: the other one's backward raises an error that says so."""
+    model = linear(1, gradient_as_bucket_view=True)
+    for _ in range(3):
+        model(torch.randn(4, 64)).sum().backward()
+    if mgpurun.torch._exchanges:
+        assert arenas() == (1, 1), arenas()
+    output = model(torch.randn(4, 64)).sum()
+    if rank == 1:
+        raise RuntimeError("rank 1 has no more data")
+    addresses = [parameter.grad.data_ptr() for parameter in model.parameters()]
+    try:
+        output.backward()
+    finally:
+        # A rank that has not noticed cannot write to the gradients any more.
+        after = [parameter.grad.data_ptr() for parameter in model.parameters()]
+        assert not mgpurun.torch._exchanges or not set(addresses) & set(after), (addresses, after)
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+if sys.argv[1:] == ["fail"]:
+    check_failure()
 exchanges = mgpurun.torch._exchanges
 # Also as with a PyTorch that cannot exchange the memory of a storage.
 for mgpurun.torch._exchanges in {exchanges, False}:
@@ -165,21 +187,6 @@ for mgpurun.torch._exchanges in {exchanges, False}:
     if mgpurun.torch._exchanges:
         assert arenas() == (1, 1), arenas()
     del model
-
-# A rank fails in the middle of a backward pass: the other one's backward raises an error that says so.
-if len(sys.argv) > 1 and sys.argv[1] == "fail":
-    mgpurun.torch._exchanges = exchanges
-    model = linear(1, gradient_as_bucket_view=True)
-    model(torch.randn(4, 64)).sum().backward()
-    output = model(torch.randn(4, 64)).sum()
-    if rank == 1:
-        raise RuntimeError("rank 1 has no more data")
-    try:
-        output.backward()
-    finally:
-        # No rank can write to the gradients any more.
-        assert all(arena.tenant is None for arena in mgpurun.torch._reducers[None].arenas.values())
-        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 if rank == 0:
     print("DDP with the hook trains the same")
 dist.destroy_process_group()
