@@ -78,8 +78,11 @@ def _are_views(bucket: torch.Tensor, parameters: list[Any]) -> bool:
     return any(gradient is not None and begin <= gradient.data_ptr() < end for gradient in gradients)
 
 
-def _bytes_of(memory: Any) -> torch.UntypedStorage:
-    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+def _storage_at(address: int, nbytes: int, keep: list[Any]) -> torch.UntypedStorage:
+    """A storage in memory of others. What is in `keep` lives as long as the storage does."""
+    view = type("View", (ctypes.c_char * nbytes,), {}).from_address(address)
+    view.keep = keep
+    return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
 
 
 class _BucketArena:
@@ -96,8 +99,6 @@ class _BucketArena:
         self.tenant: Optional[StorageWeakRef] = None
         # Whether gradients of parameters are views of that storage.
         self.has_views = False
-        # What the tenant's memory was before, if anybody may have its address.
-        self.replaced: Optional[torch.UntypedStorage] = None
 
     def belongs_to(self, gradients: torch.Tensor, first: torch.Tensor) -> bool:
         return self.kind == (gradients.numel(), gradients.dtype) and self.first() is first
@@ -117,12 +118,14 @@ class _BucketArena:
         if not (_exchanges and self.is_free_for(storage) and storage.nbytes() == nbytes == len(self.memory)):
             return False
         ctypes.memmove(self.values.data_ptr(), gradients.data_ptr(), nbytes)
-        memory = _bytes_of(self.memory)
+        keep: list[Any] = [self.memory]
+        exchanged = _storage_at(self.values.data_ptr(), nbytes, keep)
         # First of all, for a thread that forks.
         self.tenant, self.has_views = StorageWeakRef(storage), has_views
-        storage._swap_data_ptr_(memory)
-        # The address of a gradient may be known elsewhere: to an array of NumPy.
-        self.replaced = memory if has_views else None
+        storage._swap_data_ptr_(exchanged)
+        if has_views:
+            # The address of a gradient may be known elsewhere: to an array of NumPy.
+            keep.append(exchanged)
         return True
 
     def move_out(self) -> None:
@@ -135,10 +138,11 @@ class _BucketArena:
             return
         # Without the threads of PyTorch's own functions, which do not survive a fork. Without views, nobody reads a bucket
         # before DDP has filled it again.
-        private = _bytes_of(mmap.mmap(-1, len(self.memory), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        private = mmap.mmap(-1, len(self.memory), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(private))
         if self.has_views:
-            ctypes.memmove(private.data_ptr(), self.values.data_ptr(), len(self.memory))
-        tenant._swap_data_ptr_(private)
+            ctypes.memmove(address, self.values.data_ptr(), len(self.memory))
+        tenant._swap_data_ptr_(_storage_at(address, len(self.memory), [private, self.memory]))
 
 
 class _BucketReducer:
@@ -213,8 +217,9 @@ class _BucketReducer:
         arenas, key = self.arenas, id(parameters[0])
 
         def forget(first: "weakref.ref[torch.Tensor]") -> None:
-            if key in arenas and arenas[key].first is first:
-                del arenas[key]
+            arena = arenas.get(key)
+            if arena is not None and arena.first is first:
+                arenas.pop(key, None)
 
         # After the first step DDP makes other buckets of the same parameters.
         for parameter in parameters:

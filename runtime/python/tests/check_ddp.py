@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+import weakref
 
 try:
     import torch
@@ -126,6 +127,8 @@ def check_addresses_that_are_known():
     model.register_comm_hook(None, hook)
     for _ in range(3):
         model(torch.full((2, 1000), rank + 1.0)).sum().backward()
+    del model
+    gc.collect()
     others = [torch.full((3000, 1001), 7.0) for _ in range(20)]
     if mgpurun.torch._exchanges:
         first, last = (array.__array_interface__["data"][0] for array in (arrays[0], arrays[-1]))
@@ -186,7 +189,10 @@ for mgpurun.torch._exchanges in {exchanges, False}:
     assert len(mgpurun.torch._reducers[None].arenas) == 1
     if mgpurun.torch._exchanges:
         assert arenas() == (1, 1), arenas()
+    memory = [weakref.ref(arena.memory) for arena in mgpurun.torch._reducers[None].arenas.values()]
     del model
+    gc.collect()
+    assert memory[0]() is None, "the memory of a model that is gone is still there"
 if rank == 0:
     print("DDP with the hook trains the same")
 dist.destroy_process_group()
