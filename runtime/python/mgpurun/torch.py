@@ -10,6 +10,11 @@ Each bucket has memory that all ranks access in place, an arena. When a bucket i
 moved into its arena: DDP's tensors and their views stay, and refer to the arena from then on. So later reductions copy
 nothing. Whether a bucket is in its arena is a matter of each rank alone: all ranks reduce the arena, once for each bucket.
 A PyTorch that cannot exchange the memory of a storage copies each bucket into its arena.
+
+The reverse, arenas in the place of the storage's own pages (`adopt_in_place` in Rust), does not fit here. All ranks would
+have to agree on it, but a bucket's address changes on some of them (`join`). It must end before the memory is freed and while
+nobody writes to it, but nothing tells when DDP, or who has kept a gradient, is done with it. And what a forked child frees,
+the C library would use again, in memory that the parent shares.
 """
 
 # Annotations are objects here, not texts: DDP compares those of the hook.
