@@ -281,12 +281,14 @@ fn programs_in_c_and_python_read_the_notices() {
     let package =
         Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the repository").join("runtime/python");
     let script = package.join("tests/check_notices.py");
-    let python = std::env::var("MGPU_PYTHON").unwrap_or_else(|_| "python3".to_owned());
+    // Says so if there is none, as for a compiler.
+    let python = compiler("MGPU_PYTHON", "python3");
     let (library, [package, script]) =
         (shared_library(), [package, script].map(|path| path.display().to_string()));
-    let in_python = [python.as_str(), &script];
+    let in_python = python.as_ref().map(|python| [python.as_str(), &script]);
     let in_c = c.as_ref().map(|program| [program.to_str().expect("a path in UTF-8")]);
-    let programs = in_c.iter().map(|program| &program[..]).chain([&in_python[..]]);
+    let programs =
+        in_c.iter().map(|program| &program[..]).chain(in_python.iter().map(|program| &program[..]));
     for program in programs {
         for (preflight, says) in [("set", "the ranks have set the interface"), ("off", "0 notices")] {
             let library = library.to_str().expect("a path in UTF-8");
