@@ -133,6 +133,7 @@ def main():
                 "ranks": world.size,
                 "batch": args.batch,
                 "image": args.image,
+                "bucket_view": args.bucket_view,
                 "images_per_s": round(args.batch * world.size / step, 2),
                 "ms_per_step": round(step * 1e3, 1),
                 "fastest_ms": round(min(training.times) * 1e3, 1),
@@ -146,8 +147,12 @@ def main():
     dist.destroy_process_group()
 
 
+def kind_of(row):
+    return row["net"], row["ranks"], row.get("bucket_view", False)
+
+
 def add(results, path=None):
-    """Adds results to a file, where they replace those of the same network and number of ranks."""
+    """Adds results to a file, where they replace those of the same network, number of ranks and kind of gradients."""
     # What a rank is told is no setting of the measurement, and the number of its threads not that of the machine's cores.
     for name in ("OMP_NUM_THREADS", *LAUNCHER_VARIABLES):
         os.environ.pop(name, None)
@@ -156,8 +161,8 @@ def add(results, path=None):
     if os.path.exists(path):
         with open(path) as file:
             rows = json.load(file)["rows"]
-    kind = {(result["net"], result["ranks"]) for result in results}
-    rows = [row for row in rows if (row["net"], row["ranks"]) not in kind] + results
+    kind = {kind_of(result) for result in results}
+    rows = [row for row in rows if kind_of(row) not in kind] + results
     versions = {"torch": torch.__version__, "mgpurun": mgpurun.__version__}
     provenance.write(path, {**provenance.record(versions=versions), "rows": rows})
 

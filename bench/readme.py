@@ -311,11 +311,15 @@ def ddp():
     if not name:
         return "No result file has these figures yet: `mgpurun -n 2 bench/ddp.py` measures them.\n"
     made = result(name)
-    lines = [["network", "gradients", "ranks", "gloo", "hook", "without communication"]]
-    for net, ranks in dict.fromkeys((row["net"], row["ranks"]) for row in made["rows"]):
-        steps = {row["mode"]: row for row in made["rows"] if (row["net"], row["ranks"]) == (net, ranks)}
+    lines = [["network", "gradients", "ranks", "gloo", "hook", "without communication", "communication: gloo", "hook"]]
+    kind_of = lambda row: (row["net"], row["ranks"], row.get("bucket_view", False))  # noqa: E731
+    for kind in dict.fromkeys(map(kind_of, made["rows"])):
+        steps = {row["mode"]: row for row in made["rows"] if kind_of(row) == kind}
+        net, ranks, is_view = kind
         times = [f"{steps[mode]['ms_per_step']:.0f} ms" for mode in ("gloo", "mgpu", "none")]
-        lines.append([f"`{net}`", f"{steps['mgpu']['gradients_mb']:.0f} MB", ranks, *times])
+        shares = [f"{100 * steps[mode]['communication']:.0f} %" for mode in ("gloo", "mgpu")]
+        gradients = f"{steps['mgpu']['gradients_mb']:.0f} MB" + (", views of buckets" if is_view else "")
+        lines.append([f"`{net}`", gradients, ranks, *times, *shares])
     machine = made["machine"]
     return (f"Median time of a step, measured on {made['date']} on {machine['cores']} cores ({machine['processor']}) with PyTorch "
             f"{made['versions']['torch']}, `bench/results/{name}`:\n\n") + rows(*lines)

@@ -8,9 +8,11 @@
 #[expect(dead_code, reason = "another suite uses the rest")]
 mod job;
 
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 use job::{Job, SECRET, expect_all};
+use mgpu_tests::c_library::{Workshop, compiler, shared_library};
 use mgpu_tests::fake_gpu;
 use mgpu_tests::hosts::{Hosts, address_v6};
 use mgpu_tests::process::{Finished, finish, until};
@@ -197,13 +199,17 @@ struct Tasks {
 
 impl Tasks {
     fn start(hosts: &Hosts, environment: &[(&str, &str)], body: &str) -> Self {
+        Self::start_program(hosts, environment, &[DEVICE, body])
+    }
+
+    fn start_program(hosts: &Hosts, environment: &[(&str, &str)], program: &[&str]) -> Self {
         let files = tempfile::tempdir().unwrap();
         let size = hosts.count() as u32 * LOCAL;
         let start = |rank: u32| -> Child {
-            let mut command = hosts.command((rank / LOCAL) as usize, DEVICE);
+            let mut command = hosts.command((rank / LOCAL) as usize, program[0]);
             let text = |number: u32| number.to_string();
             with_fakes(&mut command, &files);
-            command.env("MGPU_SECRET", SECRET).env_remove("MGPU_BACKEND").arg(body).envs([
+            command.env("MGPU_SECRET", SECRET).env_remove("MGPU_BACKEND").args(&program[1..]).envs([
                 ("RANK", text(rank)),
                 ("WORLD_SIZE", text(size)),
                 ("LOCAL_RANK", text(rank % LOCAL)),
@@ -261,6 +267,42 @@ fn an_interface_that_leads_nowhere_is_named_without_agents() {
     for finished in Tasks::start(&hosts, &[("MGPU_NCCL_PREFLIGHT", "off")], "show").finish() {
         finished.expect(0, &["named ."]);
         assert!(!finished.stdout.contains("notice"), "{finished:#?}");
+    }
+}
+
+/// What the ranks have set, as programs in C and Python learn it.
+#[test]
+fn programs_in_c_and_python_read_the_notices() {
+    let Some(hosts) = Hosts::start(2) else { return };
+    add_docker(&hosts);
+    let workshop = Workshop::new();
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/c/notices.c");
+    let c = compiler("CC", "cc").map(|cc| workshop.compile(&cc, &source, &[]));
+    let package =
+        Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the repository").join("runtime/python");
+    let script = package.join("tests/check_notices.py");
+    // Says so if there is none, as for a compiler.
+    let python = compiler("MGPU_PYTHON", "python3");
+    let (library, [package, script]) =
+        (shared_library(), [package, script].map(|path| path.display().to_string()));
+    let in_python = python.as_ref().map(|python| [python.as_str(), &script]);
+    let in_c = c.as_ref().map(|program| [program.to_str().expect("a path in UTF-8")]);
+    let programs =
+        in_c.iter().map(|program| &program[..]).chain(in_python.iter().map(|program| &program[..]));
+    for program in programs {
+        for (preflight, says) in [("set", "the ranks have set the interface"), ("off", "0 notices")] {
+            let library = library.to_str().expect("a path in UTF-8");
+            let environment = [
+                ("MGPU_NCCL_PREFLIGHT", preflight),
+                ("MGPU_C_LIBRARY", library),
+                ("PYTHONPATH", &package),
+                ("PYTHONDONTWRITEBYTECODE", "1"),
+            ];
+            for finished in Tasks::start_program(&hosts, &environment, program).finish() {
+                finished.expect(0, &[says]);
+                assert_eq!(finished.stdout.contains("notice: "), preflight == "set", "{finished:#?}");
+            }
+        }
     }
 }
 

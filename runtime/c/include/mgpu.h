@@ -635,6 +635,13 @@ void mgpu_finalize(mgpu_world *world);
 // Fills `info`.
 mgpu_status mgpu_world_get_info(const mgpu_world *world, mgpu_world_info *info);
 
+// The notice with number `index`, from 0: a sentence without a full stop that the user should know, for instance that the
+// ranks have set a variable of NCCL. Null after the last one. Notices are the same on all ranks, so that one of them can
+// print them. Valid until the world is freed.
+mgpu_status mgpu_world_notice(const mgpu_world *world,
+                              size_t index,
+                              const char **notice);
+
 // Sets how long communicators that are created afterwards wait for another rank that makes no progress.
 mgpu_status mgpu_world_set_timeout(mgpu_world *world,
                                    double seconds);

@@ -1,5 +1,6 @@
 //! The world: this rank, and what it tells the launcher.
 
+use std::ffi::{CString, c_char};
 use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
@@ -15,9 +16,18 @@ use crate::values::{PhaseNumber, phase};
 /// The run, as this rank sees it.
 pub struct WorldHandle {
     world: RwLock<World>,
+    /// The notices of the world, which do not change after it was joined.
+    notices: Vec<CString>,
 }
 
 impl WorldHandle {
+    fn new(world: World) -> Self {
+        // The rendezvous accepts no control characters in them, so no text has a zero byte.
+        let notices =
+            world.notices().iter().filter_map(|notice| CString::new(notice.as_str()).ok()).collect();
+        WorldHandle { world: RwLock::new(world), notices }
+    }
+
     fn read(&self) -> Result<RwLockReadGuard<'_, World>> {
         self.world.read().map_err(|_| unusable())
     }
@@ -66,9 +76,8 @@ pub unsafe extern "C" fn mgpu_init(world: *mut *mut WorldHandle) -> Status {
         unsafe { put(world, "world", std::ptr::null_mut())? };
         let joined = World::from_env()?;
         joined.interrupt_when(interrupt::is_interrupted);
-        let handle = WorldHandle { world: RwLock::new(joined) };
         // SAFETY: the header's rules.
-        unsafe { put_handle(world, "world", handle) }
+        unsafe { put_handle(world, "world", WorldHandle::new(joined)) }
     })
 }
 
@@ -98,6 +107,24 @@ pub unsafe extern "C" fn mgpu_world_get_info(world: *const WorldHandle, info: *m
         };
         // SAFETY: the header's rules.
         unsafe { structs::write(info, &value) }
+    })
+}
+
+/// The notice with number `index`, from 0: a sentence without a full stop that the user should know, for instance that the
+/// ranks have set a variable of NCCL. Null after the last one. Notices are the same on all ranks, so that one of them can
+/// print them. Valid until the world is freed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mgpu_world_notice(
+    world: *const WorldHandle,
+    index: usize,
+    notice: *mut *const c_char,
+) -> Status {
+    call(|| {
+        // SAFETY: the header's rules.
+        let notices = &unsafe { borrow(world, "world")? }.notices;
+        let text = notices.get(index).map_or(std::ptr::null(), |notice| notice.as_ptr());
+        // SAFETY: the header's rules.
+        unsafe { put(notice, "notice", text) }
     })
 }
 

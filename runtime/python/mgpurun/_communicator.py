@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import sys
 import threading
 import weakref
@@ -116,7 +117,8 @@ class Communicator:
         """
         address = ctypes.c_void_p()
         self._call(lib.mgpu_allocate, nbytes, address)
-        arena = type("Arena", (_Arena,), {"_type_": ctypes.c_char, "_length_": nbytes})
+        members = {"_type_": ctypes.c_char, "_length_": nbytes, "_process": os.getpid()}
+        arena = type("Arena", (_Arena,), members)
         return memoryview(arena.from_address(address.value)).cast("B")
 
     def set_oversubscribed(self) -> None:
@@ -217,7 +219,9 @@ class _Arena(ctypes.Array):
 
     _type_ = ctypes.c_char
     _length_ = 0
+    _process = 0
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():
+        # A forked child leaves it to the kernel: another thread may have held a lock of the library.
+        if not sys.is_finalizing() and self._process == os.getpid():
             lib.mgpu_free(ctypes.addressof(self))

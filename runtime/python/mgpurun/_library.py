@@ -30,6 +30,7 @@ class WorldInfo(ctypes.Structure):
 _STATUS_FUNCTIONS = {
     "mgpu_init": [POINTER(c_void_p)],
     "mgpu_world_get_info": [c_void_p, POINTER(WorldInfo)],
+    "mgpu_world_notice": [c_void_p, c_size_t, POINTER(c_char_p)],
     "mgpu_world_set_timeout": [c_void_p, c_double],
     "mgpu_report_step": [c_void_p, c_uint64],
     "mgpu_report_samples": [c_void_p, c_uint64],

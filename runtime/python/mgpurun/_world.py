@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import itertools
 import numbers
 import os
 import sys
 import threading
-from typing import Optional
+from typing import Iterator, Optional
 
 from ._communicator import Communicator, close_all
 from ._errors import ArgumentError
@@ -34,6 +35,9 @@ class World:
     """Number of threads with which this rank should compute: `torch.set_num_threads(world.threads)`."""
     is_launched: bool
     """Whether a launcher has started this process."""
+    notices: tuple[str, ...]
+    """What the user should know about the run, for instance that the ranks have set a variable of NCCL: sentences without a
+    full stop, the same on all ranks, so that one of them can print them."""
 
     def __init__(self, timeout: Optional[float] = None) -> None:
         """Use `mgpurun.init` instead: a process joins once."""
@@ -48,6 +52,7 @@ class World:
         self.local_rank, self.local_size = info.local_rank, info.local_size
         self.restart_count, self.threads = info.restart_count, info.threads
         self.is_launched = bool(info.is_launched)
+        self.notices = tuple(_notices(self._handle))
         if timeout is not None:
             lib.mgpu_world_set_timeout(self._handle, float(timeout))
 
@@ -109,6 +114,15 @@ class World:
         handle, self._handle = self._handle, None
         if handle:
             lib.mgpu_finalize(handle)
+
+
+def _notices(handle: int) -> Iterator[str]:
+    for index in itertools.count():
+        notice = ctypes.c_char_p()
+        lib.mgpu_world_notice(handle, index, notice)
+        if notice.value is None:
+            return
+        yield notice.value.decode()
 
 
 def _join() -> int:

@@ -11,6 +11,7 @@ assert world is mgpurun.init() and world.size == 3 and world.is_launched
 rank, size = world.rank, world.size
 assert (mgpurun.rank(), mgpurun.world_size()) == (rank, size)
 assert world.threads >= 1 and world.local_size == 3 and world.restart_count == 0
+assert world.notices == ()
 
 
 def check_buffers():
