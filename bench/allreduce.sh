@@ -49,8 +49,10 @@ cores=$(nproc)
 out=${out:-bench/results/allreduce-$(date --utc +%F)-$(bench/describe_machine.sh --slug).json}
 provenance=$(python3 bench/provenance.py bench/allreduce.sh "${words[@]}")
 mkdir -p "$built" "$(dirname "$out")"
-for program in "$bin"/{mgpurun,collective_perf} ${before:+"$before"/{mgpurun,collective_perf}}; do
-    [ -x "$program" ] || { note "there is no $program: run cargo build --release" && exit 1; }
+for folder in "$bin" ${before:+"$before"}; do
+    for program in mgpurun collective_perf; do
+        [ -x "$folder/$program" ] || { note "there is no $folder/$program: run cargo build --release" && exit 1; }
+    done
 done
 
 scratch=$(mktemp -d)
