@@ -12,7 +12,7 @@
 //! | [`ensemble`] | several networks at once, each on a group of ranks |
 //! | [`embed`] | a program that starts its own ranks, or is started by a launcher |
 //!
-//! (`examples/candle`, a separate package, trains a model of the candle framework.) Programs with a folder are for
+//! (`examples/candle` and `examples/burn`, separate packages, train models of other frameworks.) Programs with a folder are for
 //! use:
 //!
 //! | program | shows |

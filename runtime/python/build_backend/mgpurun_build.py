@@ -1,9 +1,9 @@
 """Builds the wheel (PEP 517): the Python files, the C library, the launcher and the programs that `mgpurun doctor --test`
 runs. Cargo builds them.
 
-The wheel is tagged with the oldest glibc that its programs need. For wheels that run everywhere, set MGPU_CARGO to
-"cargo zigbuild" and MGPU_TARGET to x86_64-unknown-linux-gnu.2.28 or aarch64-unknown-linux-gnu.2.28 (pip install
-cargo-zigbuild ziglang). MGPU_PREBUILT names a folder that has these files already; nothing is built then.
+The wheel is tagged with the oldest glibc that its programs need. For wheels that run everywhere, wheels.sh sets MGPU_CARGO, the
+command in place of "cargo build", to "cargo zigbuild", and MGPU_TARGET to x86_64-unknown-linux-gnu.2.28 or
+aarch64-unknown-linux-gnu.2.28. MGPU_PREBUILT names a folder that has these files already; nothing is built then.
 """
 
 from __future__ import annotations
@@ -140,17 +140,20 @@ def binaries(folder: Path) -> dict[str, Path]:
 
 
 def build() -> Path:
-    cargo = shlex.split(os.environ.get("MGPU_CARGO", "cargo"))
+    cargo = shlex.split(os.environ.get("MGPU_CARGO", "cargo build"))
     target = os.environ.get("MGPU_TARGET")
     folder = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-    command = [*cargo, "build", "--release", "--locked", "--manifest-path", str(ROOT / "Cargo.toml")]
+    command = [*cargo, "--release", "--locked", "--manifest-path", str(ROOT / "Cargo.toml")]
     command += ["--package", "mgpurun", "--package", "mgpu-c", "--package", "mgpu-examples", "--lib"]
     command += [word for program in PROGRAMS for word in ("--bin", program)]
     command += ["--target-dir", str(folder)]
+    environment = dict(os.environ)
     if target:
         command += ["--target", target]
+        # This machine's strip may not know the target's files.
+        environment["CARGO_PROFILE_RELEASE_STRIP"] = "symbols"
     try:
-        subprocess.run(command, check=True)
+        subprocess.run(command, check=True, env=environment)
     except FileNotFoundError as error:
         raise RuntimeError("cargo is not in PATH: install Rust from https://rustup.rs") from error
     # cargo-zigbuild's targets end with the version of glibc.
