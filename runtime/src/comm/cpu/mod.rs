@@ -27,6 +27,7 @@ mod prefetch;
 mod region;
 mod ring;
 mod staged;
+mod stores;
 mod stream;
 mod wait;
 
@@ -41,6 +42,7 @@ use cores::Cores;
 use lines::{AHEAD, INLINE_BYTES};
 use region::{AHEAD_BYTES, EAGER_BYTES, Region};
 use smallvec::SmallVec;
+use stores::Choices;
 use stream::Streamed;
 use wait::WaitPolicy;
 pub(super) use wait::futex;
@@ -89,6 +91,8 @@ pub(crate) struct CpuTransport {
     queued: Vec<u32>,
     /// What earlier operations have passed through staging memory.
     streamed: Streamed,
+    /// How staging memory is written.
+    stores: Choices,
     /// Number of chunks sent to and received from each rank; at this rank's own index, those of the ring.
     sent: Vec<u32>,
     received: Vec<u32>,
@@ -143,6 +147,7 @@ pub(crate) fn connect(
         unsettled: SmallVec::new(),
         queued: vec![0; size as usize],
         streamed: Streamed::default(),
+        stores: Choices::default(),
         sent: vec![0; size as usize],
         received: vec![0; size as usize],
         arenas: 0,
@@ -447,6 +452,7 @@ impl Transport for CpuTransport {
             unsettled: SmallVec::new(),
             queued: vec![0; size as usize],
             streamed: Streamed::default(),
+            stores: Choices::default(),
             sent: vec![0; size as usize],
             received: vec![0; size as usize],
             arenas: 0,

@@ -19,6 +19,7 @@ use super::CpuTransport;
 use super::direct::{Addresses, Parts};
 use super::eager::Sources;
 use super::region::SLOT_BYTES;
+use super::stores::Stores;
 use super::stream::{NoFetch, Slots, Stages};
 use crate::Result;
 use crate::comm::exchange::{Exchange, Partition};
@@ -148,12 +149,12 @@ impl CpuTransport {
     fn exchange_and_reduce(&mut self, buffer: &Buffer, op: ReduceOp, call: &Signature) -> Result<()> {
         let payload = Payload::new(buffer, call);
         let stages = Stages {
-            fill: |_: &Self, index: usize, slot: *mut u8| {
+            fill: |_: &Self, index: usize, slot: *mut u8, stores: Stores| {
                 let (own, len) = payload.block(index);
                 // SAFETY: the block is within our buffer and fits into the slot, which nobody else accesses now.
-                unsafe { copy(own, slot, len * payload.element) };
+                unsafe { stores.copy(own, slot, len * payload.element) };
             },
-            work: |comm: &Self, index: usize, slots: &Addresses| {
+            work: |comm: &Self, index: usize, slots: &Addresses, _| {
                 let (own, len) = payload.block(index);
                 let sources = sources(slots, 0, comm.rank, own);
                 // SAFETY: all ranks have filled their slots with this block and do not write them now; our own block was
@@ -170,23 +171,32 @@ impl CpuTransport {
     fn reduce_parts(&mut self, buffer: &Buffer, op: ReduceOp, call: &Signature) -> Result<()> {
         let payload = Payload::new(buffer, call);
         let stages = Stages {
-            fill: |comm: &Self, index: usize, slot: *mut u8| {
+            fill: |comm: &Self, index: usize, slot: *mut u8, stores: Stores| {
                 let (own, _) = payload.block(index);
                 for peer in comm.peers() {
                     let (at, len) = payload.part(index, comm.size, peer);
                     // SAFETY: as in `exchange_and_reduce`.
-                    unsafe { copy(own.wrapping_add(at), slot.wrapping_add(at), len * payload.element) };
+                    unsafe {
+                        stores.copy(own.wrapping_add(at), slot.wrapping_add(at), len * payload.element)
+                    };
                 }
             },
-            work: |comm: &Self, index: usize, slots: &Addresses| {
+            work: |comm: &Self, index: usize, slots: &Addresses, stores: Stores| {
                 let (block, _) = payload.block(index);
                 let (at, len) = payload.part(index, comm.size, comm.rank);
                 let own = block.wrapping_add(at);
                 let sources = sources(slots, at, comm.rank, own);
-                let destinations = [own, slots[comm.rank as usize].wrapping_add(at)];
+                let slot = slots[comm.rank as usize].wrapping_add(at);
                 // SAFETY: all ranks have filled their slots, and only this rank accesses its part of any of them before it
                 // has worked.
-                unsafe { reduce::reduce(call.dtype, op, &sources, &destinations, len) };
+                unsafe {
+                    if stores == Stores::Cached {
+                        reduce::reduce(call.dtype, op, &sources, &[own, slot], len);
+                    } else {
+                        reduce::reduce(call.dtype, op, &sources, &[own], len);
+                        stores.copy(own, slot, len * payload.element);
+                    }
+                }
                 comm.count(len * payload.element, comm.size - 1);
             },
             fetch: Some(|comm: &Self, index: usize, slots: &Addresses| {
@@ -213,14 +223,14 @@ impl CpuTransport {
     ) -> Result<()> {
         let payload = Payload::new(buffer, call);
         let stages = Stages {
-            fill: |comm: &Self, index: usize, slot: *mut u8| {
+            fill: |comm: &Self, index: usize, slot: *mut u8, stores: Stores| {
                 if comm.rank != root {
                     let (own, len) = payload.block(index);
                     // SAFETY: as in `exchange_and_reduce`.
-                    unsafe { copy(own, slot, len * payload.element) };
+                    unsafe { stores.copy(own, slot, len * payload.element) };
                 }
             },
-            work: |comm: &Self, index: usize, slots: &Addresses| {
+            work: |comm: &Self, index: usize, slots: &Addresses, _| {
                 if comm.rank == root {
                     let (own, len) = payload.block(index);
                     // SAFETY: as in `exchange_and_reduce`.
@@ -244,14 +254,14 @@ impl CpuTransport {
         let pieces = Pieces::new(self.shard(0, call).1, self.size, element);
         let blocks = pieces.blocks;
         let stages = Stages {
-            fill: |comm: &Self, index: usize, slot: *mut u8| {
+            fill: |comm: &Self, index: usize, slot: *mut u8, stores: Stores| {
                 for peer in comm.peers() {
                     let (at, len) = comm.shard_block(buffer, peer, &blocks.range(index), call);
                     // SAFETY: as in `exchange_and_reduce`; piece `peer` of the slot is within it.
-                    unsafe { copy(at, pieces.of(peer, slot), len * element) };
+                    unsafe { stores.copy(at, pieces.of(peer, slot), len * element) };
                 }
             },
-            work: |comm: &Self, index: usize, slots: &Addresses| {
+            work: |comm: &Self, index: usize, slots: &Addresses, _| {
                 let (own, len) = comm.shard_block(buffer, comm.rank, &blocks.range(index), call);
                 let sources = sources(slots, comm.rank as usize * pieces.stride, comm.rank, own);
                 // SAFETY: all ranks have filled our piece of their slots and do not write them now.
@@ -279,12 +289,12 @@ impl CpuTransport {
             (buffer.address().wrapping_add(part.start * element), part.len() * element)
         };
         let stages = Stages {
-            fill: |comm: &Self, index: usize, slot: *mut u8| {
+            fill: |comm: &Self, index: usize, slot: *mut u8, stores: Stores| {
                 let (at, bytes) = part(comm.rank, index);
                 // SAFETY: as in `exchange_and_reduce`.
-                unsafe { copy(at, slot, bytes) };
+                unsafe { stores.copy(at, slot, bytes) };
             },
-            work: |comm: &Self, index: usize, slots: &Addresses| {
+            work: |comm: &Self, index: usize, slots: &Addresses, _| {
                 if root.is_some_and(|root| root != comm.rank) {
                     return;
                 }
@@ -313,15 +323,15 @@ impl CpuTransport {
         let pieces = Pieces::new(exchange.longest, self.size, element);
         let blocks = pieces.blocks;
         let stages = Stages {
-            fill: |_: &Self, index: usize, slot: *mut u8| {
+            fill: |_: &Self, index: usize, slot: *mut u8, stores: Stores| {
                 for (message, rank) in exchange.send.iter().zip(0..) {
                     let part = within(message, &blocks.range(index));
                     let source = from.address().wrapping_add(part.start * element);
                     // SAFETY: as in `exchange_and_reduce`; piece `rank` of the slot is within it.
-                    unsafe { copy(source, pieces.of(rank, slot), part.len() * element) };
+                    unsafe { stores.copy(source, pieces.of(rank, slot), part.len() * element) };
                 }
             },
-            work: |comm: &Self, index: usize, slots: &Addresses| {
+            work: |comm: &Self, index: usize, slots: &Addresses, _| {
                 for (message, slot) in exchange.receive.iter().zip(slots) {
                     let part = within(message, &blocks.range(index));
                     let source = pieces.of(comm.rank, *slot);
@@ -341,14 +351,14 @@ impl CpuTransport {
     pub(super) fn staged_broadcast(&mut self, buffer: &Buffer, root: u32, call: &Signature) -> Result<()> {
         let payload = Payload::new(buffer, call);
         let stages = Stages {
-            fill: |comm: &Self, index: usize, slot: *mut u8| {
+            fill: |comm: &Self, index: usize, slot: *mut u8, stores: Stores| {
                 if comm.rank == root {
                     let (own, len) = payload.block(index);
                     // SAFETY: as in `exchange_and_reduce`.
-                    unsafe { copy(own, slot, len * payload.element) };
+                    unsafe { stores.copy(own, slot, len * payload.element) };
                 }
             },
-            work: |comm: &Self, index: usize, slots: &Addresses| {
+            work: |comm: &Self, index: usize, slots: &Addresses, _| {
                 if comm.rank != root {
                     let (own, len) = payload.block(index);
                     // SAFETY: the root has filled its slot with this block and does not write it now.

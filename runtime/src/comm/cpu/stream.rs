@@ -31,8 +31,10 @@
 use super::CpuTransport;
 use super::direct::Addresses;
 use super::region::SLOT_BYTES;
+use super::stores::{Choice, Stores};
 use super::wait::Flag;
 use crate::Result;
+use crate::clock::now;
 use crate::comm::signature::Signature;
 
 /// Blocks that are filled ahead of the one that is worked on.
@@ -101,6 +103,7 @@ impl Slots {
 }
 
 /// What an operation does with block `usize` in each stage. Fill gets this rank's slot, the others get those of all ranks.
+/// Slots are written with the [`Stores`].
 pub(super) struct Stages<Fill, Work, Fetch> {
     pub(super) fill: Fill,
     pub(super) work: Work,
@@ -111,6 +114,14 @@ pub(super) struct Stages<Fill, Work, Fetch> {
 /// The fetch of operations without one.
 pub(super) type NoFetch = fn(&CpuTransport, usize, &Addresses);
 
+/// A block that was filled.
+#[derive(Debug, Clone, Copy, Default)]
+struct Filled {
+    stores: Stores,
+    /// How long it took, if that is of interest.
+    nanoseconds: Option<u64>,
+}
+
 impl CpuTransport {
     /// Arrives at the next operation and passes its blocks through the stages.
     pub(super) fn stream<Fill, Work, Fetch>(
@@ -120,25 +131,43 @@ impl CpuTransport {
         stages: &Stages<Fill, Work, Fetch>,
     ) -> Result<()>
     where
-        Fill: Fn(&Self, usize, *mut u8),
-        Work: Fn(&Self, usize, &Addresses),
+        Fill: Fn(&Self, usize, *mut u8, Stores),
+        Work: Fn(&Self, usize, &Addresses, Stores),
         Fetch: Fn(&Self, usize, &Addresses),
     {
         self.region.reserve_ring(self.rank)?;
-        let (begin, blocks) = (self.streamed.blocks, slots.count);
+        let (begin, blocks, bytes) = (self.streamed.blocks, slots.count, slots.bytes);
         let places = self.streamed.places(slots, self.ring(slots));
         let slot = |comm: &Self, rank: u32, block: usize| comm.region.slot(rank, places.of(block));
         let slots = |comm: &Self, block: usize| -> Addresses {
             (0..comm.size).map(|rank| slot(comm, rank, block)).collect()
         };
-        let fill = |comm: &Self, block: usize| (stages.fill)(comm, block, slot(comm, comm.rank, block));
-        (0..blocks.min(FILLED_AHEAD)).for_each(|block| fill(self, block));
+        let mut choice = *self.stores.of(bytes);
+        // How the blocks that are filled ahead were written, and how long that took if they are timed.
+        let mut filled = [Filled::default(); FILLED_AHEAD];
+        let fill = |comm: &Self, choice: &Choice, block: usize| {
+            let is_whole = blocks == 1 || block + 1 < blocks;
+            let timed = (is_whole && choice.is_timed(block)).then(now);
+            let stores = choice.stores(block);
+            (stages.fill)(comm, block, slot(comm, comm.rank, block), stores);
+            Filled { stores, nanoseconds: timed.map(|begin| now() - begin) }
+        };
+        for block in 0..blocks.min(FILLED_AHEAD) {
+            filled[block] = fill(self, &choice, block);
+        }
+        self.publish_preference(choice.preferred());
         self.enter_fetching(call, |comm, peer| slot(comm, peer, 0))?;
+        choice.agree(self.agreed_stores());
         let mut fetched = 0;
         for block in 0..blocks {
-            (stages.work)(self, block, &slots(self, block));
+            let Filled { stores, nanoseconds } = filled[block % FILLED_AHEAD];
+            let begin_work = nanoseconds.map(|_| now());
+            (stages.work)(self, block, &slots(self, block), stores);
+            if let (Some(nanoseconds), Some(begin)) = (nanoseconds, begin_work) {
+                choice.add(stores, bytes, nanoseconds + (now() - begin));
+            }
             if block + FILLED_AHEAD < blocks {
-                fill(self, block + FILLED_AHEAD);
+                filled[block % FILLED_AHEAD] = fill(self, &choice, block + FILLED_AHEAD);
             }
             let is_last = block + 1 == blocks;
             // Nobody waits for the last step of an operation without fetch; the next one begins with an arrival.
@@ -160,7 +189,28 @@ impl CpuTransport {
             }
         }
         self.streamed.pass(places, blocks);
+        choice.pass(blocks);
+        *self.stores.of(bytes) = choice;
         Ok(())
+    }
+
+    /// Puts how this rank prefers slots to be written into its next arrival, which has no payload.
+    fn publish_preference(&self, preferred: Stores) {
+        let arrival = self.region.lines(self.rank).arrival(self.next_sequence());
+        // Ranks that take turns on a core find what the others have written in its caches.
+        let uncached = preferred == Stores::Uncached && !self.policy.is_oversubscribed();
+        // SAFETY: this rank's own line, which is not read before it has arrived.
+        unsafe { arrival.payload().cast::<u64>().write(uncached.into()) };
+    }
+
+    /// What all ranks have agreed on with their arrivals: to write around the caches if one of them prefers it.
+    fn agreed_stores(&self) -> Stores {
+        let prefers_uncached = |rank| {
+            let arrival = self.region.lines(rank).arrival(self.sequence);
+            // SAFETY: the rank has arrived, and does not write this line before this one has arrived again.
+            (unsafe { arrival.payload().cast::<u64>().read() }) != 0
+        };
+        if (0..self.size).any(prefers_uncached) { Stores::Uncached } else { Stores::Cached }
     }
 
     /// Bytes of the ring for an operation. A large payload leaves more of the last-level cache to the ranks' own buffers; ranks
