@@ -69,6 +69,11 @@ def rows(*lines):
 CPU = "train-cpu-2026-11-22-xeon-2c.json"
 LAUNCH = "launch-2026-11-23-xeon-2c.json"
 ALLREDUCE = "allreduce-2026-11-21-xeon-2c.json"
+# Two ranks on private buffers, by where their cores are.
+PRIVATE = {
+    "one cache": "allreduce-private-near-2026-11-26-epyc-2c.json",
+    "two caches": "allreduce-private-far-2026-11-26-epyc-2c.json",
+}
 
 
 def gpu_file(*sections):
@@ -191,6 +196,21 @@ def allreduce():
         lines.append([f"mgpurun, {ranks} ranks", *[short(time["mgpu"]) for time in times]])
         best = [min(us for name, us in time.items() if name != "mgpu") for time in times]
         lines.append([f"best of Intel MPI, MPICH, Open MPI, gloo, {ranks} ranks", *map(short, best)])
+    return rows(*lines)
+
+
+def allreduce_private():
+    sizes = {"4 KiB": 1 << 12, "16 KiB": 1 << 14, "64 KiB": 1 << 16, "1 MiB": 1 << 20, "16 MiB": 1 << 24, "64 MiB": 1 << 26}
+    lines = [["program", *sizes]]
+    for title, name in PRIVATE.items():
+        if not (RESULTS / name).exists():
+            continue
+        measured = pick(result(name)["figures"], collective="all_reduce", ranks=2)["sizes"]
+        times = [pick(measured, bytes=size)["us"] for size in sizes.values()]
+        best = [min(us for peer, us in time.items() if peer not in ("mgpu", "before")) for time in times]
+        lines.append([f"mgpurun, {title}", *[short(time["mgpu"]) for time in times]])
+        lines.append([f"mgpurun before, {title}", *[short(time["before"]) for time in times]])
+        lines.append([f"best of Intel MPI, MPICH, Open MPI, gloo, {title}", *map(short, best)])
     return rows(*lines)
 
 
@@ -365,7 +385,7 @@ def hosts_paper(make_rows, *of_link):
 TABLES = {
     "accuracy": accuracy, "headline": headline, "gpu": gpu, "gpu-accuracy": gpu_accuracy,
     "gpu-next": gpu_what_next, "train-cpu": train_cpu,
-    "train-cpu-misses": train_cpu_misses, "allreduce": allreduce, "launch": launch, "quiet": quiet, "chaos": chaos,
+    "train-cpu-misses": train_cpu_misses, "allreduce": allreduce, "allreduce-private": allreduce_private, "launch": launch, "quiet": quiet, "chaos": chaos,
     "communication": communication, "logits": logits, "ensemble": ensemble,
     "document-000": lambda: rows(*summarise_placements.document_000(placements(), one_gpu())),
     "document-001": lambda: rows(*summarise_placements.document_001(placements(), one_gpu())),

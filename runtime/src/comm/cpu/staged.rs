@@ -149,6 +149,7 @@ impl CpuTransport {
     fn exchange_and_reduce(&mut self, buffer: &Buffer, op: ReduceOp, call: &Signature) -> Result<()> {
         let payload = Payload::new(buffer, call);
         let stages = Stages {
+            reads: true,
             fill: |_: &Self, index: usize, slot: *mut u8, stores: Stores| {
                 let (own, len) = payload.block(index);
                 // SAFETY: the block is within our buffer and fits into the slot, which nobody else accesses now.
@@ -171,14 +172,15 @@ impl CpuTransport {
     fn reduce_parts(&mut self, buffer: &Buffer, op: ReduceOp, call: &Signature) -> Result<()> {
         let payload = Payload::new(buffer, call);
         let stages = Stages {
+            reads: true,
             fill: |comm: &Self, index: usize, slot: *mut u8, stores: Stores| {
                 let (own, _) = payload.block(index);
                 for peer in comm.peers() {
                     let (at, len) = payload.part(index, comm.size, peer);
                     // SAFETY: as in `exchange_and_reduce`.
                     unsafe {
-                        stores.copy(own.wrapping_add(at), slot.wrapping_add(at), len * payload.element)
-                    };
+                        stores.copy(own.wrapping_add(at), slot.wrapping_add(at), len * payload.element);
+                    }
                 }
             },
             work: |comm: &Self, index: usize, slots: &Addresses, stores: Stores| {
@@ -223,6 +225,7 @@ impl CpuTransport {
     ) -> Result<()> {
         let payload = Payload::new(buffer, call);
         let stages = Stages {
+            reads: self.rank == root,
             fill: |comm: &Self, index: usize, slot: *mut u8, stores: Stores| {
                 if comm.rank != root {
                     let (own, len) = payload.block(index);
@@ -254,6 +257,7 @@ impl CpuTransport {
         let pieces = Pieces::new(self.shard(0, call).1, self.size, element);
         let blocks = pieces.blocks;
         let stages = Stages {
+            reads: true,
             fill: |comm: &Self, index: usize, slot: *mut u8, stores: Stores| {
                 for peer in comm.peers() {
                     let (at, len) = comm.shard_block(buffer, peer, &blocks.range(index), call);
@@ -289,6 +293,7 @@ impl CpuTransport {
             (buffer.address().wrapping_add(part.start * element), part.len() * element)
         };
         let stages = Stages {
+            reads: root.is_none_or(|root| root == self.rank),
             fill: |comm: &Self, index: usize, slot: *mut u8, stores: Stores| {
                 let (at, bytes) = part(comm.rank, index);
                 // SAFETY: as in `exchange_and_reduce`.
@@ -323,6 +328,7 @@ impl CpuTransport {
         let pieces = Pieces::new(exchange.longest, self.size, element);
         let blocks = pieces.blocks;
         let stages = Stages {
+            reads: true,
             fill: |_: &Self, index: usize, slot: *mut u8, stores: Stores| {
                 for (message, rank) in exchange.send.iter().zip(0..) {
                     let part = within(message, &blocks.range(index));
@@ -351,6 +357,7 @@ impl CpuTransport {
     pub(super) fn staged_broadcast(&mut self, buffer: &Buffer, root: u32, call: &Signature) -> Result<()> {
         let payload = Payload::new(buffer, call);
         let stages = Stages {
+            reads: self.rank != root,
             fill: |comm: &Self, index: usize, slot: *mut u8, stores: Stores| {
                 if comm.rank == root {
                     let (own, len) = payload.block(index);

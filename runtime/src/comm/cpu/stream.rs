@@ -105,6 +105,8 @@ impl Slots {
 /// What an operation does with block `usize` in each stage. Fill gets this rank's slot, the others get those of all ranks.
 /// Slots are written with the [`Stores`].
 pub(super) struct Stages<Fill, Work, Fetch> {
+    /// Whether this rank reads slots of its peers. Only such ranks decide how slots are written.
+    pub(super) reads: bool,
     pub(super) fill: Fill,
     pub(super) work: Work,
     /// `None`: the operation is over when all have worked.
@@ -147,13 +149,13 @@ impl CpuTransport {
         let mut filled = [Filled::default(); FILLED_AHEAD];
         let fill = |comm: &Self, choice: &Choice, block: usize| {
             let is_whole = blocks == 1 || block + 1 < blocks;
-            let timed = (is_whole && choice.is_timed(block)).then(now);
+            let timed = (is_whole && stages.reads && choice.is_timed(block)).then(now);
             let stores = choice.stores(block);
             (stages.fill)(comm, block, slot(comm, comm.rank, block), stores);
             Filled { stores, nanoseconds: timed.map(|begin| now() - begin) }
         };
-        for block in 0..blocks.min(FILLED_AHEAD) {
-            filled[block] = fill(self, &choice, block);
+        for (block, filled) in filled.iter_mut().enumerate().take(blocks) {
+            *filled = fill(self, &choice, block);
         }
         self.publish_preference(choice.preferred());
         self.enter_fetching(call, |comm, peer| slot(comm, peer, 0))?;
