@@ -9,8 +9,8 @@
 #
 # Each wheel must have the tag of glibc 2.28 or older, and auditwheel must find that its programs need no newer one, and no
 # library besides those of every Linux. The wheel of this machine's architecture is installed into a fresh environment, and
-# two ranks sum with it. The other one's launcher starts two ranks under qemu-ARCH-static if there is one (packages
-# qemu-user-static and libc6-arm64-cross).
+# two ranks sum with it. Programs of the other one are run under qemu-ARCH-static if there is one (packages qemu-user-static
+# and libc6-arm64-cross).
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -89,7 +89,8 @@ PROGRAM
     "$folder/venv/bin/mgpurun" -n 2 --backend cpu "$folder/venv/bin/python" "$folder/sum.py"
 }
 
-# Unpacks a wheel of another architecture and starts two ranks with its programs under an emulator.
+# Unpacks a wheel of another architecture and runs its programs under an emulator: the launcher without ranks, and two ranks
+# without a launcher. (qemu has a thread of its own in every process, and the launcher forks only where there is none.)
 check_emulated() {
     local architecture=$1 wheel=$2 folder=$3 libraries=/usr/$1-linux-gnu emulator
     emulator=$(command -v "qemu-$architecture-static") && [ -e "$libraries/lib/libc.so.6" ] || {
@@ -99,11 +100,17 @@ check_emulated() {
     "$python" -m zipfile -e "$wheel" "$folder/unpacked"
     # zipfile forgets who may execute what.
     chmod +x "$folder"/unpacked/mgpurun-*.data/scripts/*
-    local programs=("$folder"/unpacked/mgpurun-*.data/scripts)
-    local emulated=("$emulator" -L "$libraries")
+    local programs=("$folder"/unpacked/mgpurun-*.data/scripts) emulated=("$emulator" -L "$libraries") rank ranks=()
     "${emulated[@]}" "${programs[0]}/mgpurun" --version
-    "${emulated[@]}" "${programs[0]}/mgpurun" -n 2 --backend cpu -- \
-        "${emulated[@]}" "${programs[0]}/allreduce_perf" --max 1024 --check
+    "${emulated[@]}" "${programs[0]}/mgpurun" -n 2 --backend cpu --dry-run "${programs[0]}/allreduce_perf" >/dev/null
+    for rank in 0 1; do
+        env WORLD_SIZE=2 RANK=$rank LOCAL_RANK=$rank MGPU_RUN_ID="wheel-$$" MGPU_BACKEND=cpu timeout 300 \
+            "${emulated[@]}" "${programs[0]}/allreduce_perf" --max 1024 --check &
+        ranks+=($!)
+    done
+    for rank in 0 1; do
+        wait "${ranks[$rank]}" || fail "rank $rank of the wheel for $architecture fails"
+    done
 }
 
 work=$(mktemp -d)
