@@ -1,6 +1,6 @@
 //! A small convolutional network for digits, written with candle.
 
-use candle_core::{D, Device, Result, Tensor};
+use candle_core::{D, Result, Tensor};
 use candle_nn::{Conv2d, Linear, Module, VarBuilder, conv2d, linear, loss};
 use mgpu_examples::data::{CLASSES, Dataset, IMAGE_LEN, SIDE};
 
@@ -25,22 +25,23 @@ impl Classifier {
         })
     }
 
-    /// The mean cross entropy over `samples` of `data`, and the number of correct predictions.
+    /// The mean cross entropy over `samples` of `data`, and the number of correct predictions (u32), on the device of
+    /// the variables.
     ///
     /// # Errors
     /// As candle's.
     ///
     /// # Panics
     /// If there is no such sample.
-    pub fn loss(&self, data: &Dataset, samples: &[u32]) -> Result<(Tensor, u32)> {
+    pub fn loss(&self, data: &Dataset, samples: &[u32]) -> Result<(Tensor, Tensor)> {
         let (mut images, mut labels) = (vec![0.0; samples.len() * IMAGE_LEN], vec![0; samples.len()]);
         data.gather(samples, &mut images, &mut labels);
         let labels: Vec<u32> = labels.into_iter().map(u32::from).collect();
-        let labels = Tensor::from_vec(labels, samples.len(), &Device::Cpu)?;
-        let logits =
-            self.forward(&Tensor::from_vec(images, (samples.len(), 1, SIDE, SIDE), &Device::Cpu)?)?;
+        let device = self.dense.weight().device();
+        let labels = Tensor::from_vec(labels, samples.len(), device)?;
+        let logits = self.forward(&Tensor::from_vec(images, (samples.len(), 1, SIDE, SIDE), device)?)?;
         let right = logits.argmax(D::Minus1)?.eq(&labels)?.to_dtype(candle_core::DType::U32)?.sum_all()?;
-        Ok((loss::cross_entropy(&logits, &labels)?, right.to_scalar()?))
+        Ok((loss::cross_entropy(&logits, &labels)?, right))
     }
 }
 

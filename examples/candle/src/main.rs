@@ -12,7 +12,11 @@ use mgpu::optimizer::{Adam, OptimizerConfig, Rule};
 use mgpu::protocol::EXIT_STOPPED;
 use mgpu::{ReduceOp, Sampler, World};
 use mgpu::{SamplerConfig, evaluation_shard};
-use mgpu_candle::{Classifier, Replica};
+use mgpu_candle::Classifier;
+#[cfg(feature = "cuda")]
+use mgpu_candle::DeviceReplica;
+#[cfg(not(feature = "cuda"))]
+use mgpu_candle::Replica;
 use mgpu_examples::data::{Dataset, Split, digits};
 
 /// Steps that are not timed, because memory is touched for the first time.
@@ -60,12 +64,11 @@ fn run(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
     // candle computes on rayon's threads: use this rank's share of the cores, not all of them.
     rayon::ThreadPoolBuilder::new().num_threads(threads).build_global()?;
 
-    let variables = VarMap::new();
-    let classifier = Classifier::new(VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu))?;
     let adam = OptimizerConfig::new(Rule::Adam(Adam { lr: args.lr, ..Adam::default() }));
-    let mut replica = Replica::new(world.communicator()?, &variables, adam, threads)?;
+    let (classifier, mut replica) = create(&mut world, adam)?;
     if rank == 0 {
-        let (parameters, images) = (replica.parallel().parameters().len(), args.batch * ranks as usize);
+        let parameters: usize = replica.parallel().layout().tensors().iter().map(|tensor| tensor.len()).sum();
+        let images = args.batch * ranks as usize;
         writeln!(
             io::stdout(),
             "candle, {parameters} parameters; ranks: {ranks}, threads of each: {threads}, images a step: {images}"
@@ -78,6 +81,8 @@ fn run(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
     let mut start = Instant::now();
     for step in 0..args.steps {
         if step == WARM_UP {
+            #[cfg(feature = "cuda")]
+            replica.parallel().check()?;
             start = Instant::now();
         }
         // All ranks stop after the same step. A longer training would save a checkpoint here.
@@ -92,6 +97,9 @@ fn run(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
         let (loss, _) = classifier.loss(&train, sampler.batch(epoch as u64, batch))?;
         replica.step(&loss)?;
     }
+    // On a GPU the host is ahead: wait for the last step, and for its errors.
+    #[cfg(feature = "cuda")]
+    replica.parallel().check()?;
     let timed = args.steps.saturating_sub(WARM_UP) * args.batch * ranks as usize;
     let images_per_s = timed as f64 / start.elapsed().as_secs_f64();
 
@@ -100,7 +108,7 @@ fn run(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
     let shard: Vec<u32> = evaluation_shard(test.len(), rank, ranks)?.map(|sample| sample as u32).collect();
     let mut right = [0i64];
     for samples in shard.chunks(TEST_BATCH) {
-        right[0] += i64::from(classifier.loss(&test, samples)?.1);
+        right[0] += i64::from(classifier.loss(&test, samples)?.1.to_scalar::<u32>()?);
     }
     replica.parallel().comm().all_reduce_slice(&mut right, ReduceOp::Sum)?;
     let weights = replica.parallel().verify()?;
@@ -111,6 +119,29 @@ fn run(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
         writeln!(stdout, "weights {weights:016x} on all ranks")?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The classifier, with the same variables on all ranks.
+#[cfg(not(feature = "cuda"))]
+fn create(world: &mut World, optimizer: OptimizerConfig) -> Result<(Classifier, Replica), Box<dyn Error>> {
+    let variables = VarMap::new();
+    let classifier = Classifier::new(VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu))?;
+    let replica = Replica::new(world.communicator()?, &variables, optimizer, world.thread_share())?;
+    Ok((classifier, replica))
+}
+
+/// The classifier, with the same variables on all ranks, on the GPU that the launcher has given this rank.
+#[cfg(feature = "cuda")]
+fn create(
+    world: &mut World,
+    optimizer: OptimizerConfig,
+) -> Result<(Classifier, DeviceReplica), Box<dyn Error>> {
+    let (comm, host) = world.communicators()?;
+    let device = Device::new_cuda(comm.device().ordinal() as usize)?;
+    let variables = VarMap::new();
+    let classifier = Classifier::new(VarBuilder::from_varmap(&variables, DType::F32, &device))?;
+    let replica = DeviceReplica::new(comm, host, &device, &variables, optimizer)?;
+    Ok((classifier, replica))
 }
 
 fn generate(seed: u64, split: Split, count: usize) -> Dataset {

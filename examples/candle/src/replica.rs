@@ -48,16 +48,9 @@ impl Replica {
         optimizer: OptimizerConfig,
         threads: usize,
     ) -> Result<Self, Error> {
-        let mut named: Vec<(String, Var)> = {
-            let variables = variables.data().lock().expect("nobody panics while holding the variables");
-            variables.iter().map(|(name, variable)| (name.clone(), variable.clone())).collect()
-        };
-        named.sort_by(|(one, _), (other, _)| one.cmp(other));
+        let named = sorted_by_name(variables)?;
         let (mut layout, mut parameters) = (Layout::new(), Vec::new());
         for (name, variable) in &named {
-            if variable.dtype() != DType::F32 {
-                return Err(Error::DType { name: name.clone(), dtype: variable.dtype() });
-            }
             layout.push(name, variable.dims());
             let begin = parameters.len();
             parameters.resize(begin + variable.elem_count(), 0.0);
@@ -112,13 +105,26 @@ impl Replica {
     }
 }
 
+/// The variables, which must be f32, in an order that is the same on all ranks.
+pub(crate) fn sorted_by_name(variables: &VarMap) -> Result<Vec<(String, Var)>, Error> {
+    let mut named: Vec<(String, Var)> = {
+        let variables = variables.data().lock().expect("nobody panics while holding the variables");
+        variables.iter().map(|(name, variable)| (name.clone(), variable.clone())).collect()
+    };
+    if let Some((name, variable)) = named.iter().find(|(_, variable)| variable.dtype() != DType::F32) {
+        return Err(Error::DType { name: name.clone(), dtype: variable.dtype() });
+    }
+    named.sort_by(|(one, _), (other, _)| one.cmp(other));
+    Ok(named)
+}
+
 /// Copies all elements of a tensor in memory of the CPU, in row-major order, to `values`.
 fn copy_values(tensor: &Tensor, values: &mut [f32]) -> candle_core::Result<()> {
     // Itself, except for one such as a transposed gradient, which candle arranges first.
     let tensor = tensor.contiguous()?;
     let (storage, layout) = tensor.storage_and_layout();
     let Storage::Cpu(storage) = &*storage else {
-        candle_core::bail!("a tensor on {:?}: this bridge is for models on the CPU", tensor.device())
+        candle_core::bail!("a tensor on {:?}: `Replica` is for models on the CPU", tensor.device())
     };
     let elements = &storage.as_slice::<f32>()?[layout.start_offset()..][..layout.shape().elem_count()];
     if values.len() != elements.len() {
