@@ -26,9 +26,10 @@ const AUTO: PayloadPath =
 pub const PAYLOAD_PATHS: [PayloadPath; 6] = [
     PayloadPath { name: "inline", len: 1, path: "inline", usual_path: "inline", ..AUTO },
     PayloadPath { name: "eager", len: 150, path: "eager", usual_path: "eager", ..AUTO },
-    PayloadPath { name: "private", len: 200, in_arena: false, path: "eager", usual_path: "eager", ..AUTO },
+    // One block.
+    PayloadPath { name: "private", len: 2048, in_arena: false, path: "staged", usual_path: "staged", ..AUTO },
     PayloadPath { name: "direct", len: 1 << 18, path: "direct", usual_path: "direct", ..AUTO },
-    // Four chunks.
+    // Several blocks.
     PayloadPath {
         name: "staged",
         len: 1 << 18,
