@@ -56,7 +56,7 @@ impl Blocks {
 #[derive(Debug, Clone, Copy)]
 struct Pieces {
     ranks: u32,
-    /// Of a message.
+    /// The blocks of each message.
     blocks: Blocks,
     /// Distance between two pieces in bytes.
     stride: usize,

@@ -79,7 +79,7 @@ pub(super) struct Slots {
 /// Where the slots of an operation are, the same on all ranks.
 #[derive(Debug, Clone, Copy)]
 struct Places {
-    /// Of the first slot, counted on from one operation to the next.
+    /// The position of the first slot. Positions grow from one operation to the next.
     begin: usize,
     /// Distance between two slots.
     stride: usize,
