@@ -69,11 +69,8 @@ def rows(*lines):
 CPU = "train-cpu-2026-11-22-xeon-2c.json"
 LAUNCH = "launch-2026-11-23-xeon-2c.json"
 ALLREDUCE = "allreduce-2026-11-21-xeon-2c.json"
-# Two ranks on private buffers, by where their cores are.
-PRIVATE = {
-    "one cache": "allreduce-private-near-2026-11-26-epyc-2c.json",
-    "two caches": "allreduce-private-far-2026-11-26-epyc-2c.json",
-}
+# On private buffers, with cores that share a last-level cache.
+ALLREDUCE_PRIVATE = "allreduce-private-near-2026-11-26-epyc-2c.json"
 
 
 def gpu_file(*sections):
@@ -202,15 +199,12 @@ def allreduce():
 def allreduce_private():
     sizes = {"4 KiB": 1 << 12, "16 KiB": 1 << 14, "64 KiB": 1 << 16, "1 MiB": 1 << 20, "16 MiB": 1 << 24, "64 MiB": 1 << 26}
     lines = [["program", *sizes]]
-    for title, name in PRIVATE.items():
-        if not (RESULTS / name).exists():
-            continue
-        measured = pick(result(name)["figures"], collective="all_reduce", ranks=2)["sizes"]
-        times = [pick(measured, bytes=size)["us"] for size in sizes.values()]
-        best = [min(us for peer, us in time.items() if peer not in ("mgpu", "before")) for time in times]
-        lines.append([f"mgpurun, {title}", *[short(time["mgpu"]) for time in times]])
-        lines.append([f"mgpurun before, {title}", *[short(time["before"]) for time in times]])
-        lines.append([f"best of Intel MPI, MPICH, Open MPI, gloo, {title}", *map(short, best)])
+    measured = pick(result(ALLREDUCE_PRIVATE)["figures"], collective="all_reduce", ranks=2)["sizes"]
+    times = [pick(measured, bytes=size)["us"] for size in sizes.values()]
+    best = [min(us for name, us in time.items() if name not in ("mgpu", "before")) for time in times]
+    lines.append(["mgpurun, one cache", *[short(time["mgpu"]) for time in times]])
+    lines.append(["mgpurun before, one cache", *[short(time["before"]) for time in times]])
+    lines.append(["best of Intel MPI, MPICH, Open MPI, gloo, one cache", *map(short, best)])
     return rows(*lines)
 
 

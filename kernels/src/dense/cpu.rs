@@ -233,6 +233,7 @@ impl RowsAsColumns {
         self.count.next_multiple_of(PANEL)
     }
 
+    /// The depth of a block.
     fn block(&self) -> usize {
         block_of(self.depth, FORWARD_DEPTH)
     }

@@ -185,7 +185,7 @@ for mgpurun.torch._exchanges in {exchanges, False}:
     for _ in range(3):
         model(torch.ones(2, 64)).sum().backward()
     gc.collect()
-    # Of all models that are gone, nothing is left.
+    # Models that are gone leave nothing behind.
     assert len(mgpurun.torch._reducers[None].arenas) == 1
     if mgpurun.torch._exchanges:
         assert arenas() == (1, 1), arenas()

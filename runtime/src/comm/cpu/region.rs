@@ -9,7 +9,7 @@
 //! ```
 //!
 //! Eager slots alternate between operations; `lines` explains why two are enough, and how many broadcasts need; `stream` how
-//! many streams need.
+//! large a ring must be.
 //!
 //! A rank writes its slots and channels itself, and allocates their memory when it first does: the channels of all
 //! pairs would take gigabytes with hundreds of ranks, most of which exchange messages with few others.
