@@ -9,8 +9,8 @@
 // A tap is one of the K x K positions of the kernel, a pixel a position of one of the images.
 
 // ---- Operands in global memory ----
-// Each operand returns the element at a line and a depth, or 16 bytes at lines or depths prepared before by
-// find_line, find_depth or find_run. Elements beyond the last line are zero; AlongDepth and AlongLines handle the end
+// Each operand returns the element at a line and a depth, or the source of 16 bytes at lines or depths prepared before
+// by find_line, find_depth or find_run. Elements beyond the last line are zero; AlongDepth and AlongLines handle the end
 // of the depth.
 
 // Lines are pixels of the images `lines`, depths are (tap, channel): the pixels of the images `side` that the kernel
@@ -24,9 +24,10 @@ struct GatherByPixel {
     const ImageExtents& side;
     const Convolution& shape;
     const ImageExtents* windows;
-    i32 y[2], x[2], pixel[2];   // position read by tap 0
-    u32 channel;
+    i32 y[2], x[2];   // position read by tap 0
+    const T* pixel[2];
     i32 down, right;
+    i64 offset;   // of the depth from that position
 
     __device__ GatherByPixel(
         const T* values, const ImageExtents& lines, const ImageExtents& side, const Convolution& shape,
@@ -46,28 +47,27 @@ struct GatherByPixel {
         // A line beyond the last one reads zeros: no tap leads from there into the image.
         y[i] = known ? (i32)row - SIGN * (i32)shape.pad : -(1 << 30);
         x[i] = (i32)column - SIGN * (i32)shape.pad;
-        pixel[i] = (i32)((image * side.height + (u32)y[i]) * side.width + (u32)x[i]);
+        const i64 place = ((i64)(image * side.height) + y[i]) * side.width + x[i];
+        pixel[i] = known ? values + place * side.channels : values;
     }
 
     __device__ void find_depth(u32 depth) {
+        u32 channel;
         shape.tap(side.outer(depth, channel), down, right);
         down *= SIGN, right *= SIGN;
+        offset = (i64)(down * (i32)side.width + right) * (i32)side.channels + channel;
     }
 
     __device__ bool inside(u32 i) const {
         return (u32)(y[i] + down) < side.height && (u32)(x[i] + right) < side.width;
     }
 
-    __device__ const T* address(u32 i) const {
-        return values + ((i64)(pixel[i] + (down * (i32)side.width + right)) * side.channels + channel);
-    }
-
-    __device__ Quad quad(u32 i) const { return inside(i) ? *(const Quad*)address(i) : Quad{}; }
+    __device__ Source<T> source(u32 i) const { return {pixel[i] + offset, inside(i)}; }
 
     __device__ T element(u32 line, u32 depth) {
         find_line(0, line);
         find_depth(depth);
-        return inside(0) ? *address(0) : T{};
+        return inside(0) ? pixel[0][offset] : T{};
     }
 };
 
@@ -76,15 +76,15 @@ template <class T>
 struct Filters {
     const T* values;
     u32 filters, length;
-    u32 at[2];
+    u32 at[2];   // below 2^31 if there is such a filter
     u32 depth;
 
     __device__ Filters(const T* values, const Convolution& shape)
         : values(values), filters(shape.output.channels), length(shape.taps() * shape.input.channels) {}
 
-    __device__ void find_line(u32 i, u32 line) { at[i] = line < filters ? line * length : ~0u; }
+    __device__ void find_line(u32 i, u32 line) { at[i] = line < filters ? line * length : 1u << 31; }
     __device__ void find_depth(u32 found) { depth = found; }
-    __device__ Quad quad(u32 i) const { return at[i] != ~0u ? *(const Quad*)(values + (at[i] + depth)) : Quad{}; }
+    __device__ Source<T> source(u32 i) const { return {values + (at[i] + depth), at[i] >> 31 == 0}; }
     __device__ T element(u32 line, u32 at) const { return line < filters ? values[line * length + at] : T{}; }
 };
 
@@ -105,8 +105,8 @@ struct Channels {
         return values + ((filter * shape.taps() + tap) * shape.input.channels + line);
     }
 
-    __device__ Quad quad(u32 depth) const {
-        return channel < shape.input.channels ? *(const Quad*)address(channel, depth) : Quad{};
+    __device__ Source<T> source(u32 depth) const {
+        return {address(channel, depth), channel < shape.input.channels};
     }
 
     __device__ T element(u32 line, u32 depth) const {
@@ -124,7 +124,7 @@ struct Gradients {
 
     __device__ void find_run(u32 line) { filter = line; }
     __device__ const T* address(u32 line, u32 depth) const { return values + ((u64)depth * filters + line); }
-    __device__ Quad quad(u32 depth) const { return filter < filters ? *(const Quad*)address(filter, depth) : Quad{}; }
+    __device__ Source<T> source(u32 depth) const { return {address(filter, depth), filter < filters}; }
     __device__ T element(u32 line, u32 depth) const { return line < filters ? *address(line, depth) : T{}; }
 };
 
@@ -146,24 +146,18 @@ struct GatherByTap {
         right -= (i32)shape.pad;
     }
 
-    // The address of the run's input for an output pixel, or null outside the image.
-    __device__ const T* address(u32 depth) const {
+    __device__ Source<T> source(u32 depth) const {
         u32 row, column;
         const u32 image = shape.output.place(depth, row, column);
         const u32 y = row + (u32)down, x = column + (u32)right;
-        if (y >= shape.input.height || x >= shape.input.width) return nullptr;
-        return values + ((u64)((image * shape.input.height + y) * shape.input.width + x) * shape.input.channels + channel);
-    }
-
-    __device__ Quad quad(u32 depth) const {
-        const T* at = address(depth);
-        return at ? *(const Quad*)at : Quad{};
+        const u64 pixel = (image * shape.input.height + y) * shape.input.width + x;
+        return {values + (pixel * shape.input.channels + channel), y < shape.input.height && x < shape.input.width};
     }
 
     __device__ T element(u32 line, u32 depth) {
         find_run(line);
-        const T* at = address(depth);
-        return at ? *at : T{};
+        const Source<T> from = source(depth);
+        return from.inside ? *from.at : T{};
     }
 };
 
@@ -185,7 +179,7 @@ __device__ inline void forward(
     using Product = PRODUCT<T, TILE>;
     using Left = AlongDepth<T, TILE, Product, GatherByPixel<T, 1>, VECTOR>;
     using Right = AlongDepth<T, TILE, Product, Filters<T>, VECTOR>;
-    __shared__ TileMemory<Left, Right> memory;
+    __shared__ TileMemory<TILE, Left, Right> memory;
     const u32 columns = shape.output.channels;
     u32 row, column;
     tile_of_block<TILE>(columns, row, column);
@@ -203,7 +197,7 @@ __device__ inline void backward_input(
     using Product = PRODUCT<T, TILE>;
     using Left = AlongDepth<T, TILE, Product, GatherByPixel<T, -1>, VECTOR>;
     using Right = AlongLines<T, TILE, Product, Channels<T>, VECTOR>;
-    __shared__ TileMemory<Left, Right> memory;
+    __shared__ TileMemory<TILE, Left, Right> memory;
     const u32 columns = shape.input.channels;
     u32 row, column;
     tile_of_block<TILE>(columns, row, column);
@@ -223,7 +217,7 @@ __device__ inline void backward_weights(const T* x, const T* dy, const Convoluti
     using Product = PRODUCT<T, TILE>;
     using Left = AlongLines<T, TILE, Product, Gradients<T>, VECTOR>;
     using Right = AlongLines<T, TILE, Product, GatherByTap<T>, VECTOR>;
-    __shared__ TileMemory<Left, Right> memory;
+    __shared__ TileMemory<TILE, Left, Right> memory;
     const u32 rows = shape.output.channels, columns = shape.taps() * shape.input.channels;
     u32 row, column;
     tile_of_block<TILE>(columns, row, column);
