@@ -159,6 +159,22 @@ struct Source {
     __device__ Quad load() const { return inside ? *(const Quad*)at : Quad{}; }
 };
 
+// Less than 16 bytes of an operand, followed by zeros: that many words, at most three.
+template <class T>
+struct NarrowSource {
+    const T* at;
+    u32 words;
+
+    __device__ Quad load() const {
+        Quad quad{};
+#pragma unroll
+        for (u32 word = 0; word < 3; word++) {
+            if (word < words) quad.word[word] = ((const u32*)at)[word];
+        }
+        return quad;
+    }
+};
+
 __device__ inline u32 bits_of(bf16 value) { return value.bits; }
 
 template <class T>
@@ -174,11 +190,11 @@ template <class TILE, bool ASYNC>
 constexpr u32 STAGES = !ASYNC ? 2 : TILE::SIDE == 128 ? 3 : 4;
 
 // Operands that are contiguous along the depth. A thread moves 16 bytes of each of two lines. Plain products need a
-// depth's words side by side.
-template <class T, class TILE, class PRODUCT, class OPERAND, bool VECTOR>
+// depth's words side by side. Sources are copied AHEAD if they are whole.
+template <class T, class TILE, class PRODUCT, class OPERAND, bool VECTOR, bool AHEAD = VECTOR>
 struct AlongDepth {
     using Layout = typename Conditional<PRODUCT::TENSORS, SwizzledLines<TILE::SIDE>, DepthsOfLines<TILE::SIDE>>::Type;
-    static constexpr bool ASYNC = PRODUCT::TENSORS && VECTOR;
+    static constexpr bool ASYNC = PRODUCT::TENSORS && AHEAD;
     static constexpr u32 HALF = TILE::SIDE / 2;
     OPERAND operand;
     Quad moving[2];
@@ -239,9 +255,9 @@ struct AlongDepth {
 
 // Operands that are contiguous along the lines. A thread moves 16 bytes at two depths: half a step apart, or for plain
 // products of bf16 neighbours, which it interleaves to words.
-template <class T, class TILE, class PRODUCT, class OPERAND, bool VECTOR>
+template <class T, class TILE, class PRODUCT, class OPERAND, bool VECTOR, bool AHEAD = VECTOR>
 struct AlongLines {
-    static constexpr bool ASYNC = PRODUCT::TENSORS && VECTOR, INTERLEAVED = !PRODUCT::TENSORS && sizeof(T) == 2;
+    static constexpr bool ASYNC = PRODUCT::TENSORS && AHEAD, INTERLEAVED = !PRODUCT::TENSORS && sizeof(T) == 2;
     using Layout =
         typename Conditional<PRODUCT::TENSORS, SwizzledDepths<T, TILE::SIDE>, DepthsOfLines<TILE::SIDE>>::Type;
     static constexpr u32 RUN = Elements<T>::QUAD, RUNS = TILE::SIDE / RUN, HALF = Elements<T>::STEP / 2;
