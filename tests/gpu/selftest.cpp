@@ -478,7 +478,8 @@ int main(int count, char** words) {
         return 0;
     }
     open_device();
-    if (name == "sums") sums();
+    if (name.rfind("tiles_", 0) == 0) tiles_case(name);
+    else if (name == "sums") sums();
     else if (name == "lanes") lanes();
     else if (name == "mma_bf16") product("selftest_mma_bf16", 16);
     else if (name == "mma_tf32") product("selftest_mma_tf32", 8);

@@ -142,3 +142,4 @@ CUresult launch(CUfunction kernel, unsigned blocks, unsigned threads, unsigned s
 }
 
 void nccl_case(const std::string& name, int ranks);
+void tiles_case(const std::string& name);

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "shim.h"
+#include "shim_copies.h"
 
 __thread ShimNow shim_now;
 
@@ -161,12 +162,23 @@ class Engine {
         }
     }
 
-    void barrier() {
+    // Whether the predicate is true in any thread.
+    bool barrier(bool predicate) {
         state[current->thread] = State::AtBarrier;
         ++at_barrier;
+        arrived |= predicate;
         release_barrier_if_complete();
         wait();
+        // The next barrier is complete only after all threads have read this.
+        return any;
     }
+
+    void copy_async(unsigned* to, const void* from, unsigned bytes) {
+        if (const char* wrong = copies[current->thread].issue(to, from, bytes)) fail(wrong);
+    }
+
+    void commit_copies() { copies[current->thread].commit(); }
+    void await_copies(unsigned later) { copies[current->thread].await(later); }
 
     void warp_call(WarpCall& call) {
         const unsigned thread = current->thread;
@@ -204,6 +216,7 @@ class Engine {
         living = count;
         next = 0;
         at_barrier = 0;
+        arrived = false;
         std::fill_n(state, count, State::Unstarted);
         for (unsigned warp = 0; warp * WARP < count; ++warp) {
             const unsigned lanes = std::min(WARP, count - warp * WARP);
@@ -223,6 +236,8 @@ class Engine {
         place(thread);
         kernel->call(arguments);
         check_stack(self);
+        if (copies[thread].pending()) fail("a thread ends with asynchronous copies that it has not awaited");
+        copies[thread].clear();
         state[thread] = State::Done;
         alive[thread / WARP] &= ~(1u << thread % WARP);
         --living;
@@ -268,6 +283,8 @@ class Engine {
     void release_barrier_if_complete() {
         if (at_barrier < living) return;
         at_barrier = 0;
+        any = arrived;
+        arrived = false;
         std::copy_n(start_order, count, released);
         if (order == Order::Shuffled) arrange(released, count);
         for (unsigned i = 0; i < count; ++i) {
@@ -367,11 +384,13 @@ class Engine {
     Context home;
     Fiber* current = nullptr;
     unsigned count = 0, living = 0, next = 0, at_barrier = 0;
+    bool arrived = false, any = false;   // __syncthreads_or: of the threads at the barrier, and of the last one
     State state[MOST_THREADS];
     Fiber* holder[MOST_THREADS];
     unsigned alive[MOST_THREADS / WARP];     // the live lanes of each warp
     unsigned waiting[MOST_THREADS / WARP];   // the lanes in a warp function
     WarpCall* calls[MOST_THREADS];
+    Copies copies[MOST_THREADS];
     unsigned start_order[MOST_THREADS], released[MOST_THREADS];
     std::vector<std::unique_ptr<Fiber>> fibers;
     std::vector<Fiber*> idle;
@@ -432,4 +451,8 @@ extern "C" void __ubsan_handle_type_mismatch_v1_abort(const shim::Access* access
     shim::engine().fail(text);
 }
 
-void __syncthreads() { shim::engine().barrier(); }
+void __syncthreads() { shim::engine().barrier(false); }
+int __syncthreads_or(int predicate) { return shim::engine().barrier(predicate != 0); }
+void shim_copy_async(unsigned* to, const void* from, unsigned bytes) { shim::engine().copy_async(to, from, bytes); }
+void shim_commit_copies() { shim::engine().commit_copies(); }
+void shim_await_copies(unsigned later) { shim::engine().await_copies(later); }

@@ -5,7 +5,8 @@
 // in any order; FAKE_GPU_ORDER=forward|reverse|shuffled (with FAKE_GPU_SEED) selects the order of blocks, and of
 // threads between two waits. A kernel whose result depends on it lacks a barrier. A barrier that a live thread of the
 // block never reaches ends the process with the kernel's name, as does an access at a misaligned address.
-// FAKE_GPU_TRUNCATE=1 makes tensor cores truncate their sums, as real ones do.
+// FAKE_GPU_TRUNCATE=1 makes tensor cores truncate their sums, as real ones do. Asynchronous copies arrive as late as they
+// may.
 //
 // This header is included before each source, `device.cuh` second; see fake_gpu.rs for the whole command.
 #pragma once
@@ -60,7 +61,18 @@ extern __thread ShimNow shim_now;
 
 namespace shim {
 
-enum class WarpFunction { Sync, Shuffle, ShuffleUp, ShuffleDown, ShuffleXor, Ballot, MmaBf16, MmaTf32 };
+enum class WarpFunction {
+    Sync,
+    Shuffle,
+    ShuffleUp,
+    ShuffleDown,
+    ShuffleXor,
+    Ballot,
+    MmaBf16,
+    MmaTf32,
+    LoadMatrices,
+    LoadMatricesTransposed
+};
 
 // One lane's part in a warp function. It is on the lane's stack while the lane waits for the others in `mask`; the
 // last one to arrive computes all results.
@@ -98,6 +110,7 @@ T shuffle(WarpFunction function, unsigned mask, T value, unsigned lane, int widt
 }   // namespace shim
 
 void __syncthreads();
+int __syncthreads_or(int predicate);
 
 inline void __syncwarp(unsigned mask = 0xffffffffu) {
     shim::WarpCall call{shim::WarpFunction::Sync, mask, nullptr, nullptr, 0, 0, 32};
@@ -145,6 +158,18 @@ inline void shim_mma_tf32_1688(float d[4], const unsigned a[4], const unsigned b
     shim::WarpCall call{shim::WarpFunction::MmaTf32, 0xffffffffu, &lane, nullptr, 0, 0, 32};
     shim::warp_call(call);
 }
+
+// Rows of 16 bytes from shared memory: `row` is that of row lane % 8 of matrix lane / 8.
+inline void shim_load_matrices(unsigned d[4], const unsigned* row, bool transposed) {
+    const auto function = transposed ? shim::WarpFunction::LoadMatricesTransposed : shim::WarpFunction::LoadMatrices;
+    shim::WarpCall call{function, 0xffffffffu, row, d, 0, 0, 32};
+    shim::warp_call(call);
+}
+
+// Asynchronous copies to shared memory: see shim_copies.h.
+void shim_copy_async(unsigned* to, const void* from, unsigned bytes);
+void shim_commit_copies();
+void shim_await_copies(unsigned later);
 
 // ---- Atomics: real ones, because kernels of other streams run on other host threads ----
 

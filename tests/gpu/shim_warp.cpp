@@ -1,5 +1,6 @@
 // Warp functions: computed for all lanes at once, by the lane that arrives last.
 #include <cmath>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 
@@ -121,6 +122,33 @@ void multiply_tf32(WarpCall* const lanes[LANES]) {
     multiply(lanes, a, b);
 }
 
+// Loads four matrices. A real GPU reads the eight rows of a matrix at once if they are in different groups of four banks,
+// and ours all are.
+const char* load_matrices(WarpCall* const lanes[LANES], bool transposed) {
+    unsigned short rows[LANES][8];
+    for (unsigned matrix = 0; matrix < LANES; matrix += 8) {
+        unsigned groups = 0;
+        for (unsigned row = matrix; row < matrix + 8; ++row) {
+            const auto address = (uintptr_t)lanes[row]->in;
+            if (address % 16 != 0) return "a row of a matrix at a misaligned address";
+            groups |= 1u << address / 16 % 8;
+            memcpy(rows[row], lanes[row]->in, sizeof rows[row]);
+        }
+        if (groups != 0xff) return "rows of a matrix in the same banks of shared memory";
+    }
+    for (unsigned lane = 0; lane < LANES; ++lane) {
+        const unsigned g = lane / 4, t = lane % 4;
+        auto* out = (unsigned*)lanes[lane]->out;
+        for (unsigned m = 0; m < 4; ++m) {
+            const auto& matrix = rows + 8 * m;
+            const unsigned short low = transposed ? matrix[2 * t][g] : matrix[g][2 * t];
+            const unsigned short high = transposed ? matrix[2 * t + 1][g] : matrix[g][2 * t + 1];
+            out[m] = low | (unsigned)high << 16;
+        }
+    }
+    return nullptr;
+}
+
 }   // namespace
 
 const char* exchange(WarpCall* const lanes[LANES]) {
@@ -133,12 +161,17 @@ const char* exchange(WarpCall* const lanes[LANES]) {
         if (lanes[lane]->function != first->function) return "the lanes of a warp call different warp functions";
     }
     const bool product = first->function == WarpFunction::MmaBf16 || first->function == WarpFunction::MmaTf32;
+    const bool transposed = first->function == WarpFunction::LoadMatricesTransposed;
+    const bool load = transposed || first->function == WarpFunction::LoadMatrices;
     if (product && present < LANES) return "a matrix product without all 32 lanes of the warp";
+    if (load && present < LANES) return "matrices are loaded without all 32 lanes of the warp";
     switch (first->function) {
         case WarpFunction::Sync: break;
         case WarpFunction::Ballot: ballot(lanes); break;
         case WarpFunction::MmaBf16: multiply_bf16(lanes); break;
         case WarpFunction::MmaTf32: multiply_tf32(lanes); break;
+        case WarpFunction::LoadMatrices:
+        case WarpFunction::LoadMatricesTransposed: return load_matrices(lanes, transposed);
         default:
             for (unsigned lane = 0; lane < LANES; ++lane) {
                 if (lanes[lane] != nullptr) shuffle_lane(lanes, lane);

@@ -53,6 +53,37 @@ fn tensor_cores_truncate_on_request() {
 }
 
 #[test]
+fn matrices_are_loaded_without_bank_conflicts() {
+    passes("tiles_matrices");
+    ends_with("tiles_bank_conflict", "rows of a matrix in the same banks of shared memory");
+    passes("tiles_conflicts");
+}
+
+/// What arrives too late, or is overwritten too early, is found in any thread order.
+#[test]
+fn asynchronous_copies_arrive_after_a_wait_and_a_barrier() {
+    for order in ["forward", "reverse", "shuffled"] {
+        for name in ["", "_without_wait", "_without_barrier", "_too_early"] {
+            case(&[&format!("tiles_copies{name}")], &[("FAKE_GPU_ORDER", order)]).expect(0, &[]);
+        }
+    }
+    ends_with("tiles_copies_left_behind", "a thread ends with asynchronous copies that it has not awaited");
+}
+
+#[test]
+fn tiles_are_multiplied_at_any_depth_by_both_loops() {
+    for precision in ["bf16", "tf32"] {
+        for order in ["forward", "reverse", "shuffled"] {
+            case(&[&format!("tiles_products_{precision}")], &[("FAKE_GPU_ORDER", order)]).expect(0, &[]);
+        }
+        for truncate in ["0", "1"] {
+            let truncate = [("FAKE_GPU_TRUNCATE", truncate)];
+            case(&[&format!("tiles_same_bits_{precision}")], &truncate).expect(0, &[]);
+        }
+    }
+}
+
+#[test]
 fn a_misaligned_access_is_reported() {
     passes("aligned");
     let finished = case(&["misaligned"], &[]);

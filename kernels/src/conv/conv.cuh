@@ -9,24 +9,28 @@
 // A tap is one of the K x K positions of the kernel, a pixel a position of one of the images.
 
 // ---- Operands in global memory ----
-// Each operand returns the element at a line and a depth, or 16 bytes at lines or depths prepared before by
-// find_line, find_depth or find_run. Elements beyond the last line are zero; AlongDepth and AlongLines handle the end
+// Each operand returns the element at a line and a depth, or the source of 16 bytes at lines or depths prepared before
+// by find_line, find_depth or find_run. Elements beyond the last line are zero; AlongDepth and AlongLines handle the end
 // of the depth.
+//
+// NARROW operands have 2, 4 or 6 channels of 16 bits, fewer than a unit of 16 bytes. Lines and depths that name a channel
+// are then numbered as if there were eight of them, so that a unit is the channels of one tap; the missing ones are zeros.
 
 // Lines are pixels of the images `lines`, depths are (tap, channel): the pixels of the images `side` that the kernel
 // covers at that position. From an output pixel in row y, tap u reads the input row y - P + u; from an input pixel in
 // row y, tap u reads the output row y + P - u. If the output is pooled (`windows`), lines are the pixels of one window
 // after another, four each.
-template <class T, i32 SIGN>
+template <class T, i32 SIGN, bool NARROW = false>
 struct GatherByPixel {
     const T* values;
     const ImageExtents& lines;
     const ImageExtents& side;
     const Convolution& shape;
     const ImageExtents* windows;
-    i32 y[2], x[2], pixel[2];   // position read by tap 0
-    u32 channel;
+    i32 y[2], x[2];   // position read by tap 0
+    const T* pixel[2];
     i32 down, right;
+    i64 offset;   // of the depth from that position
 
     __device__ GatherByPixel(
         const T* values, const ImageExtents& lines, const ImageExtents& side, const Convolution& shape,
@@ -46,50 +50,67 @@ struct GatherByPixel {
         // A line beyond the last one reads zeros: no tap leads from there into the image.
         y[i] = known ? (i32)row - SIGN * (i32)shape.pad : -(1 << 30);
         x[i] = (i32)column - SIGN * (i32)shape.pad;
-        pixel[i] = (i32)((image * side.height + (u32)y[i]) * side.width + (u32)x[i]);
+        const i64 place = ((i64)(image * side.height) + y[i]) * side.width + x[i];
+        pixel[i] = known ? values + place * side.channels : values;
     }
 
     __device__ void find_depth(u32 depth) {
-        shape.tap(side.outer(depth, channel), down, right);
+        u32 channel = 0;
+        const u32 tap = NARROW ? depth / Elements<T>::QUAD : side.outer(depth, channel);
+        shape.tap(tap, down, right);
         down *= SIGN, right *= SIGN;
+        offset = (i64)(down * (i32)side.width + right) * (i32)side.channels + channel;
     }
 
     __device__ bool inside(u32 i) const {
         return (u32)(y[i] + down) < side.height && (u32)(x[i] + right) < side.width;
     }
 
-    __device__ const T* address(u32 i) const {
-        return values + ((i64)(pixel[i] + (down * (i32)side.width + right)) * side.channels + channel);
+    __device__ auto source(u32 i) const {
+        if constexpr (NARROW) {
+            return NarrowSource<T>{pixel[i] + offset, inside(i) ? side.channels / 2 : 0};
+        } else {
+            return Source<T>{pixel[i] + offset, inside(i)};
+        }
     }
-
-    __device__ Quad quad(u32 i) const { return inside(i) ? *(const Quad*)address(i) : Quad{}; }
 
     __device__ T element(u32 line, u32 depth) {
         find_line(0, line);
         find_depth(depth);
-        return inside(0) ? *address(0) : T{};
+        return inside(0) ? pixel[0][offset] : T{};
     }
 };
 
 // Lines are filters, depths are (tap, channel).
-template <class T>
+template <class T, bool NARROW = false>
 struct Filters {
     const T* values;
-    u32 filters, length;
-    u32 at[2];
+    u32 filters, channels, length;
+    u32 at[2];   // below 2^31 if there is such a filter
     u32 depth;
 
     __device__ Filters(const T* values, const Convolution& shape)
-        : values(values), filters(shape.output.channels), length(shape.taps() * shape.input.channels) {}
+        : values(values), filters(shape.output.channels), channels(shape.input.channels),
+          length(shape.taps() * shape.input.channels) {}
 
-    __device__ void find_line(u32 i, u32 line) { at[i] = line < filters ? line * length : ~0u; }
-    __device__ void find_depth(u32 found) { depth = found; }
-    __device__ Quad quad(u32 i) const { return at[i] != ~0u ? *(const Quad*)(values + (at[i] + depth)) : Quad{}; }
+    __device__ void find_line(u32 i, u32 line) { at[i] = line < filters ? line * length : 1u << 31; }
+    __device__ void find_depth(u32 found) { depth = NARROW ? found / Elements<T>::QUAD * channels : found; }
+
+    __device__ auto source(u32 i) const {
+        const T* from = values + (at[i] + depth);
+        const bool inside = at[i] >> 31 == 0;
+        if constexpr (NARROW) {
+            return NarrowSource<T>{from, inside ? channels / 2 : 0};
+        } else {
+            return Source<T>{from, inside};
+        }
+    }
+
     __device__ T element(u32 line, u32 at) const { return line < filters ? values[line * length + at] : T{}; }
 };
 
 // Lines are channels, depths are (tap, filter): the same weights, transposed.
-template <class T>
+template <class T, bool NARROW = false>
 struct Channels {
     const T* values;
     const Convolution& shape;
@@ -105,8 +126,12 @@ struct Channels {
         return values + ((filter * shape.taps() + tap) * shape.input.channels + line);
     }
 
-    __device__ Quad quad(u32 depth) const {
-        return channel < shape.input.channels ? *(const Quad*)address(channel, depth) : Quad{};
+    __device__ auto source(u32 depth) const {
+        if constexpr (NARROW) {
+            return NarrowSource<T>{address(0, depth), channel == 0 ? shape.input.channels / 2 : 0};
+        } else {
+            return Source<T>{address(channel, depth), channel < shape.input.channels};
+        }
     }
 
     __device__ T element(u32 line, u32 depth) const {
@@ -124,12 +149,12 @@ struct Gradients {
 
     __device__ void find_run(u32 line) { filter = line; }
     __device__ const T* address(u32 line, u32 depth) const { return values + ((u64)depth * filters + line); }
-    __device__ Quad quad(u32 depth) const { return filter < filters ? *(const Quad*)address(filter, depth) : Quad{}; }
+    __device__ Source<T> source(u32 depth) const { return {address(filter, depth), filter < filters}; }
     __device__ T element(u32 line, u32 depth) const { return line < filters ? *address(line, depth) : T{}; }
 };
 
 // Lines are (tap, channel), depths are output pixels: the input that the kernel covers at that position.
-template <class T>
+template <class T, bool NARROW = false>
 struct GatherByTap {
     const T* values;
     const Convolution& shape;
@@ -139,37 +164,48 @@ struct GatherByTap {
     __device__ GatherByTap(const T* values, const Convolution& shape) : values(values), shape(shape) {}
 
     __device__ void find_run(u32 line) {
-        const u32 tap = shape.input.outer(line, channel);
+        u32 tap;
+        if constexpr (NARROW) {
+            tap = line / Elements<T>::QUAD, channel = 0;
+        } else {
+            tap = shape.input.outer(line, channel);
+        }
         shape.tap(tap, down, right);
         // A tap beyond the last one reads zeros.
         down = tap < shape.taps() ? down - (i32)shape.pad : 1 << 30;
         right -= (i32)shape.pad;
     }
 
-    // The address of the run's input for an output pixel, or null outside the image.
-    __device__ const T* address(u32 depth) const {
+    __device__ auto source(u32 depth) const {
         u32 row, column;
         const u32 image = shape.output.place(depth, row, column);
         const u32 y = row + (u32)down, x = column + (u32)right;
-        if (y >= shape.input.height || x >= shape.input.width) return nullptr;
-        return values + ((u64)((image * shape.input.height + y) * shape.input.width + x) * shape.input.channels + channel);
-    }
-
-    __device__ Quad quad(u32 depth) const {
-        const T* at = address(depth);
-        return at ? *(const Quad*)at : Quad{};
+        const u64 pixel = (image * shape.input.height + y) * shape.input.width + x;
+        const T* from = values + (pixel * shape.input.channels + channel);
+        const bool inside = y < shape.input.height && x < shape.input.width;
+        if constexpr (NARROW) {
+            return NarrowSource<T>{from, inside ? shape.input.channels / 2 : 0};
+        } else {
+            return Source<T>{from, inside};
+        }
     }
 
     __device__ T element(u32 line, u32 depth) {
         find_run(line);
-        const T* at = address(depth);
-        return at ? *at : T{};
+        const Source<T> from = source(depth);
+        return from.inside ? *from.at : T{};
     }
 };
 
 // ---- The passes ----
 
 #define PRODUCT_TYPE template <class, class> class PRODUCT
+
+// The input's channels in lines and depths.
+template <class T, bool NARROW>
+__device__ inline u32 numbered_channels(const Convolution& shape) {
+    return NARROW ? Elements<T>::QUAD : shape.input.channels;
+}
 
 // Tiles that share rows have consecutive block indices, since the gathered operand is the larger one.
 template <class TILE>
@@ -179,31 +215,31 @@ __device__ inline void tile_of_block(u32 columns, u32& row, u32& column) {
     column = blockIdx.x % across * TILE::SIDE;
 }
 
-template <class T, PRODUCT_TYPE, class TILE, bool VECTOR>
+template <class T, PRODUCT_TYPE, class TILE, bool VECTOR, bool NARROW = false>
 __device__ inline void forward(
     const T* x, const T* w, const f32* bias, T* y, const Convolution& shape, const After& after) {
     using Product = PRODUCT<T, TILE>;
-    using Left = AlongDepth<T, TILE, Product, GatherByPixel<T, 1>, VECTOR>;
-    using Right = AlongDepth<T, TILE, Product, Filters<T>, VECTOR>;
-    __shared__ TileMemory<Left, Right> memory;
+    using Left = AlongDepth<T, TILE, Product, GatherByPixel<T, 1, NARROW>, VECTOR, VECTOR && !NARROW>;
+    using Right = AlongDepth<T, TILE, Product, Filters<T, NARROW>, VECTOR, VECTOR && !NARROW>;
+    __shared__ TileMemory<TILE, Left, Right> memory;
     const u32 columns = shape.output.channels;
     u32 row, column;
     tile_of_block<TILE>(columns, row, column);
     Left left({x, shape.output, shape.input, shape, after.chosen ? &after.pooled : nullptr}, row);
     Right right({w, shape}, column);
     Product product;
-    const u32 depth = shape.taps() * shape.input.channels;
+    const u32 depth = shape.taps() * numbered_channels<T, NARROW>(shape);
     multiply(left, right, product, memory, row, column, 0, depth, Elements<T>::STEP, [](const u32*) {});
     product.write(ForwardResult<T, VECTOR>{y, bias, shape, after, row, column}, memory.words());
 }
 
-template <class T, PRODUCT_TYPE, class TILE, bool VECTOR>
+template <class T, PRODUCT_TYPE, class TILE, bool VECTOR, bool NARROW = false>
 __device__ inline void backward_input(
     const T* w, const T* dy, T* dx, const Convolution& shape, const Before& before) {
     using Product = PRODUCT<T, TILE>;
-    using Left = AlongDepth<T, TILE, Product, GatherByPixel<T, -1>, VECTOR>;
-    using Right = AlongLines<T, TILE, Product, Channels<T>, VECTOR>;
-    __shared__ TileMemory<Left, Right> memory;
+    using Left = AlongDepth<T, TILE, Product, GatherByPixel<T, -1>, VECTOR, VECTOR && !NARROW>;
+    using Right = AlongLines<T, TILE, Product, Channels<T, NARROW>, VECTOR, VECTOR && !NARROW>;
+    __shared__ TileMemory<TILE, Left, Right> memory;
     const u32 columns = shape.input.channels;
     u32 row, column;
     tile_of_block<TILE>(columns, row, column);
@@ -212,21 +248,22 @@ __device__ inline void backward_input(
     Product product;
     const u32 depth = shape.taps() * shape.output.channels;
     multiply(left, right, product, memory, row, column, 0, depth, Elements<T>::STEP, [](const u32*) {});
-    const InputResult<T, VECTOR> result{dx, shape.input.pixels, columns, before, row, column};
+    const InputResult<T, VECTOR && !NARROW> result{dx, shape.input.pixels, columns, before, row, column};
     product.write(result, memory.words());
 }
 
 // The weights' gradient from a slice of the output pixels; the last blocks add up the slices. The gradient of the bias
 // is the sum of the lines of the left operand: the first tiles of the rows have them anyway.
-template <class T, PRODUCT_TYPE, class TILE, bool VECTOR>
+template <class T, PRODUCT_TYPE, class TILE, bool VECTOR, bool NARROW = false>
 __device__ inline void backward_weights(const T* x, const T* dy, const Convolution& shape, const WeightSums& sums) {
     using Product = PRODUCT<T, TILE>;
-    using Left = AlongLines<T, TILE, Product, Gradients<T>, VECTOR>;
-    using Right = AlongLines<T, TILE, Product, GatherByTap<T>, VECTOR>;
-    __shared__ TileMemory<Left, Right> memory;
-    const u32 rows = shape.output.channels, columns = shape.taps() * shape.input.channels;
+    using Left = AlongLines<T, TILE, Product, Gradients<T>, VECTOR, VECTOR && !NARROW>;
+    using Right = AlongLines<T, TILE, Product, GatherByTap<T, NARROW>, VECTOR, VECTOR && !NARROW>;
+    using Result = WeightsResult<VECTOR && !NARROW, NARROW ? Elements<T>::QUAD : 0>;
+    __shared__ TileMemory<TILE, Left, Right> memory;
+    const u32 channels = shape.input.channels, rows = shape.output.channels, columns = shape.taps() * channels;
     u32 row, column;
-    tile_of_block<TILE>(columns, row, column);
+    tile_of_block<TILE>(shape.taps() * numbered_channels<T, NARROW>(shape), row, column);
     const u32 start = blockIdx.y * shape.slice, end = least(start + shape.slice, shape.output.pixels);
     const bool sums_line = sums.bias && column == 0 && threadIdx.x < TILE::SIDE && row + threadIdx.x < rows;
     f32 line_sum = 0.0f;
@@ -239,13 +276,13 @@ __device__ inline void backward_weights(const T* x, const T* dy, const Convoluti
     const bool alone = gridDim.y == 1;
     const u64 len = (u64)rows * columns, slice_len = len + rows;
     f32* slice = sums.slices + blockIdx.y * slice_len;
-    product.write(WeightsResult<VECTOR>{alone ? sums.weights : slice, rows, columns, row, column}, memory.words());
+    product.write(Result{alone ? sums.weights : slice, rows, columns, row, column, channels}, memory.words());
     if (sums_line) (alone ? sums.bias : slice + len)[row + threadIdx.x] = line_sum;
     if (alone) return;
     u32* counters = sums.counters + blockIdx.x * (slice_groups(gridDim.y) + 1);
     add_slices(counters, blockIdx.y, gridDim.y, [&](u32 first, u32 step, u32 count, bool total) {
         f32* from = sums.slices + first * slice_len;
-        const WeightsResult<VECTOR> result{total ? sums.weights : from, rows, columns, row, column};
+        const Result result{total ? sums.weights : from, rows, columns, row, column, channels};
         Product::each_unit([&](u32 down, u32 across) { result.add(down, across, from, step * slice_len, count); });
         if (sums_line) {
             f32* to = (total ? sums.bias : from + len) + row + threadIdx.x;
@@ -256,7 +293,8 @@ __device__ inline void backward_weights(const T* x, const T* dy, const Convoluti
 
 // ---- Entry points ----
 // They are in a source for each precision. `_large` and `_small` move 16 bytes at a time: channels and filters are
-// multiples of 4 in f32, of 8 in bf16. `_scalar` supports any numbers.
+// multiples of 4 in f32, of 8 in bf16. `_narrow` supports 2, 4 or 6 channels of bf16, and filters as before; `_scalar` any
+// numbers.
 
 #ifdef TENSOR_CORES
 #define TENSOR TensorProduct

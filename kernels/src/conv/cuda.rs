@@ -7,7 +7,8 @@
 //! On the device, images are NHWC (channels fastest) and weights are \[F, K, K, C\]. Activations, their gradients and
 //! the weights are of the precision's [storage](Precision::storage) type; bias, the gradients of weights and bias,
 //! and the workspace are f32. The kernels move 16 bytes at a time if channels and filters are multiples of 4 (f32) or
-//! 8 (bf16) and all addresses are multiples of 16; otherwise slower kernels move single elements.
+//! 8 (bf16) and all addresses are multiples of 16. Inputs of 2, 4 or 6 channels in bf16 are read pixel by pixel, as if they
+//! had eight; otherwise slower kernels move single elements.
 //!
 //! GPUs without tensor cores for a type (compute capability below 8.0) use plain multiply-adds.
 //!
@@ -16,7 +17,7 @@
 
 use super::ConvShape;
 use super::first::{self, OutputGradient};
-use super::partition::{self, Reciprocal, Slices, Tile};
+use super::partition::{self, Reciprocal, Slices, Tile, Units};
 use crate::DType;
 use crate::Precision;
 use crate::cuda::counters::{ColumnSums, check_counters};
@@ -181,12 +182,10 @@ impl WeightSums {
     }
 }
 
-/// True if the kernels that move 16 bytes at a time may be used.
-fn vectors(shape: &ConvShape, precision: Precision, views: &[View<'_>]) -> bool {
-    let pack = 16 / precision.storage().size();
-    shape.channels.is_multiple_of(pack)
-        && shape.filters.is_multiple_of(pack)
-        && views.iter().all(|view| aligned(16 / view.dtype().size(), &[*view]))
+/// How the kernels read these operands.
+fn units(shape: &ConvShape, precision: Precision, views: &[View<'_>]) -> Units {
+    let aligned = views.iter().all(|view| aligned(16 / view.dtype().size(), &[*view]));
+    if aligned { Units::of(shape, precision) } else { Units::Elements }
 }
 
 /// Runs the matrix product of `pass`, with a block for every tile of `rows` by `columns` and every slice.
@@ -224,10 +223,10 @@ fn tile(
     rows: usize,
     columns: usize,
 ) -> Tile {
-    if vectors(shape, precision, views) {
-        Tile::choose(rows, columns, stream.device().multiprocessors())
-    } else {
-        Tile::Scalar
+    match units(shape, precision, views) {
+        Units::Whole => Tile::choose(rows, columns, stream.device().multiprocessors()),
+        Units::Narrow => Tile::Narrow,
+        Units::Elements => Tile::Scalar,
     }
 }
 
@@ -404,13 +403,9 @@ pub fn backward_weights(
         return db.map_or(Ok(()), |db| stream.zero(db));
     }
     // Whether the workspace is aligned decides too, since the sums of slices are written to it.
-    let (tile, slices) = partition::partition_weights(
-        shape,
-        images,
-        precision,
-        vectors(shape, precision, &[x, dy, dw, workspace.sums]),
-    );
-    let (rows, columns) = (shape.filters, shape.filter_len());
+    let units = units(shape, precision, &[x, dy, dw, workspace.sums]);
+    let (tile, slices) = partition::partition_weights(shape, images, precision, units);
+    let (rows, columns) = (shape.filters, units.weight_columns(shape));
     let sums = WeightSums::new(workspace, slices.count, tile.count(rows, columns), dw, db, rows);
     let extents = Convolution::new(shape, images, slices.len, LINEAR);
     let sums = sums.argument(slices.count, dw, rows);

@@ -40,8 +40,41 @@ pub(super) enum Tile {
     Large,
     /// 64 × 64 results by 128 threads.
     Small,
+    /// As `Small`, for inputs with fewer channels than 16 bytes hold.
+    Narrow,
     /// As `Small`, but moves single elements: for any extents and addresses.
     Scalar,
+}
+
+/// How the kernels read the operands of a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Units {
+    /// 16 bytes at a time.
+    Whole,
+    /// The channels of the input are less than 16 bytes, and are read together.
+    Narrow,
+    /// Single elements.
+    Elements,
+}
+
+impl Units {
+    /// What the channels and filters of `shape` permit, if all addresses are multiples of 16.
+    pub(super) fn of(shape: &ConvShape, precision: Precision) -> Self {
+        let unit = 16 / precision.storage().size();
+        match (shape.channels, shape.filters.is_multiple_of(unit)) {
+            (channels, true) if channels.is_multiple_of(unit) => Units::Whole,
+            (2 | 4 | 6, true) if unit == 8 => Units::Narrow,
+            _ => Units::Elements,
+        }
+    }
+
+    /// Columns of the product that computes the gradient of the weights: with narrow units, each tap has eight channels.
+    pub(super) fn weight_columns(self, shape: &ConvShape) -> usize {
+        match self {
+            Units::Narrow => 8 * shape.kernel * shape.kernel,
+            Units::Whole | Units::Elements => shape.filter_len(),
+        }
+    }
 }
 
 impl Tile {
@@ -49,6 +82,7 @@ impl Tile {
         match self {
             Tile::Large => "large",
             Tile::Small => "small",
+            Tile::Narrow => "narrow",
             Tile::Scalar => "scalar",
         }
     }
@@ -56,14 +90,14 @@ impl Tile {
     pub(super) const fn side(self) -> usize {
         match self {
             Tile::Large => 128,
-            Tile::Small | Tile::Scalar => 64,
+            Tile::Small | Tile::Narrow | Tile::Scalar => 64,
         }
     }
 
     pub(super) const fn threads(self) -> u32 {
         match self {
             Tile::Large => 256,
-            Tile::Small | Tile::Scalar => 128,
+            Tile::Small | Tile::Narrow | Tile::Scalar => 128,
         }
     }
 
@@ -110,21 +144,21 @@ pub(super) fn pixels(shape: &ConvShape, images: usize) -> usize {
 }
 
 /// The tile of the product that computes the weights' gradient, and the slices of its sum over the output pixels.
-/// `vectors` says whether 16 bytes can be moved at a time.
 pub(super) fn partition_weights(
     shape: &ConvShape,
     images: usize,
     precision: Precision,
-    vectors: bool,
+    units: Units,
 ) -> (Tile, Slices) {
-    let (rows, columns, pixels) = (shape.filters, shape.filter_len(), pixels(shape, images));
+    let (rows, columns, pixels) = (shape.filters, units.weight_columns(shape), pixels(shape, images));
     let step = 64 / precision.storage().size();
     let most = (pixels / (step * STEPS_OF_SLICE)).max(1);
     let (large, small) = (Tile::Large.count(rows, columns), Tile::Small.count(rows, columns));
-    let tile = match vectors {
-        false => Tile::Scalar,
-        true if 3 * large <= small && large * most >= BLOCKS / 2 => Tile::Large,
-        true => Tile::Small,
+    let tile = match units {
+        Units::Elements => Tile::Scalar,
+        Units::Narrow => Tile::Narrow,
+        Units::Whole if 3 * large <= small && large * most >= BLOCKS / 2 => Tile::Large,
+        Units::Whole => Tile::Small,
     };
     let blocks = if tile == Tile::Large { BLOCKS } else { 2 * BLOCKS };
     (tile, Slices::new(pixels, step, (blocks / tile.count(rows, columns)).clamp(1, most)))
@@ -186,9 +220,9 @@ pub fn workspace_bytes(shape: &ConvShape, images: usize, precision: Precision) -
     let len = shape.weights_len() + shape.filters;
     let weights = match Bands::new(shape, images, None) {
         Some(_) => BLOCKS * len,
-        // Whether vectors are used depends on addresses as well.
-        None => [false, true]
-            .map(|vectors| partition_weights(shape, images, precision, vectors).1.workspace(len))
+        // How operands are read depends on addresses as well.
+        None => [Units::Elements, Units::of(shape, precision)]
+            .map(|units| partition_weights(shape, images, precision, units).1.workspace(len))
             .into_iter()
             .fold(0, usize::max),
     };
@@ -256,6 +290,24 @@ mod tests {
     }
 
     #[test]
+    fn narrow_units_are_for_few_channels_of_16_bits() {
+        let units = |channels, filters, precision| Units::of(&conv(channels, 12, filters, 5), precision);
+        assert_eq!([2, 4, 6].map(|channels| units(channels, 16, Precision::Bf16)), [Units::Narrow; 3]);
+        assert_eq!([1, 3, 5, 10].map(|channels| units(channels, 16, Precision::Bf16)), [Units::Elements; 4]);
+        assert_eq!(units(6, 10, Precision::Bf16), Units::Elements, "whole units of filters only");
+        assert_eq!(units(6, 16, Precision::Tf32), Units::Elements, "six channels are 24 bytes");
+        assert_eq!(units(4, 16, Precision::Tf32), Units::Whole);
+        assert_eq!(units(8, 16, Precision::Bf16), Units::Whole);
+        let lenet5 = conv(6, 14, 16, 5);
+        let (tile, slices) = partition_weights(&lenet5, 1024, Precision::Bf16, Units::Narrow);
+        assert_eq!(
+            (tile, slices.count),
+            (Tile::Narrow, 132),
+            "25 taps of 8 channels are 4 tiles; 528 blocks"
+        );
+    }
+
+    #[test]
     fn large_tiles_are_selected_if_they_fill_the_gpu_and_the_matrix() {
         assert_eq!(Tile::choose(1024 * 784, 128, 132), Tile::Large);
         assert_eq!(Tile::choose(1024 * 784, 64, 132), Tile::Small, "half of a large tile would be empty");
@@ -267,9 +319,9 @@ mod tests {
 
     #[test]
     fn gradients_of_weights_are_split_until_the_gpu_is_busy() {
-        let (tile, slices) = partition_weights(&conv(128, 28, 128, 5), 1024, Precision::Bf16, true);
+        let (tile, slices) = partition_weights(&conv(128, 28, 128, 5), 1024, Precision::Bf16, Units::Whole);
         assert_eq!((tile, slices.count), (Tile::Large, 10), "25 tiles, 264 blocks");
-        let (tile, slices) = partition_weights(&conv(64, 14, 64, 3), 128, Precision::Bf16, true);
+        let (tile, slices) = partition_weights(&conv(64, 14, 64, 3), 128, Precision::Bf16, Units::Whole);
         assert_eq!((tile, slices.count), (Tile::Small, 56), "9 tiles, 528 blocks");
         let dense = ConvShape {
             channels: 3136,
@@ -279,9 +331,12 @@ mod tests {
             kernel: 1,
             padding: Padding::Valid,
         };
-        let (tile, slices) = partition_weights(&dense, 256, Precision::Bf16, true);
+        let (tile, slices) = partition_weights(&dense, 256, Precision::Bf16, Units::Whole);
         assert_eq!((tile, slices.count), (Tile::Large, 1), "enough tiles");
-        assert_eq!(partition_weights(&conv(3, 32, 16, 3), 8, Precision::F32, false).0, Tile::Scalar);
+        assert_eq!(
+            partition_weights(&conv(3, 32, 16, 3), 8, Precision::F32, Units::Elements).0,
+            Tile::Scalar
+        );
     }
 
     #[test]

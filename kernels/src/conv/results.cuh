@@ -208,26 +208,44 @@ struct WeightSums {
     u32* counters;
 };
 
-template <bool VECTOR>
+// The columns of the product are numbered as those of the weights, or with UNIT channels instead of `channels`, of which
+// the others do not exist.
+template <bool VECTOR, u32 UNIT>
 struct WeightsResult {
     f32* weights;
     u32 rows, columns;
     u32 first_row, first_column;
+    u32 channels;
+
+    // Finds the column of the weights for that of the product, and how many of them belong together from there on.
+    __device__ bool place(u32 across, u32& column, u32& known) const {
+        column = first_column + across;
+        known = columns - column;
+        if constexpr (UNIT != 0) {
+            const u32 channel = column % UNIT;
+            if (channel >= channels) return false;
+            column = column / UNIT * channels + channel;
+            known = channels - channel;
+        }
+        return column < columns;
+    }
 
     __device__ void unit(u32 down, u32 across, const f32 values[4][4]) const {
-        const u32 row = first_row + down, column = first_column + across;
-        if (column >= columns) return;
+        const u32 row = first_row + down;
+        u32 column, known;
+        if (!place(across, column, known)) return;
 #pragma unroll
         for (u32 r = 0; r < 4; r++) {
             f32* to = weights + ((u64)(row + r) * columns + column);
-            if (row + r < rows) store_four<f32, VECTOR>(to, values[r], columns - column);
+            if (row + r < rows) store_four<f32, VECTOR>(to, values[r], known);
         }
     }
 
     // Writes a unit of the sum of `count` slices, from `from` on. One block does this, so many loads are in flight.
     __device__ void add(u32 down, u32 across, const f32* from, u64 stride, u32 count) const {
-        const u32 row = first_row + down, column = first_column + across;
-        if (row >= rows || column >= columns) return;
+        const u32 row = first_row + down;
+        u32 column, known;
+        if (row >= rows || !place(across, column, known)) return;
         f32 sums[4][4] = {};
 #pragma unroll 2
         for (u32 i = 0; i < count; i++, from += stride) {

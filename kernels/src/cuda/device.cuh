@@ -81,6 +81,17 @@ __device__ inline u32 f32_to_tf32(f32 value) {
     return (bits + 0x1000u) & 0xffffe000u;
 }
 
+// The same as an operand of mma_tf32_1688, in one instruction; its layout is the hardware's own.
+__device__ inline u32 tf32_operand(f32 value) {
+#if !defined(MGPU_SHIM) && __CUDA_ARCH__ >= 800
+    u32 operand;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(operand) : "f"(value));
+    return operand;
+#else
+    return f32_to_tf32(value);
+#endif
+}
+
 template <class T>
 __device__ inline T least(T a, T b) {
     return b < a ? b : a;
@@ -235,19 +246,16 @@ __device__ inline u32 slice_groups(u32 slices) { return (slices + SLICES_OF_GROU
 // True in all threads of the last of `blocks` blocks that call it with this counter. That block sees what the others
 // have written before, if it does not read it from its own cache: see `fresh`.
 __device__ inline bool arrives_last(u32* counter, u32 blocks) {
-    __shared__ bool last;
     __threadfence();
     __syncthreads();
+    bool last = false;
     if (threadIdx.x == 0) {
         last = atomicAdd(counter, 1u) + 1 == blocks;
         if (last) *counter = 0;
     }
-    __syncthreads();
-    const bool is_last = last;
-    if (is_last) __threadfence();
-    // The next call may overwrite `last`.
-    __syncthreads();
-    return is_last;
+    last = __syncthreads_or(last);
+    if (last) __threadfence();
+    return last;
 }
 
 // A value that another block may have written during this kernel.
@@ -361,3 +369,60 @@ __device__ inline void mma_tf32_1688(f32 d[4], const u32 a[4], const u32 b[2]) {
 #endif
 }
 #endif
+
+// Four matrices of eight rows of 16 bytes from shared memory. Lane l passes the address of row l % 8 of matrix l / 8, and
+// gets word t of row g of each matrix, where g = l / 4 and t = l % 4.
+__device__ inline void load_matrices(u32 d[4], const u32* row) {
+#ifdef MGPU_SHIM
+    shim_load_matrices(d, row, false);
+#else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+                 : "r"((u32)__cvta_generic_to_shared(row))
+                 : "memory");
+#endif
+}
+
+// The same for 8x8 elements of 16 bits: a lane gets those of column g in the rows 2t (lower half) and 2t + 1.
+__device__ inline void load_matrices_transposed(u32 d[4], const u32* row) {
+#ifdef MGPU_SHIM
+    shim_load_matrices(d, row, true);
+#else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+                 : "r"((u32)__cvta_generic_to_shared(row))
+                 : "memory");
+#endif
+}
+
+// Begins to copy 16 bytes from global to shared memory, both at multiples of 16, or zeros instead if they are not
+// `inside` the operand. The thread itself sees them after it has awaited the group that the copy is committed to, other
+// threads after a barrier that follows.
+__device__ inline void copy_async(u32* to, const void* from, bool inside) {
+#ifdef MGPU_SHIM
+    shim_copy_async(to, from, inside ? 16 : 0);
+#else
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from),
+                 "r"(inside ? 16 : 0)
+                 : "memory");
+#endif
+}
+
+// Makes a group of the thread's copies since its last group; there may be none.
+__device__ inline void commit_copies() {
+#ifdef MGPU_SHIM
+    shim_commit_copies();
+#else
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits for all of the thread's groups but the last LATER ones.
+template <u32 LATER>
+__device__ inline void await_copies() {
+#ifdef MGPU_SHIM
+    shim_await_copies(LATER);
+#else
+    asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
+#endif
+}

@@ -1,0 +1,159 @@
+// The self-test of the main loop of matrix products, and of the loads and copies that it consists of.
+#include "selftest.h"
+
+#include <cmath>
+
+namespace {
+
+void matrices() {
+    std::vector<unsigned short> values(32 * 8);
+    for (size_t i = 0; i < values.size(); ++i) values[i] = (unsigned short)(i * 7);
+    const Buffer<unsigned short> in(values), out(2 * values.size());
+    OK(launch(kernel("selftest_matrices"), 1, 32, 0, nullptr, in.address, out.address));
+    const auto found = out.read();
+    for (unsigned lane = 0; lane < 32; ++lane) {
+        for (unsigned m = 0; m < 4; ++m) {
+            for (unsigned half = 0; half < 2; ++half) {
+                const unsigned at = (lane * 4 + m) * 2 + half, g = lane / 4, t = lane % 4;
+                CHECK(found[at] == values[m * 64 + g * 8 + 2 * t + half]);
+                CHECK(found[values.size() + at] == values[m * 64 + (2 * t + half) * 8 + g]);
+            }
+        }
+    }
+}
+
+void bank_conflict() {
+    const Buffer<unsigned> out(32 * 4);
+    OK(launch(kernel("selftest_bank_conflict"), 1, 32, 0, nullptr, out.address));
+}
+
+// Whether the first copies of this kind (`enum` in selftest_tiles.cu) have arrived when they are read.
+bool copies_arrive(unsigned kind) {
+    std::vector<unsigned> values(128 * 4);
+    for (size_t i = 0; i < values.size(); ++i) values[i] = (unsigned)i + 1;
+    const unsigned inside = 50;
+    const Buffer<unsigned> in(values), out(128);
+    OK(launch(kernel("selftest_copies"), 1, 64, 0, nullptr, in.address, out.address, inside, kind));
+    const auto found = out.read();
+    bool arrive = true;
+    for (unsigned own = 0; own < 64; ++own) {
+        const unsigned other = (own + 33) % 64, word = own % 4;
+        const unsigned expected = other < inside ? values[other * 4 + word] : 0;
+        arrive = arrive && found[own] == expected;
+        CHECK(found[64 + own] == values[(64 + other) * 4 + word]);
+    }
+    return arrive;
+}
+
+void conflicts() {
+    for (const unsigned threads : {128u, 256u}) {
+        const Buffer<unsigned> out(3);
+        OK(launch(kernel("selftest_conflicts"), 1, threads, 0, nullptr, out.address));
+        const auto found = out.read();
+        CHECK(found[0] == 0);
+        CHECK(found[1] > 200);
+        CHECK(found[2] == 4 * 2 * 4);
+    }
+}
+
+// The nearest element, as the bits of its type, to a value of few bits: sums of such products are exact in any order.
+void put(std::vector<unsigned short>& values, size_t at, float value) {
+    unsigned bits;
+    memcpy(&bits, &value, 4);
+    values[at] = (unsigned short)(bits >> 16);
+}
+void put(std::vector<float>& values, size_t at, float value) { values[at] = value; }
+
+struct TestProduct {
+    unsigned rows, columns, depths, start, end;
+};
+
+// Both loops compute what is expected, for lines and depths that fill no tile and no step, and for parts of the depth.
+template <class T>
+void products(const char* name) {
+    const unsigned quad = 16 / sizeof(T), step = 64 / sizeof(T);
+    auto left_at = [](unsigned line, unsigned depth) { return (float)((line * 7 + depth * 5) % 13) - 6.0f; };
+    auto right_at = [](unsigned line, unsigned depth) { return (float)((line * 3 + depth * 11) % 9) * 0.25f - 1.0f; };
+    for (unsigned layouts = 0; layouts < 5; ++layouts) {
+        const bool large = layouts == 4, left_by_lines = large || layouts % 2 == 1, right_by_lines = layouts / 2 % 2 == 1;
+        const unsigned side = large ? 128 : 64;
+        for (const unsigned depths : {quad, step - quad, step, 3 * step, 4 * step + quad, 9 * step + 3 * quad}) {
+            for (const unsigned lines : {quad, side - quad, side}) {
+                const unsigned start = depths > 2 * step ? step : 0, end = depths;
+                std::vector<T> a(lines * depths), b(lines * depths);
+                for (unsigned line = 0; line < lines; ++line) {
+                    for (unsigned depth = 0; depth < depths; ++depth) {
+                        put(a, left_by_lines ? depth * lines + line : line * depths + depth, left_at(line, depth));
+                        put(b, right_by_lines ? depth * lines + line : line * depths + depth, right_at(line, depth));
+                    }
+                }
+                const Buffer<T> left(a), right(b);
+                for (const unsigned vector : {0u, 1u}) {
+                    const Buffer<float> out(side * side + side);
+                    const TestProduct product{lines, lines, depths, start, end};
+                    OK(launch(kernel(name), 1, large ? 256 : 128, 0, nullptr, left.address, right.address, out.address,
+                              product, layouts, vector));
+                    const auto found = out.read();
+                    for (unsigned row = 0; row < side; ++row) {
+                        float line_sum = 0;
+                        for (unsigned depth = start; depth < end && row < lines; ++depth) line_sum += left_at(row, depth);
+                        CHECK(found[side * side + row] == (left_by_lines ? line_sum : 0));
+                        for (unsigned column = 0; column < side; ++column) {
+                            float expected = 0;
+                            for (unsigned depth = start; depth < end && row < lines && column < lines; ++depth) {
+                                expected += left_at(row, depth) * right_at(column, depth);
+                            }
+                            CHECK(found[row * side + column] == expected);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+// Values whose sums are rounded, among them NaN and infinities: both loops give the same bits.
+template <class T>
+void same_bits(const char* name) {
+    const unsigned step = 64 / sizeof(T), depths = 5 * step + 8, lines = 56;
+    for (unsigned layouts = 0; layouts < 5; ++layouts) {
+        const unsigned side = layouts == 4 ? 128 : 64;
+        std::vector<T> a(lines * depths), b(lines * depths);
+        for (size_t i = 0; i < a.size(); ++i) {
+            put(a, i, std::sin((float)i * 1.7f) * 3.0f);
+            put(b, i, std::cos((float)i * 0.9f) * 1e-3f);
+        }
+        put(a, a.size() / 2, INFINITY), put(a, a.size() / 3, NAN), put(b, 5, -INFINITY);
+        const Buffer<T> left(a), right(b);
+        std::vector<float> results[2];
+        for (const unsigned vector : {0u, 1u}) {
+            const Buffer<float> out(side * side + side);
+            const TestProduct product{lines, lines, depths, 0, depths};
+            OK(launch(kernel(name), 1, layouts == 4 ? 256 : 128, 0, nullptr, left.address, right.address, out.address,
+                      product, layouts, vector));
+            results[vector] = out.read();
+        }
+        bool finite = false, nan = false;
+        for (const float value : results[0]) finite |= std::isfinite(value) && value != 0, nan |= std::isnan(value);
+        CHECK(finite && nan);
+        CHECK(memcmp(results[0].data(), results[1].data(), results[0].size() * sizeof(float)) == 0);
+    }
+}
+
+}   // namespace
+
+void tiles_case(const std::string& name) {
+    if (name == "tiles_matrices") matrices();
+    else if (name == "tiles_bank_conflict") bank_conflict();
+    else if (name == "tiles_conflicts") conflicts();
+    else if (name == "tiles_copies") CHECK(copies_arrive(0));
+    else if (name == "tiles_copies_without_wait") CHECK(!copies_arrive(1));
+    else if (name == "tiles_copies_without_barrier") CHECK(!copies_arrive(2));
+    else if (name == "tiles_copies_too_early") CHECK(!copies_arrive(3));
+    else if (name == "tiles_copies_left_behind") copies_arrive(4);
+    else if (name == "tiles_products_bf16") products<unsigned short>("selftest_product_bf16");
+    else if (name == "tiles_products_tf32") products<float>("selftest_product_tf32");
+    else if (name == "tiles_same_bits_bf16") same_bits<unsigned short>("selftest_product_bf16");
+    else if (name == "tiles_same_bits_tf32") same_bits<float>("selftest_product_tf32");
+    else CHECK(!"a case");
+}
