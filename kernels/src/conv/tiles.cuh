@@ -512,7 +512,7 @@ struct alignas(128) TileMemory {
     static constexpr u32 COUNT = STAGES<TILE, ASYNC>;
     Quad lefts[COUNT][LEFT::Layout::WORDS / 4], rights[COUNT][RIGHT::Layout::WORDS / 4];
 
-    __device__ u32* words() { return lefts[0]->word; }
+    __device__ u32* words() { return (u32*)this; }
 };
 
 // Copies the steps ahead. `visit(lines)` is called with the left operand of every step in shared memory.

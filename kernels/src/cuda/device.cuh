@@ -81,7 +81,7 @@ __device__ inline u32 f32_to_tf32(f32 value) {
     return (bits + 0x1000u) & 0xffffe000u;
 }
 
-// The same as an operand of mma_tf32_1688, in one instruction; its layout is the hardware's own.
+// The same as an operand of mma_tf32_1688, with fewer instructions: the lower bits are unspecified.
 __device__ inline u32 tf32_operand(f32 value) {
 #if !defined(MGPU_SHIM) && __CUDA_ARCH__ >= 800
     u32 operand;
