@@ -9,7 +9,8 @@ use crate::config::InitConfig;
 use crate::loader::Library;
 use crate::results::{NcclError, Progress, check, describe_without_library};
 use crate::sys::{
-    NCCL_UNIQUE_ID_BYTES, cudaStream_t, ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclResult_t, ncclUniqueId,
+    NCCL_UNIQUE_ID_BYTES, NCCL_WIN_COLL_SYMMETRIC, cudaStream_t, ncclComm_t, ncclDataType_t, ncclRedOp_t,
+    ncclResult_t, ncclUniqueId, ncclWindow_t,
 };
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fmt;
@@ -243,6 +244,150 @@ calls! {
     /// Receives `count` elements from `peer`.
     recv = ncclRecv(recv: *mut c_void, count: usize, kind: ncclDataType_t, peer: c_int, comm: ncclComm_t,
         stream: cudaStream_t);
+}
+
+/// Memory that NCCL and the GPU's peers can access in place.
+impl Library {
+    /// Whether the library has everything to allocate and register memory (since 2.19).
+    pub fn has_registration(&self) -> bool {
+        self.function("ncclMemAlloc", |symbols| &symbols.ncclMemAlloc).is_ok()
+            && self.function("ncclMemFree", |symbols| &symbols.ncclMemFree).is_ok()
+            && self.function("ncclCommRegister", |symbols| &symbols.ncclCommRegister).is_ok()
+            && self.function("ncclCommDeregister", |symbols| &symbols.ncclCommDeregister).is_ok()
+    }
+
+    /// Whether the library has windows (since 2.27).
+    pub fn has_windows(&self) -> bool {
+        self.function("ncclCommWindowRegister", |symbols| &symbols.ncclCommWindowRegister).is_ok()
+            && self.function("ncclCommWindowDeregister", |symbols| &symbols.ncclCommWindowDeregister).is_ok()
+    }
+
+    /// Allocates memory of the current device, which can be registered. It has any content, and NCCL rounds its size up
+    /// (to 2 MiB on today's GPUs). Where the driver cannot share physical memory, or with `NCCL_CUMEM_ENABLE=0`, it is
+    /// ordinary memory. Available since 2.19.
+    ///
+    /// # Errors
+    ///
+    /// As NCCL reports them, or if the function is missing.
+    pub fn mem_alloc(&self, bytes: usize) -> Result<*mut c_void, NcclError> {
+        let function = self.function("ncclMemAlloc", |symbols| &symbols.ncclMemAlloc)?;
+        let mut address = std::ptr::null_mut();
+        // SAFETY: the argument is a live, writable pointer, which is all the function touches of our memory.
+        let result = unsafe { function(&mut address, bytes) };
+        self.check_done(result, "ncclMemAlloc")?;
+        Ok(address)
+    }
+
+    /// Frees memory, without waiting for work that may still use it.
+    ///
+    /// # Safety
+    ///
+    /// [`Library::mem_alloc`] returned the address, no work uses the memory any more, and no communicator has it
+    /// registered.
+    ///
+    /// # Errors
+    ///
+    /// As NCCL reports them, or if the function is missing.
+    pub unsafe fn mem_free(&self, address: *mut c_void) -> Result<(), NcclError> {
+        let function = self.function("ncclMemFree", |symbols| &symbols.ncclMemFree)?;
+        // SAFETY: as the caller guarantees.
+        let result = unsafe { function(address) };
+        self.check_done(result, "ncclMemFree")
+    }
+
+    /// Registers memory with a communicator, on this rank alone: returns at once and waits for nobody. Returns a null
+    /// handle if NCCL has registered nothing (`NCCL_LOCAL_REGISTER=0`). If operations of one rank use registered memory,
+    /// those of all ranks must, at the same offsets from its beginning. Available since 2.19.
+    ///
+    /// # Safety
+    ///
+    /// The contract of the functions with a communicator, which is not "in progress". The memory is device memory of
+    /// this many bytes, and stays allocated until it is deregistered, or the communicator destroyed or aborted.
+    ///
+    /// # Errors
+    ///
+    /// As NCCL reports them, or if the function is missing. The communicator can still be used.
+    pub unsafe fn comm_register(
+        &self,
+        comm: ncclComm_t,
+        address: *mut c_void,
+        bytes: usize,
+    ) -> Result<*mut c_void, NcclError> {
+        let function = self.function("ncclCommRegister", |symbols| &symbols.ncclCommRegister)?;
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: the caller guarantees the communicator and the memory; `handle` is a live, writable pointer.
+        let result = unsafe { function(comm, address, bytes, &mut handle) };
+        self.check_done(result, "ncclCommRegister")?;
+        Ok(handle)
+    }
+
+    /// Deregisters memory. Local, and returns at once.
+    ///
+    /// # Safety
+    ///
+    /// The contract of the functions with a communicator. [`Library::comm_register`] of it returned the handle, which is
+    /// not null, and no operation uses the memory any more.
+    ///
+    /// # Errors
+    ///
+    /// As NCCL reports them, or if the function is missing.
+    pub unsafe fn comm_deregister(&self, comm: ncclComm_t, handle: *mut c_void) -> Result<(), NcclError> {
+        let function = self.function("ncclCommDeregister", |symbols| &symbols.ncclCommDeregister)?;
+        // SAFETY: as the caller guarantees.
+        let result = unsafe { function(comm, handle) };
+        self.check_done(result, "ncclCommDeregister")
+    }
+
+    /// Registers memory as a window for symmetric collectives: peers access it by loads and stores. Collective over all
+    /// ranks of the communicator, with memory of the same size from [`Library::mem_alloc`]. Leaves `window` null, without
+    /// an error, where the GPUs cannot access each other's memory. Available since 2.27.
+    ///
+    /// Like all calls that connect ranks it may return "in progress"; an error then is the communicator's own, which can
+    /// only be aborted.
+    ///
+    /// # Safety
+    ///
+    /// That of [`Library::comm_register`]. `window` is null, writable, and stays so until
+    /// [`Library::comm_async_error`] no longer returns "in progress", or [`Library::comm_abort`] has returned.
+    ///
+    /// # Errors
+    ///
+    /// As NCCL reports them, or if the function is missing.
+    pub unsafe fn comm_window_register(
+        &self,
+        comm: ncclComm_t,
+        address: *mut c_void,
+        bytes: usize,
+        window: *mut ncclWindow_t,
+    ) -> Result<Progress, NcclError> {
+        let function = self.function("ncclCommWindowRegister", |symbols| &symbols.ncclCommWindowRegister)?;
+        let flags = NCCL_WIN_COLL_SYMMETRIC as c_int;
+        // SAFETY: the caller guarantees the communicator, the memory and `window`.
+        let result = unsafe { function(comm, address, bytes, window, flags) };
+        self.check(result, "ncclCommWindowRegister")
+    }
+
+    /// Deregisters a window. Local, and returns at once.
+    ///
+    /// # Safety
+    ///
+    /// The contract of the functions with a communicator. [`Library::comm_window_register`] of it has written `window`,
+    /// which is not null, and no operation of any rank uses the memory any more.
+    ///
+    /// # Errors
+    ///
+    /// As NCCL reports them, or if the function is missing.
+    pub unsafe fn comm_window_deregister(
+        &self,
+        comm: ncclComm_t,
+        window: ncclWindow_t,
+    ) -> Result<(), NcclError> {
+        let function =
+            self.function("ncclCommWindowDeregister", |symbols| &symbols.ncclCommWindowDeregister)?;
+        // SAFETY: as the caller guarantees.
+        let result = unsafe { function(comm, window) };
+        self.check_done(result, "ncclCommWindowDeregister")
+    }
 }
 
 /// Calls whose arguments differ from those of the C functions.

@@ -48,7 +48,7 @@ pub use results::{NcclError, Progress, check};
 /// The types of `nccl.h` that appear in this crate's signatures, under their C names.
 pub use sys::{
     CUevent_st, CUstream_st, cudaEvent_t, cudaStream_t, ncclComm, ncclComm_t, ncclDataType_t, ncclRedOp_t,
-    ncclResult_t, ncclUniqueId,
+    ncclResult_t, ncclUniqueId, ncclWindow_t, ncclWindow_vidmem,
 };
 
 /// The NCCL release whose header the bindings were generated from, in the library's own encoding.

@@ -144,6 +144,43 @@ fn an_unknown_code_keeps_its_number() {
     assert_eq!(nccl.error_string(ncclResult_t(5)), "the call is not allowed here");
 }
 
+#[test]
+fn memory_is_allocated_and_registered_if_the_library_can() {
+    let version = "int ncclGetVersion(int *v) { *v = 22605; return 0; }";
+    let Some((_old, env)) = fake_library(version) else { return };
+    let old = Library::open_in(&env).unwrap();
+    assert!(!old.has_registration() && !old.has_windows());
+    assert_eq!(old.mem_alloc(1).unwrap_err().function(), "ncclMemAlloc");
+
+    let functions = r#"
+        int ncclMemAlloc(void **p, unsigned long n) { *p = (void *)(n + 1); return n == 0; }
+        int ncclMemFree(void *p) { return p == (void *)9 ? 0 : 4; }
+        int ncclCommRegister(void *c, void *p, unsigned long n, void **h) { *h = c; return p != (void *)9 || n != 8; }
+        int ncclCommDeregister(void *c, void *h) { return c != h; }
+    "#;
+    let Some((_directory, env)) = fake_library(&format!("{version}{functions}")) else { return };
+    let nccl = Library::open_in(&env).unwrap();
+    assert!(nccl.has_registration() && !nccl.has_windows());
+    let address = nccl.mem_alloc(8).unwrap();
+    assert_eq!(address as usize, 9);
+    assert_eq!(nccl.mem_alloc(0).unwrap_err().code(), Some(ncclResult_t(1)));
+    // SAFETY: the fake functions take any addresses and access no memory but the handle.
+    unsafe {
+        let comm = ptr::without_provenance_mut(3);
+        let handle = nccl.comm_register(comm, address, 8).unwrap();
+        assert_eq!(nccl.comm_deregister(comm, handle), Ok(()));
+        assert_eq!(nccl.comm_register(comm, address, 7).unwrap_err().function(), "ncclCommRegister");
+        assert_eq!(nccl.mem_free(address), Ok(()));
+        assert_eq!(
+            nccl.mem_free(ptr::null_mut()).unwrap_err().code(),
+            Some(ncclResult_t::ncclInvalidArgument)
+        );
+        let mut window = ptr::null_mut();
+        let error = nccl.comm_window_register(comm, address, 8, &mut window).unwrap_err();
+        assert_eq!((error.function(), error.code()), ("ncclCommWindowRegister", None));
+    }
+}
+
 /// Set in the child process that tests the real library.
 const CHILD: &str = "NCCL_SYS_TEST_CHILD";
 

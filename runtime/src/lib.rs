@@ -75,7 +75,7 @@ pub use nvtx;
 
 pub use comm::{Algorithm, Buffer, Communicator, DType, Element, Pending, ReduceOp};
 #[cfg(feature = "cuda")]
-pub use comm::{CapturedGroup, DeviceCommunicator, Group, Waitable};
+pub use comm::{BufferAccess, CapturedGroup, DeviceCommunicator, Group, Registration, Waitable};
 pub use error::{Error, Result};
 pub use layout::{Layout, TensorSpec};
 pub use memory::available as available_memory;

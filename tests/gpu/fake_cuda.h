@@ -159,9 +159,12 @@ void use_device(int ordinal);
 // The 16 bytes that identify a device, equal in all processes.
 CUuuid device_uuid(int ordinal);
 
-// Like cuMemAlloc and cuMemFree.
+// Like cuMemAlloc and cuMemFree, which waits for the device.
 CUresult allocate(CUdeviceptr* address, size_t bytes);
-CUresult release(CUdeviceptr address);
+CUresult release(CUdeviceptr address, bool waits = true);
+
+// Whether a range is device memory that is allocated.
+bool is_allocated(CUdeviceptr address, size_t bytes);
 
 // The bytes at a device address, or at one of pinned memory. For work that runs, because memory may be freed before.
 // Ends the process with a message that names `user` if `bytes` bytes of such memory are not there.

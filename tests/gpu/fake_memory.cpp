@@ -108,6 +108,12 @@ uint64_t kernel_argument(uint64_t word, const char* kernel) {
     return (uint64_t)bytes_at(word);
 }
 
+bool is_allocated(CUdeviceptr address, size_t bytes) {
+    std::lock_guard lock(driver_state().mutex);
+    const auto* found = allocation_at(address);
+    return found != nullptr && bytes <= found->first + found->second.bytes - address;
+}
+
 CUresult allocate(CUdeviceptr* address, size_t bytes) {
     const int ordinal = current_device();
     if (ordinal < 0) return CUDA_ERROR_INVALID_CONTEXT;
@@ -123,7 +129,7 @@ CUresult allocate(CUdeviceptr* address, size_t bytes) {
     return CUDA_SUCCESS;
 }
 
-CUresult release(CUdeviceptr address) {
+CUresult release(CUdeviceptr address, bool waits) {
     if (address == 0) return CUDA_SUCCESS;
     if (forbidden_in_capture()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     Allocation allocation;
@@ -134,7 +140,7 @@ CUresult release(CUdeviceptr address) {
         allocation = found->second;
         driver_state().memory.erase(found);
     }
-    wait_for_device(allocation.ordinal, false);
+    if (waits) wait_for_device(allocation.ordinal, false);
     check_strip(bytes_at(address), allocation.bytes);
     close_pages(address, allocation.bytes + STRIP_BYTES);
     return CUDA_SUCCESS;

@@ -20,6 +20,10 @@
 //   async_error       the same, and the communicator's state says so
 //   stuck_finalize    finalisation never completes
 //   stuck_abort       the call of abort never returns
+//   register_error    registering memory fails
+//   window_error      opening a window fails, and the communicator with it
+//
+// NCCL_LOCAL_REGISTER=0 and NCCL_WIN_ENABLE=0 switch registrations and windows off, as in the real library.
 //
 // FAKE_NCCL_TRACE=FILE: calls append their names to the file; those on a stream that is being captured end in
 // " captured".
@@ -40,9 +44,8 @@
 API CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status);
 
 namespace fake_nccl {
-namespace {
 
-thread_local std::string last_error;
+static thread_local std::string last_error;
 
 ncclResult_t fail(ncclResult_t result, const std::string& why) {
     last_error = why;
@@ -50,8 +53,7 @@ ncclResult_t fail(ncclResult_t result, const std::string& why) {
     return result;
 }
 
-// Appends a call to the file that the environment names, if any.
-void trace(const char* call, CUstream stream = nullptr) {
+void trace_call(const char* call, CUstream stream) {
     const char* path = getenv("FAKE_NCCL_TRACE");
     FILE* file = path == nullptr ? nullptr : fopen(path, "a");
     if (file == nullptr) return;
@@ -61,12 +63,7 @@ void trace(const char* call, CUstream stream = nullptr) {
     fclose(file);
 }
 
-[[noreturn]] void hang() {
-    for (;;) pause();
-}
-
-// Whether the environment requests a fault on this rank, after this number of collectives.
-bool is_faulty(const char* fault, int rank, long collectives = LONG_MAX) {
+bool is_faulty(const char* fault, int rank, long collectives) {
     const char* text = getenv("FAKE_NCCL_FAULT");
     for (const char* at = text; at != nullptr && *at != 0;) {
         const std::string entry(at, strcspn(at, ","));
@@ -79,6 +76,12 @@ bool is_faulty(const char* fault, int rank, long collectives = LONG_MAX) {
         if (*at == ',') ++at;
     }
     return false;
+}
+
+namespace {
+
+[[noreturn]] void hang() {
+    for (;;) pause();
 }
 
 struct Comm {
@@ -96,6 +99,7 @@ struct Comm {
     bool finalized = false;
     std::mutex splitting;
     std::shared_ptr<Comm> child;            // of a split in progress; aborted with this one
+    Registrations registrations;
 
     // Ends "in progress"; an error that occurred meanwhile is kept.
     void settle(ncclResult_t result) {
@@ -198,7 +202,9 @@ bool gets(const Comm& comm, const Op& op) {
 }
 
 // The operation with the bytes of its buffers instead of their device addresses.
-Op on_host(const Comm& comm, Op op) {
+Op on_host(Comm& comm, Op op) {
+    // In place, the small buffer is at another offset on every rank.
+    op.place = comm.registrations.place(gets(comm, op) && op.kind != Kind::ReduceScatter ? op.recv : op.send);
     const size_t part = op.count * size_of(op.type), whole = part * (size_t)comm.world;
     const size_t given = op.kind == Kind::ReduceScatter ? whole : part, got = op.kind == Kind::AllGather ? whole : part;
     op.send = (unsigned char*)fake::device_bytes((CUdeviceptr)op.send, gives(comm, op) ? given : 0, "NCCL's send buffer");
@@ -430,7 +436,7 @@ API ncclResult_t ncclGetVersion(int* version) {
 }
 
 API ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
-    trace(__func__);
+    trace_call(__func__);
     return Transport::create_id(id) ? ncclSuccess : fail(ncclSystemError, "no shared memory for the ranks");
 }
 
@@ -443,13 +449,6 @@ API const char* ncclGetErrorString(ncclResult_t result) {
 
 API const char* ncclGetLastError(ncclComm_t) { return last_error.c_str(); }
 
-API ncclResult_t ncclMemAlloc(void** address, size_t bytes) {
-    return fake::allocate((CUdeviceptr*)address, bytes) == CUDA_SUCCESS ? ncclSuccess : ncclUnhandledCudaError;
-}
-API ncclResult_t ncclMemFree(void* address) {
-    return fake::release((CUdeviceptr)address) == CUDA_SUCCESS ? ncclSuccess : ncclUnhandledCudaError;
-}
-
 // ---- A communicator's life ----
 
 API ncclResult_t ncclCommInitRank(ncclComm_t* comm, int world, ncclUniqueId id, int rank) {
@@ -457,7 +456,7 @@ API ncclResult_t ncclCommInitRank(ncclComm_t* comm, int world, ncclUniqueId id, 
 }
 
 API ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int world, ncclUniqueId id, int rank, ncclConfig_t* config) {
-    trace(__func__);
+    trace_call(__func__);
     if (config == nullptr) return start(comm, world, id, rank, true);
     if (config->magic != 0xcafebeef || config->size < sizeof(ncclConfig_t)) {
         return fail(ncclInvalidArgument, "the configuration was not initialised");
@@ -468,7 +467,7 @@ API ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int world, ncclUniqueI
 }
 
 API ncclResult_t ncclCommSplit(ncclComm_t handle, int color, int key, ncclComm_t* made, ncclConfig_t* config) {
-    trace(__func__);
+    trace_call(__func__);
     const CommPtr parent = comm_of(handle);
     if (const ncclResult_t result = ready(parent)) return result;
     if (made == nullptr || color < -1) return fail(ncclInvalidArgument, "no handle to write, or a negative color");
@@ -513,12 +512,63 @@ API ncclResult_t ncclCommSplit(ncclComm_t handle, int color, int key, ncclComm_t
 API ncclResult_t ncclCommGetAsyncError(ncclComm_t handle, ncclResult_t* state) {
     const CommPtr comm = comm_of(handle);
     if (comm == nullptr) return fail(ncclInvalidArgument, "no such communicator");
+    // Nothing has begun before the end of the group.
+    if (depth > 0) trace_call("ncclCommGetAsyncError in a group");
     *state = (ncclResult_t)comm->state.load();
     return ncclSuccess;
 }
 
+// ---- Registered memory ----
+
+// Local, and never in progress. NCCL accepts it in any state; that a runtime waits is checked nevertheless.
+API ncclResult_t ncclCommRegister(ncclComm_t handle, void* address, size_t bytes, void** made) {
+    trace_call(__func__);
+    const CommPtr comm = comm_of(handle);
+    if (const ncclResult_t result = ready(comm)) return result;
+    *made = nullptr;
+    if (fake::env_number("NCCL_LOCAL_REGISTER", 1) == 0) return ncclSuccess;
+    if (is_faulty("register_error", comm->rank)) return fail(ncclSystemError, "register_error was asked for");
+    *made = comm->registrations.add((CUdeviceptr)address, bytes);
+    return *made == nullptr ? fail(ncclUnhandledCudaError, "no device memory is registered") : ncclSuccess;
+}
+
+API ncclResult_t ncclCommDeregister(ncclComm_t handle, void* registered) {
+    trace_call(__func__);
+    const CommPtr comm = comm_of(handle);
+    if (const ncclResult_t result = ready(comm)) return result;
+    if (comm->registrations.remove((const Registered*)registered)) return ncclSuccess;
+    return fail(ncclInvalidUsage, "Deregister: Could not find handle");
+}
+
+// Collective. The handle is written at the end; it stays null if windows are switched off.
+API ncclResult_t ncclCommWindowRegister(ncclComm_t handle, void* address, size_t bytes, void** window, int) {
+    trace_call(__func__);
+    const CommPtr comm = comm_of(handle);
+    if (const ncclResult_t result = ready(comm)) return result;
+    *window = nullptr;
+    if (address == nullptr || bytes == 0) return fail(ncclInvalidArgument, "a window on nothing");
+    if (fake::env_number("NCCL_WIN_ENABLE", 1) == 0) return ncclSuccess;
+    return perform(comm, [=] {
+        std::lock_guard lock(comm->running);
+        if (is_faulty("window_error", comm->rank)) return fail(ncclSystemError, "window_error was asked for");
+        Registered* opened = comm->registrations.open_window((CUdeviceptr)address, bytes);
+        if (opened == nullptr) return fail(ncclUnhandledCudaError, "a window on no device memory");
+        if (!comm->transport.open_window(bytes, comm->aborted)) return ncclInternalError;
+        __atomic_store_n(window, (void*)opened, __ATOMIC_RELEASE);
+        return ncclSuccess;
+    });
+}
+
+API ncclResult_t ncclCommWindowDeregister(ncclComm_t handle, void* window) {
+    trace_call(__func__);
+    const CommPtr comm = comm_of(handle);
+    if (const ncclResult_t result = ready(comm)) return result;
+    if (comm->registrations.close_window((const Registered*)window)) return ncclSuccess;
+    return fail(ncclInvalidUsage, "no such window");
+}
+
 API ncclResult_t ncclCommFinalize(ncclComm_t handle) {
-    trace(__func__);
+    trace_call(__func__);
     const CommPtr comm = comm_of(handle);
     if (const ncclResult_t result = ready(comm)) return result;
     comm->finalized = true;
@@ -527,7 +577,7 @@ API ncclResult_t ncclCommFinalize(ncclComm_t handle) {
 
 // Collective too, unless the communicator is finalised or was never initialised.
 API ncclResult_t ncclCommDestroy(ncclComm_t handle) {
-    trace(__func__);
+    trace_call(__func__);
     const CommPtr comm = take(handle);
     if (comm == nullptr) return fail(ncclInvalidArgument, "no such communicator");
     while (comm->background > 0) std::this_thread::yield();
@@ -537,7 +587,7 @@ API ncclResult_t ncclCommDestroy(ncclComm_t handle) {
 }
 
 API ncclResult_t ncclCommAbort(ncclComm_t handle) {
-    trace(__func__);
+    trace_call(__func__);
     const CommPtr comm = take(handle);
     if (comm == nullptr) return fail(ncclInvalidArgument, "no such communicator");
     if (is_faulty("stuck_abort", comm->rank)) hang();
@@ -577,13 +627,13 @@ API ncclResult_t ncclCommCuDevice(ncclComm_t handle, int* device) {
 // ---- Groups and operations ----
 
 API ncclResult_t ncclGroupStart() {
-    trace(__func__);
+    trace_call(__func__);
     if (depth++ == 0) group_result = ncclSuccess;
     return ncclSuccess;
 }
 
 API ncclResult_t ncclGroupEnd() {
-    trace(__func__);
+    trace_call(__func__);
     if (depth == 0) return fail(ncclInvalidUsage, "ncclGroupEnd without ncclGroupStart");
     if (--depth > 0) return ncclSuccess;
     auto issued = std::move(group);
@@ -597,35 +647,35 @@ API ncclResult_t ncclGroupEnd() {
 
 API ncclResult_t ncclAllReduce(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
                                ncclComm_t comm, CUstream stream) {
-    trace(__func__, stream);
+    trace_call(__func__, stream);
     return issue(comm, stream, make(Kind::AllReduce, send, recv, count, type, op, 0));
 }
 API ncclResult_t ncclReduce(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
                             ncclComm_t comm, CUstream stream) {
-    trace(__func__, stream);
+    trace_call(__func__, stream);
     return issue(comm, stream, make(Kind::Reduce, send, recv, count, type, op, root));
 }
 API ncclResult_t ncclBroadcast(const void* send, void* recv, size_t count, ncclDataType_t type, int root,
                                ncclComm_t comm, CUstream stream) {
-    trace(__func__, stream);
+    trace_call(__func__, stream);
     return issue(comm, stream, make(Kind::Broadcast, send, recv, count, type, ncclSum, root));
 }
 API ncclResult_t ncclAllGather(const void* send, void* recv, size_t count, ncclDataType_t type, ncclComm_t comm,
                                CUstream stream) {
-    trace(__func__, stream);
+    trace_call(__func__, stream);
     return issue(comm, stream, make(Kind::AllGather, send, recv, count, type, ncclSum, 0));
 }
 API ncclResult_t ncclReduceScatter(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
                                    ncclComm_t comm, CUstream stream) {
-    trace(__func__, stream);
+    trace_call(__func__, stream);
     return issue(comm, stream, make(Kind::ReduceScatter, send, recv, count, type, op, 0));
 }
 API ncclResult_t ncclSend(const void* send, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
                           CUstream stream) {
-    trace(__func__, stream);
+    trace_call(__func__, stream);
     return issue(comm, stream, make(Kind::Send, send, nullptr, count, type, ncclSum, peer));
 }
 API ncclResult_t ncclRecv(void* recv, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, CUstream stream) {
-    trace(__func__, stream);
+    trace_call(__func__, stream);
     return issue(comm, stream, make(Kind::Recv, nullptr, recv, count, type, ncclSum, peer));
 }

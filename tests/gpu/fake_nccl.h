@@ -3,6 +3,8 @@
 
 #include "fake_cuda.h"
 
+#include <climits>
+
 enum ncclResult_t : unsigned {
     ncclSuccess = 0,
     ncclUnhandledCudaError = 1,
@@ -35,13 +37,23 @@ namespace fake_nccl {
 
 constexpr int MAX_RANKS = 64;
 
+// Appends a call to the file that FAKE_NCCL_TRACE names, if any; one on a stream that is being captured ends in
+// " captured".
+void trace_call(const char* call, CUstream stream = nullptr);
+
+// Whether the environment requests a fault on this rank, after this number of collectives.
+bool is_faulty(const char* fault, int rank, long collectives = LONG_MAX);
+
+// Sets the text of the last error, and returns the result.
+ncclResult_t fail(ncclResult_t result, const std::string& why);
+
 size_t size_of(ncclDataType_t type);
 
 // Reduces `count` elements of `ranks` inputs in rank order into `out`. f16 and bf16 are accumulated in f32.
 void reduce(const unsigned char* const* in, int ranks, unsigned char* out, size_t count, ncclDataType_t type,
             ncclRedOp_t op);
 
-enum class Kind : unsigned { AllReduce, Reduce, Broadcast, AllGather, ReduceScatter, Send, Recv };
+enum class Kind : unsigned { AllReduce, Reduce, Broadcast, AllGather, ReduceScatter, Window, Send, Recv };
 
 struct Op {
     Kind kind;
@@ -51,7 +63,42 @@ struct Op {
     ncclDataType_t type;
     ncclRedOp_t op;
     int peer;   // or root
+    size_t place = 0;   // of its large buffer in registered memory, see Registrations
     bool is_pair() const { return kind == Kind::Send || kind == Kind::Recv; }
+};
+
+// A range of device memory that is registered with a communicator.
+struct Registered {
+    CUdeviceptr address;
+    size_t bytes;
+    int count;     // of registrations
+    bool window;
+};
+
+// What is registered with one communicator. It ends with the communicator.
+class Registrations {
+  public:
+    Registrations() = default;
+    Registrations(const Registrations&) = delete;
+    ~Registrations();
+
+    // Adds a range, or counts it once more; null if it is no device memory.
+    Registered* add(CUdeviceptr address, size_t bytes);
+
+    // Removes one registration. False if there is none.
+    bool remove(const Registered* registered);
+
+    // Opens or closes a window on a range. Ends the process if a range gets a second window.
+    Registered* open_window(CUdeviceptr address, size_t bytes);
+    bool close_window(const Registered* registered);
+
+    // Where an address lies: 0 in memory that is not registered, or else the bytes from the beginning of the range, plus
+    // 1, plus 2^60 in a window.
+    size_t place(const void* address);
+
+  private:
+    std::mutex mutex;
+    std::map<CUdeviceptr, std::unique_ptr<Registered>> ranges;
 };
 
 // An address of a host, with a port in network order.
@@ -91,6 +138,9 @@ class Transport {
     // Agrees with all ranks on the groups of a split: sets this rank's number in its group, the group's size, and the
     // id that one of the group's ranks creates. False if aborted first. A negative color has no group.
     bool split(int color, int key, const std::atomic<bool>& aborted, int* group_rank, int* group_size, ncclUniqueId* id);
+
+    // Waits for all ranks, which open a window of the same size.
+    bool open_window(size_t bytes, const std::atomic<bool>& aborted);
 
     // Waits for all ranks.
     bool barrier(const std::atomic<bool>& aborted);

@@ -31,6 +31,7 @@ struct CallSignature {
     ncclRedOp_t op;
     int root;
     size_t count;
+    size_t place;   // that of a buffer in registered memory has to be the same on all ranks
     bool operator==(const CallSignature&) const = default;
 };
 
@@ -113,10 +114,10 @@ void forget(uint64_t cookie) {
 }
 
 std::string describe(const CallSignature& offer) {
-    const char* names[] = {"AllReduce", "Reduce", "Broadcast", "AllGather", "ReduceScatter"};
-    char text[120];
-    snprintf(text, sizeof text, "%s of %zu elements of type %u, operation %u, root %d", names[(unsigned)offer.kind],
-             offer.count, offer.type, offer.op, offer.root);
+    const char* names[] = {"AllReduce", "Reduce", "Broadcast", "AllGather", "ReduceScatter", "WindowRegister"};
+    char text[160];
+    snprintf(text, sizeof text, "%s of %zu elements of type %u, operation %u, root %d, at %#zx of registered memory",
+             names[(unsigned)offer.kind], offer.count, offer.type, offer.op, offer.root, offer.place);
     return text;
 }
 
@@ -259,6 +260,14 @@ unsigned char* Transport::slot(int of, unsigned turn) const {
 
 bool Transport::barrier(const std::atomic<bool>& aborted) { return arrive(COLLECTIVE, aborted); }
 
+bool Transport::open_window(size_t size, const std::atomic<bool>& aborted) {
+    const unsigned turn = arrivals[COLLECTIVE] % 2;
+    region->rank_states[rank].calls[turn] = {Kind::Window, ncclInt8, ncclSum, 0, size, 0};
+    if (!arrive(COLLECTIVE, aborted)) return false;
+    check_calls(turn);
+    return true;
+}
+
 bool Transport::split(int color, int key, const std::atomic<bool>& aborted, int* group_rank, int* group_size,
                       ncclUniqueId* id) {
     unsigned turn = arrivals[SPLIT] % 2;
@@ -290,7 +299,7 @@ bool Transport::collective(const Op& op, const std::atomic<bool>& aborted) {
         const size_t count = op.count - first < most ? op.count - first : most;
         const unsigned turn = arrivals[COLLECTIVE] % 2;
         if (aborted) return false;
-        region->rank_states[rank].calls[turn] = {op.kind, op.type, op.op, op.peer, op.count};
+        region->rank_states[rank].calls[turn] = {op.kind, op.type, op.op, op.peer, op.count, op.place};
         publish_input(op, first, count, turn);
         if (!arrive(COLLECTIVE, aborted)) return false;
         check_calls(turn);

@@ -20,6 +20,12 @@ ncclResult_t ncclCommUserRank(ncclComm_t, int*);
 ncclResult_t ncclCommFinalize(ncclComm_t);
 ncclResult_t ncclCommDestroy(ncclComm_t);
 ncclResult_t ncclCommAbort(ncclComm_t);
+ncclResult_t ncclMemAlloc(void**, size_t);
+ncclResult_t ncclMemFree(void*);
+ncclResult_t ncclCommRegister(ncclComm_t, void*, size_t, void**);
+ncclResult_t ncclCommDeregister(ncclComm_t, void*);
+ncclResult_t ncclCommWindowRegister(ncclComm_t, void*, size_t, void**, int);
+ncclResult_t ncclCommWindowDeregister(ncclComm_t, void*);
 ncclResult_t ncclGroupStart();
 ncclResult_t ncclGroupEnd();
 ncclResult_t ncclAllReduce(const void*, void*, size_t, ncclDataType_t, ncclRedOp_t, ncclComm_t, CUstream);
@@ -233,6 +239,80 @@ void split_fault(int rank, int world, const ncclUniqueId& id) {
     OK(ncclCommAbort(child));
 }
 
+void* window(ncclComm_t comm, void* address, size_t bytes) {
+    void* opened = nullptr;
+    EXPECT(ncclInProgress, ncclCommWindowRegister(comm, address, bytes, &opened, 1));
+    OK(settled(comm));
+    return opened;
+}
+
+// Registrations and windows, wrong ones, and their end with the communicator.
+void registration(int rank, int world, const ncclUniqueId& id) {
+    ncclComm_t comm = begin(world, id, rank);
+    OK(settled(comm));
+    constexpr size_t BYTES = 400;
+    void *memory, *first, *second, *none;
+    OK(ncclMemAlloc(&memory, BYTES));
+    OK(ncclCommRegister(comm, memory, BYTES, &first));
+    // Counted.
+    OK(ncclCommRegister(comm, memory, BYTES, &second));
+    CHECK(first == second && first != nullptr);
+    OK(ncclCommDeregister(comm, first));
+    OK(ncclCommDeregister(comm, first));
+    EXPECT(ncclInvalidUsage, ncclCommDeregister(comm, first));
+    // Memory of the driver is device memory, too; what lies behind it is not, nor is the host's.
+    const Buffer<float> values(100);
+    OK(ncclCommRegister(comm, (void*)values.address, BYTES, &first));
+    OK(ncclCommDeregister(comm, first));
+    EXPECT(ncclUnhandledCudaError, ncclCommRegister(comm, (void*)values.address, BYTES + 1, &none));
+    EXPECT(ncclUnhandledCudaError, ncclCommRegister(comm, &none, sizeof none, &none));
+    void* opened = window(comm, memory, BYTES);
+    CHECK(opened != nullptr);
+    CUstream stream = new_stream();
+    EXPECT(ncclInProgress, ncclAllReduce(memory, memory, 100, ncclFloat32, ncclSum, comm, stream));
+    OK(settled(comm));
+    OK(cuStreamSynchronize(stream));
+    OK(ncclCommWindowDeregister(comm, opened));
+    EXPECT(ncclInvalidUsage, ncclCommWindowDeregister(comm, opened));
+    OK(ncclCommRegister(comm, memory, BYTES, &first));
+    window(comm, memory, BYTES);
+    OK(ncclCommAbort(comm));
+    EXPECT(ncclInvalidArgument, ncclCommRegister(comm, memory, BYTES, &first));
+    OK(ncclMemFree(memory));
+}
+
+// Each case but the last ends the process.
+void misuse(int rank, int world, const ncclUniqueId& id) {
+    ncclComm_t comm = begin(world, id, rank);
+    OK(settled(comm));
+    void *memory, *registered;
+    OK(ncclMemAlloc(&memory, 400));
+    const std::string what = getenv("MISUSE");
+    if (what == "freed") {
+        OK(ncclCommRegister(comm, memory, 400, &registered));
+        OK(ncclMemFree(memory));
+    } else if (what == "twice") {
+        window(comm, memory, 400);
+        window(comm, memory, 400);
+    } else if (what == "sizes") {
+        window(comm, memory, rank == 0 ? 400 : 200);
+    } else if (what == "mixed" || what == "offsets") {
+        CUstream stream = new_stream();
+        if (rank == 0 || what == "offsets") OK(ncclCommRegister(comm, memory, 400, &registered));
+        float* from = (float*)memory + (what == "offsets" && rank == 0 ? 4 : 0);
+        EXPECT(ncclInProgress, ncclAllReduce(from, from, 50, ncclFloat32, ncclSum, comm, stream));
+        OK(settled(comm));
+        OK(cuStreamSynchronize(stream));
+    } else if (what == "unfinished") {
+        CUstream stream = new_stream();
+        EXPECT(ncclInProgress, ncclAllReduce(memory, memory, 100, ncclFloat32, ncclSum, comm, stream));
+        OK(settled(comm));
+        OK(ncclMemFree(memory));
+        OK(cuStreamSynchronize(stream));
+    }
+    OK(ncclCommAbort(comm));
+}
+
 void same_device(int rank, int world, const ncclUniqueId& id) {
     open_device(0);
     ncclComm_t comm = begin(world, id, rank);
@@ -366,6 +446,8 @@ void nccl_case(const std::string& name, int ranks) {
     else if (name == "nccl_split") on_ranks(ranks, split);
     else if (name == "nccl_split_fault") on_ranks(ranks, split_fault);
     else if (name == "nccl_same_device") on_ranks(ranks, same_device);
+    else if (name == "nccl_registration") on_ranks(ranks, registration);
+    else if (name == "nccl_misuse") on_ranks(ranks, misuse);
     else if (name == "nccl_fault") on_ranks(ranks, fault);
     else if (name == "nccl_call_fault") on_ranks(ranks, call_fault);
     else if (name == "nccl_hang") hang();

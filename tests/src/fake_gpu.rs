@@ -37,6 +37,17 @@ const NAMES: [&str; 13] = [
     "libnvidia-ml.so.1",
 ];
 
+/// Folders with the same object for older versions of NCCL, and the functions that these lack.
+const OLDER: [(&str, &[&str]); 2] = [
+    (
+        "nccl-2.18",
+        &["ncclMemAlloc", "ncclMemFree", "ncclCommRegister", "ncclCommDeregister", WINDOWS[0], WINDOWS[1]],
+    ),
+    ("nccl-2.26", &WINDOWS),
+];
+
+const WINDOWS: [&str; 2] = ["ncclCommWindowRegister", "ncclCommWindowDeregister"];
+
 /// Contraction into fused multiply-adds is off, because it would depend on the machine: GPUs contract, baseline
 /// x86-64 cannot, and kernels write `fmaf` where they need fusing. So a kernel's result is the same on every machine,
 /// and comparisons with the CPU's kernels need at most the tolerance of a GPU.
@@ -105,6 +116,15 @@ pub fn command(program: impl AsRef<Path>) -> Command {
         }
     }
     command
+}
+
+/// Makes a [`command`] find an older version of NCCL: 18 or 26 for 2.18 and 2.26.
+///
+/// # Panics
+/// As [`folder`].
+pub fn with_older_nccl(command: &mut Command, minor: u32) {
+    let folder = folder().join(format!("nccl-2.{minor}"));
+    command.env("LD_LIBRARY_PATH", folder).env("FAKE_NCCL_VERSION", format!("2{minor}05"));
 }
 
 /// A `launcher` of `ranks` ranks, with one fake GPU each.
@@ -189,7 +209,7 @@ impl Inputs {
         let all: String = self.sources.values().map(|source| format!("{:x}\n", self.key(source))).collect();
         let headers = self.selftest[0].with_file_name("selftest.h");
         let selftest: String = self.selftest.iter().chain([&headers]).map(|file| read(file)).collect();
-        let folder = root.join(format!("{:016x}", hash(&(all + &selftest + &NAMES.concat()))));
+        let folder = root.join(format!("{:016x}", hash(&format!("{all}{selftest}{NAMES:?}{OLDER:?}"))));
         if folder.exists() {
             return folder;
         }
@@ -248,19 +268,36 @@ impl Inputs {
     }
 
     fn link(&self, objects: &Path, folder: &Path) {
-        let library = folder.join(OBJECT);
-        let parts = self.sources.iter().map(|(name, source)| self.object(objects, name, source));
-        let mut command = Command::new(&self.compiler);
-        command.args(["-shared", "-pthread", "-Wl,--no-undefined", "-Wl,-Bsymbolic"]);
-        command.arg(format!("-Wl,-soname,{OBJECT}")).args(parts).arg("-o").arg(&library).arg("-ldl");
-        self.run(&mut command).unwrap_or_else(|output| panic!("the fake GPU does not link:\n{output}"));
-        for name in NAMES {
-            std::os::unix::fs::symlink(OBJECT, folder.join(name)).expect("a link under target");
+        let library = self.link_without(&[], objects, folder);
+        for (name, missing) in OLDER {
+            let older = folder.join(name);
+            fs::create_dir(&older).expect("a folder under target");
+            self.link_without(missing, objects, &older);
         }
         let mut command = Command::new(&self.compiler);
         command.args(&self.flags).args(&self.selftest).arg(&library).arg("-Wl,-rpath,$ORIGIN");
         command.arg("-o").arg(folder.join("selftest"));
         self.run(&mut command).unwrap_or_else(|output| panic!("the fakes' test does not compile:\n{output}"));
+    }
+
+    /// Links the object without exporting some functions.
+    fn link_without(&self, missing: &[&str], objects: &Path, folder: &Path) -> PathBuf {
+        let library = folder.join(OBJECT);
+        let parts = self.sources.iter().map(|(name, source)| self.object(objects, name, source));
+        let mut command = Command::new(&self.compiler);
+        command.args(["-shared", "-pthread", "-Wl,--no-undefined", "-Wl,-Bsymbolic"]);
+        if !missing.is_empty() {
+            let script = folder.join("exports");
+            let text = format!("{{ global: *; local: {}; }};\n", missing.join("; "));
+            fs::write(&script, text).expect("a file under target");
+            command.arg(format!("-Wl,--version-script,{}", script.display()));
+        }
+        command.arg(format!("-Wl,-soname,{OBJECT}")).args(parts).arg("-o").arg(&library).arg("-ldl");
+        self.run(&mut command).unwrap_or_else(|output| panic!("the fake GPU does not link:\n{output}"));
+        for name in NAMES {
+            std::os::unix::fs::symlink(OBJECT, folder.join(name)).expect("a link under target");
+        }
+        library
     }
 
     fn run(&self, command: &mut Command) -> Result<(), String> {

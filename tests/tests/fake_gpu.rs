@@ -213,6 +213,25 @@ fn ranks_on_one_device_are_refused_unless_allowed() {
 }
 
 #[test]
+fn registered_memory_is_checked() {
+    for ranks in ["1", "2", "3"] {
+        case(&["nccl_registration", ranks], &[("FAKE_GPU_COUNT", ranks)]).expect(0, &[]);
+    }
+    let place = "at 0x1 of registered memory";
+    for (misuse, delay, message) in [
+        ("freed", "0", "is freed while it is registered"),
+        ("twice", "0", "gets a second window"),
+        ("sizes", "0", "the ranks call different collectives: rank "),
+        ("mixed", "0", place),
+        ("offsets", "0", place),
+        ("unfinished", "20000", "is device memory that is freed, or was never allocated"),
+    ] {
+        let finished = case(&["nccl_misuse"], &[("MISUSE", misuse), ("FAKE_GPU_DELAY_US", delay)]);
+        assert!(finished.code.is_none() && finished.stderr.contains(message), "{misuse}: {finished:#?}");
+    }
+}
+
+#[test]
 fn injected_faults_end_by_abort() {
     for fault in ["init_error@1", "hang_init@1", "async_error@1:after=2", "stuck_collective@1:after=2"] {
         case(&["nccl_fault"], &[("FAKE_NCCL_FAULT", fault)]).expect(0, &[]);

@@ -136,6 +136,19 @@ fn a_step_has_three_launches_a_layer_and_six_more() {
             assert!(kernels <= 3 * layers + 6, "{net}, batch {batch}: {layers} layers, {step:#}");
             assert_eq!(read(&counters)["nodes"], kernels, "{net}, batch {batch}: {step:#}");
             assert!(number("bytes") >= number("least_bytes"), "{step:#}");
+            // The loss, the check of gradients, the optimizer and the hash: one launch each, that visits everything once.
+            // Besides there are tables, padding between tensors, and sums.
+            let sweeps = step["sweeps"].as_array().expect("an array");
+            assert_eq!(sweeps.len(), 4, "{step:#}");
+            for sweep in sweeps {
+                let number = |key: &str| sweep[key].as_u64().expect("a number");
+                let (bytes, least) = (number("bytes"), number("least_bytes"));
+                assert_eq!(number("kernels"), 1, "{net}, batch {batch}: {sweep:#}");
+                assert!(
+                    (least..least + least / 50 + 4096).contains(&bytes),
+                    "{net}, batch {batch}: {sweep:#}"
+                );
+            }
         }
     }
 }

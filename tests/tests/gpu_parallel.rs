@@ -99,6 +99,25 @@ fn one_rank_trains_through_nccl_on_request() {
     }
 }
 
+/// Buckets join small layers: all gradients of `lenet5` are one all-reduce, in one group with that of the mark of gradients
+/// that are not finite. So a captured step has one launch of NCCL.
+#[test]
+fn small_layers_are_reduced_in_one_group() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let trace = folder.path().join("calls");
+    let mut program = on_gpus(1, TRAIN);
+    program.env("MGPU_NCCL", "always").env("FAKE_NCCL_TRACE", &trace);
+    program.args(["--synthetic", "--kernels", "builtin", "--skip-test", "--net", "lenet5", "--batch", "4"]);
+    run(program.args(["--steps", "14"])).expect(0, &[]);
+    let calls = std::fs::read_to_string(&trace).expect("calls of NCCL");
+    let calls: Vec<&str> = calls.lines().collect();
+    let reduced = "ncclAllReduce captured";
+    let group = ["ncclGroupStart", reduced, reduced, "ncclGroupEnd"];
+    let groups = calls.windows(group.len()).filter(|calls| *calls == group).count();
+    let all = calls.iter().filter(|call| **call == reduced).count();
+    assert!(groups > 0 && all == 2 * groups, "{calls:#?}");
+}
+
 /// Combinations of options.
 const FLAGS: [&[&str]; 6] = [
     &["--accumulate", "4", "--clip-norm", "0.5", "--schedule", "cosine:0.1", "--warm-up", "3"],

@@ -10,4 +10,5 @@ mod gpu_hosts;
 mod gpu_kernels;
 mod gpu_libraries;
 mod gpu_parallel;
+mod gpu_registration;
 mod gpu_training;

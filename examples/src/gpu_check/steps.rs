@@ -10,6 +10,9 @@
 //! need all of it, and in the backward pass reads input and gradient twice; the optimizer visits everything once, and
 //! gradients are read once more, to find those that are not finite. Bias, activation, pooling and dropout cost nothing.
 //!
+//! *Sweeps* are the passes that belong to no layer, one launch each: the loss with the counters of the accuracy, the check
+//! for gradients that are not finite, and the optimizer. Besides, the hash by which ranks compare their weights.
+//!
 //! *The least time*: for every pass the longer of its bytes at [`BYTES_PER_SECOND`] and its operations at
 //! [`OPERATIONS_PER_SECOND`], one after another.
 
@@ -18,8 +21,9 @@ use std::time::Instant;
 
 use mgpu::device::{DeviceConfig, DeviceDataParallel, StepGraph};
 use mgpu::{DataParallelConfig, World};
-use mgpu_kernels::Precision;
-use mgpu_kernels::cuda::{AutotuneOptions, Launch, Libraries, Stream};
+use mgpu_kernels::cuda::{AutotuneOptions, Launch, Libraries, Memory, Stream};
+use mgpu_kernels::digest::cuda as digest;
+use mgpu_kernels::{DType, Precision};
 use serde::Serialize;
 
 use super::args::Args;
@@ -64,8 +68,52 @@ struct Step {
     expected_us: f64,
     /// On this GPU; `None` on a fake one.
     seen_us: Option<f64>,
+    sweeps: Vec<Sweep>,
     /// Every kernel with its bytes.
     launches: Vec<(String, u64)>,
+}
+
+/// A pass over all logits, gradients or parameters.
+#[derive(Debug, Serialize)]
+struct Sweep {
+    what: &'static str,
+    kernels: usize,
+    bytes: u64,
+    least_bytes: u64,
+}
+
+impl Sweep {
+    /// The launches of the kernels whose names begin with `prefix`.
+    fn of(what: &'static str, prefix: &str, launches: &[(String, u64)], least: f64) -> Self {
+        let own = || launches.iter().filter(|(kernel, _)| kernel.starts_with(prefix));
+        let bytes = own().map(|(_, bytes)| bytes).sum();
+        Sweep { what, kernels: own().count(), bytes, least_bytes: least as u64 }
+    }
+}
+
+/// Bytes of the least that each sweep moves.
+struct LeastSweeps {
+    loss: f64,
+    check: f64,
+    optimizer: f64,
+    hash: f64,
+}
+
+impl LeastSweeps {
+    fn new(spec: &Spec, batch: usize, parameters: usize) -> Self {
+        let (batch, parameters) = (batch as f64, parameters as f64);
+        let classes = spec.layers.iter().fold(spec.input, |extents, layer| layer.output(extents));
+        let logits = batch * classes.iter().product::<usize>() as f64 * ACTIVATION;
+        let states = spec.optimizer.rule.states() + usize::from(spec.optimizer.average.is_some());
+        LeastSweeps {
+            // Logits and labels read, their gradient written.
+            loss: 2.0 * logits + batch,
+            check: parameters * PARAMETER,
+            // Gradients read, parameters and states read and written, and the copy in bf16 written.
+            optimizer: ((1.0 + 2.0 * (1 + states) as f64) * PARAMETER + ACTIVATION) * parameters,
+            hash: parameters * PARAMETER,
+        }
+    }
 }
 
 /// The JSON file.
@@ -145,12 +193,8 @@ fn passes(spec: &Spec, batch: usize, parameters: usize) -> Vec<Pass> {
         }
         extents = output;
     }
-    let logits = batch * len(extents) * ACTIVATION;
-    passes.push(Pass::memory(2.0 * logits));
-    let states = spec.optimizer.rule.states() + usize::from(spec.optimizer.average.is_some());
-    // Gradients twice, parameters and states read and written, and the copy in bf16.
-    let optimizer = (2.0 + 2.0 * (1 + states) as f64) * PARAMETER + ACTIVATION;
-    passes.push(Pass::memory(optimizer * parameters as f64));
+    let LeastSweeps { loss, check, optimizer, hash: _ } = LeastSweeps::new(spec, batch as usize, parameters);
+    passes.extend([Pass::memory(loss), Pass::memory(check + optimizer)]);
     passes
 }
 
@@ -185,6 +229,9 @@ pub(super) fn run(machine: &Machine, args: &Args, fake: bool) -> Result<bool, Bo
                 mega(*bytes),
                 mega(*least_bytes)
             );
+            for Sweep { what, kernels, bytes, least_bytes } in &step.sweeps {
+                outln!("  {what:<30} {kernels:>2} {:>11.3} {:>11.3}", mega(*bytes), mega(*least_bytes));
+            }
             steps.push(step);
         }
     }
@@ -221,7 +268,16 @@ impl Step {
         model.check()?;
         let graph = model.capture(|model| net.step(model, &data, dropout))?;
         let seen_us = if fake { None } else { Some(seen(&mut model, &graph)?) };
-        let passes = passes(&spec, batch, net.host_layout().len());
+        let parameters = net.host_layout().len();
+        let passes = passes(&spec, batch, parameters);
+        let least = LeastSweeps::new(&spec, batch, parameters);
+        let hash = hash_launches(model.stream(), net.layout().len())?;
+        let sweeps = vec![
+            Sweep::of("loss and accuracy", "loss_", &launches, least.loss),
+            Sweep::of("check of gradients", "digest_find_non_finite", &launches, least.check),
+            Sweep::of("optimizer", "optimizer_", &launches, least.optimizer),
+            Sweep::of("hash of the weights", "digest_hash", &hash, least.hash),
+        ];
         let sum = |each: fn(&Pass) -> f64| passes.iter().map(each).sum::<f64>();
         Ok(Step {
             net: net_name,
@@ -233,9 +289,19 @@ impl Step {
             least_us: sum(Pass::least_seconds) * 1e6,
             expected_us: (sum(Pass::expected_seconds) + launches.len() as f64 * KERNEL) * 1e6,
             seen_us,
+            sweeps,
             launches,
         })
     }
+}
+
+/// The launches of a hash of so many weights, which is not part of the step of a single rank.
+fn hash_launches(stream: &Stream, parameters: usize) -> mgpu::Result<Vec<(String, u64)>> {
+    let gpu = stream.device();
+    let (weights, hash) = (Memory::zeroed(gpu, DType::F32, parameters)?, Memory::zeroed(gpu, DType::I64, 1)?);
+    gpu.record_launches();
+    digest::hash(stream, weights.view(), hash.view())?;
+    Ok(gpu.recorded_launches().into_iter().map(|launch| (launch.kernel, launch.bytes)).collect())
 }
 
 /// Microseconds of a step in a graph.

@@ -3,11 +3,13 @@
 //! A graph contains addresses. So memory that existed when a graph was captured is not freed before the last graph is
 //! destroyed, even if its owner is dropped. Memory that was allocated later is in no graph and is freed at once.
 
+use super::memory::Deallocator;
+
 /// An allocation whose owner has been dropped.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy)]
 pub(super) enum Allocation {
-    /// Memory of the GPU.
-    Device { address: u64, bytes: u64 },
+    /// Memory of the GPU, from the driver or a library.
+    Device { address: u64, bytes: u64, deallocator: Option<&'static dyn Deallocator> },
     /// Pinned memory of the host.
     Host(usize),
     /// An event.
@@ -62,16 +64,23 @@ mod tests {
 
     #[test]
     fn memory_is_kept_as_long_as_a_graph_may_use_it() {
+        fn freed(allocations: impl IntoIterator<Item = Allocation>) -> Vec<usize> {
+            let address = |allocation| match allocation {
+                Allocation::Host(address) => address,
+                other => panic!("{other:?}"),
+            };
+            allocations.into_iter().map(address).collect()
+        }
         let mut captures = Captures::default();
         let (before, allocation) = (captures.allocated(), Allocation::Host);
         captures.graph_captured();
         let after = captures.allocated();
-        assert_eq!(captures.release(allocation(1), before), None);
-        assert_eq!(captures.release(allocation(2), after), Some(allocation(2)));
+        assert_eq!(freed(captures.release(allocation(1), before)), []);
+        assert_eq!(freed(captures.release(allocation(2), after)), [2]);
         captures.graph_captured();
-        assert_eq!(captures.release(allocation(3), after), None);
-        assert_eq!(captures.graph_destroyed(), []);
-        assert_eq!(captures.graph_destroyed(), [allocation(1), allocation(3)]);
-        assert_eq!(captures.release(allocation(4), before), Some(allocation(4)));
+        assert_eq!(freed(captures.release(allocation(3), after)), []);
+        assert_eq!(freed(captures.graph_destroyed()), []);
+        assert_eq!(freed(captures.graph_destroyed()), [1, 3]);
+        assert_eq!(freed(captures.release(allocation(4), before)), [4]);
     }
 }

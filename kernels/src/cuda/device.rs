@@ -314,10 +314,14 @@ impl Device {
     fn free(&self, allocation: Allocation) {
         let _ = self.bind();
         match allocation {
-            Allocation::Device { address, bytes } => {
-                // SAFETY: allocated by `Memory`, whose owner is dropped; the call waits for work that may still use
-                // it, and no graph can.
-                let _ = unsafe { driver::free(address) };
+            Allocation::Device { address, bytes, deallocator } => {
+                match deallocator {
+                    // SAFETY: allocated by `Memory`, whose owner is dropped; the call waits for work that may still use
+                    // it, and no graph can.
+                    None => drop(unsafe { driver::free(address) }),
+                    // SAFETY: as above, but that work has ended: `Memory::zeroed_at` demands it.
+                    Some(deallocator) => unsafe { deallocator.free(address) },
+                }
                 self.used.fetch_sub(bytes, Ordering::Relaxed);
             }
             Allocation::Host(address) => {

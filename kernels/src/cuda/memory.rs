@@ -1,6 +1,7 @@
 //! Memory of a GPU, and pinned memory of the host.
 
 use std::cell::RefCell;
+use std::fmt::Debug;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
@@ -23,6 +24,17 @@ pub struct Memory {
     len: usize,
     /// When it was allocated, in the device's count.
     allocated_at: u64,
+    /// Frees it, if it is not from the driver.
+    deallocator: Option<&'static dyn Deallocator>,
+}
+
+/// Frees memory of a GPU that is not from the driver but from a library whose memory other GPUs can access.
+pub trait Deallocator: Debug + Send + Sync {
+    /// Frees memory of the current device.
+    ///
+    /// # Safety
+    /// The library has allocated the memory at this address, and nothing uses it any more.
+    unsafe fn free(&self, address: u64);
 }
 
 /// A range of the elements of a [`Memory`], for kernels to read and write.
@@ -45,17 +57,46 @@ impl Memory {
         device.bind()?;
         let wanted = len as u64 * dtype.size() as u64;
         // The driver does not allocate zero bytes.
-        let bytes = (wanted as usize).max(1);
-        let address = match driver::allocate(bytes) {
-            Ok(address) => address,
+        match driver::allocate((wanted as usize).max(1)) {
+            Ok(address) => Self::of_zeros(device, dtype, len, (address, None)),
             Err(DriverError::OUT_OF_MEMORY) => {
                 let (free, total) = device.free_and_total()?;
-                return Err(Error::OutOfMemory { wanted, free, total });
+                Err(Error::OutOfMemory { wanted, free, total })
             }
-            Err(error) => return Err(error).context("cuMemAlloc"),
-        };
+            Err(error) => Err(error).context("cuMemAlloc"),
+        }
+    }
+
+    /// Owns memory for `len` elements at `address` that a library has allocated, and fills it with zeros.
+    ///
+    /// # Safety
+    /// - It is memory of the GPU, aligned to 256 bytes, that nobody else uses, and for which the deallocator is made.
+    /// - All work that uses it has ended when it is dropped: unlike the driver, a library need not wait for that when it
+    ///   frees memory. (Graphs that are not launched any more may exist.)
+    ///
+    /// # Errors
+    /// If the driver returns an error.
+    pub unsafe fn zeroed_at(
+        address: u64,
+        device: &Arc<Device>,
+        dtype: DType,
+        len: usize,
+        deallocator: &'static dyn Deallocator,
+    ) -> Result<Self> {
+        device.bind()?;
+        Self::of_zeros(device, dtype, len, (address, Some(deallocator)))
+    }
+
+    /// Owns what was just allocated, and fills it with zeros.
+    fn of_zeros(
+        device: &Arc<Device>,
+        dtype: DType,
+        len: usize,
+        (address, deallocator): (u64, Option<&'static dyn Deallocator>),
+    ) -> Result<Self> {
+        let bytes = (len * dtype.size()).max(1);
         let allocated_at = device.allocated(bytes as u64);
-        let memory = Memory { device: Arc::clone(device), address, dtype, len, allocated_at };
+        let memory = Memory { device: Arc::clone(device), address, dtype, len, allocated_at, deallocator };
         let stream = device.set_up_stream();
         // SAFETY: the bytes that were allocated, and a stream that is never destroyed.
         unsafe { driver::fill_zero(address, bytes, stream) }.context("cuMemsetD8Async")?;
@@ -123,7 +164,8 @@ impl Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         let bytes = (self.len as u64 * self.dtype.size() as u64).max(1);
-        self.device.release(Allocation::Device { address: self.address, bytes }, self.allocated_at);
+        let Memory { address, deallocator, .. } = *self;
+        self.device.release(Allocation::Device { address, bytes, deallocator }, self.allocated_at);
     }
 }
 

@@ -51,7 +51,7 @@ pub use device::{Device, Function};
 pub use error::{Error, Result};
 pub use graph::Graph;
 pub use launches::Launch;
-pub use memory::{Memory, Pinned, View};
+pub use memory::{Deallocator, Memory, Pinned, View};
 pub use sources::sources;
 pub use state::StepState;
 pub use stream::{Event, Stream};

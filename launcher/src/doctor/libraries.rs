@@ -98,8 +98,25 @@ pub(super) fn section(host: &Host) -> Section {
     let cuda = driver_cuda(host);
     let mut items: Vec<Item> =
         LIBRARIES.iter().map(|library| look(host, &sites, &toolkits, library, cuda)).collect();
+    let nccl = items.iter().find(|item| item.name == nccl_sys::LIBRARY_NAME);
+    items.extend(nccl.and_then(|nccl| nccl.version.as_deref()).and_then(gradients));
     items.push(Item::new(Mark::Note, "searched", places(host, &sites, &toolkits)));
     Section { title: "Libraries for GPUs", items }
+}
+
+/// How a version of NCCL accesses gradients; `None` if it is no version.
+fn gradients(version: &str) -> Option<Item> {
+    let mut numbers = version.split('.').map_while(|number| number.parse::<u32>().ok());
+    let text = match (numbers.next()?, numbers.next()?) {
+        release if release >= (2, 27) => {
+            "in place: registered memory, and symmetric windows between GPUs of one host"
+        }
+        release if release >= (2, 19) => {
+            "in place: registered memory; NCCL 2.27 or newer has symmetric windows, too"
+        }
+        _ => "by copies; NCCL 2.19 or newer accesses them in place",
+    };
+    Some(Item::new(Mark::Note, "NCCL, gradients", text))
 }
 
 /// The version of NCCL, or its file if nothing tells the version; `None` if a run would not find it.
@@ -277,4 +294,22 @@ fn places(host: &Host, sites: &[SitePackages], toolkits: &[PathBuf]) -> String {
     };
     let system = system_folders(host).collect::<Vec<_>>().join(", ");
     [explicit, told, cache, system, home, toolkits, conda, wheels].join("; ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::gradients;
+
+    #[test]
+    fn the_version_tells_how_nccl_accesses_gradients() {
+        let text = |version| gradients(version).map(|item| item.text);
+        for (version, part) in
+            [("2.18.5", "by copies"), ("2.19.3", "registered memory; "), ("2.26.2-1", "registered memory; ")]
+        {
+            assert!(text(version).unwrap().contains(part), "{version}");
+        }
+        assert_eq!(text("2.27.3"), text("3.0"));
+        assert_ne!(text("2.27.3"), text("2.26.2"));
+        assert_eq!(text("unknown"), None);
+    }
 }

@@ -31,6 +31,9 @@ pub const MGPU_SHARE_GPUS: &str = "MGPU_SHARE_GPUS";
 /// `always` if a single rank opens NCCL too and sends its gradients through it. Set by the user, for tests of NCCL on a
 /// machine with one GPU; otherwise a single rank does not need NCCL.
 pub const MGPU_NCCL: &str = "MGPU_NCCL";
+/// `off` if NCCL does not access gradients in place but copies them (default: `auto`). Set by the user, the same on all
+/// ranks.
+pub const MGPU_NCCL_REGISTER: &str = "MGPU_NCCL_REGISTER";
 /// For ranks that another launcher has started on several hosts, if they do not reach each other on the interface that NCCL
 /// takes: `check` (the default) makes that an error, with `set` the ranks set `NCCL_SOCKET_IFNAME`, `off` does not check.
 /// Set by the user.

@@ -84,7 +84,7 @@ pub use communicator::Communicator;
 pub use hosts::Net;
 pub use mgpu_kernels::{DType, Element, ReduceOp};
 #[cfg(feature = "cuda")]
-pub use nccl::{CapturedGroup, DeviceCommunicator, Group, Waitable};
+pub use nccl::{BufferAccess, CapturedGroup, DeviceCommunicator, Group, Registration, Waitable};
 pub use observer::{ObservedOperation, Observer, SpanStart, UpdateTiming};
 pub use pending::Pending;
 pub(crate) use rules::Rules;

@@ -75,6 +75,8 @@ pub(super) struct Identity {
     pub(super) share_gpus: bool,
     /// A single rank uses NCCL too, for tests.
     pub(super) nccl_always: bool,
+    /// NCCL accesses gradients in place if it can.
+    pub(super) nccl_register: bool,
     /// What ranks of different hosts use.
     pub(super) net: Net,
     /// The check of the interfaces that NCCL takes, on several hosts without agents.
@@ -112,6 +114,7 @@ impl Identity {
             device: None,
             share_gpus: false,
             nccl_always: false,
+            nccl_register: true,
             net: Net::Auto,
             nccl_preflight: NcclPreflight::Check,
         }
@@ -199,6 +202,14 @@ impl Identity {
                 return Err(variable_error(MGPU_NCCL, format!("is `{other}`; known are auto and always")));
             }
         };
+        let nccl_register = match variable(MGPU_NCCL_REGISTER).as_deref() {
+            None | Some("auto") => true,
+            Some("off") => false,
+            Some(other) => {
+                let problem = format!("is `{other}`; known are auto and off");
+                return Err(variable_error(MGPU_NCCL_REGISTER, problem));
+            }
+        };
         let net = match variable(MGPU_NET) {
             None => Net::Auto,
             Some(text) => text.parse().map_err(|problem| variable_error(MGPU_NET, problem))?,
@@ -220,6 +231,7 @@ impl Identity {
             device,
             share_gpus,
             nccl_always,
+            nccl_register,
             net,
             nccl_preflight,
             ..alone
@@ -393,6 +405,7 @@ mod tests {
             (&[(MGPU_RENDEZVOUS, "unix:/x")], "WORLD_SIZE is missing while MGPU_RENDEZVOUS is set"),
             (&[(MGPU_BACKEND, "mpi")], "MGPU_BACKEND is `mpi`; known are cpu and nccl"),
             (&[(MGPU_NCCL_PREFLIGHT, "on")], "MGPU_NCCL_PREFLIGHT is `on`; known are check, set and off"),
+            (&[(MGPU_NCCL_REGISTER, "on")], "MGPU_NCCL_REGISTER is `on`; known are auto and off"),
             (&[(MGPU_NET, "ib")], "MGPU_NET is `ib`; known are auto, tcp and ucx"),
             (
                 &[(level::VARIABLE, "sse")],

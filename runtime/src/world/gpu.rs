@@ -11,6 +11,7 @@ use nccl_sys::{Library, Version};
 use super::Identity;
 use super::env::NcclPreflight;
 use super::variable::variable_error;
+use crate::comm::nccl::RegistrationPolicy;
 use crate::protocol::MGPU_NCCL;
 use crate::rendezvous::NcclUse;
 use crate::rendezvous::message::Manifest;
@@ -66,6 +67,8 @@ pub(super) struct Gpu {
     pub(super) device: Arc<Device>,
     /// `None` in a world of one, unless `MGPU_NCCL=always` requests it.
     pub(super) nccl: Option<Library>,
+    /// Whether NCCL may access buffers in place.
+    pub(super) registration: RegistrationPolicy,
 }
 
 impl Gpu {
@@ -91,7 +94,8 @@ impl Gpu {
         }
         let needs_nccl = identity.world_size > 1 || identity.nccl_always;
         let nccl = needs_nccl.then(|| open_nccl(identity.rank)).transpose()?;
-        Ok(Gpu { device, nccl })
+        let registration = RegistrationPolicy::new(identity.nccl_register, identity.share_gpus);
+        Ok(Gpu { device, nccl, registration })
     }
 
     /// How the ranks of this host use NCCL, on several hosts.

@@ -414,6 +414,7 @@ impl World {
                 self.timeout(),
                 &gpu.device,
                 nccl.clone(),
+                gpu.registration.clone(),
             ),
             _ => Ok(crate::DeviceCommunicator::alone(&gpu.device)),
         }

@@ -1,7 +1,8 @@
 //! A rank with a GPU that trains a model with gradients from formulas. `t-device-step same` compares steps in every
 //! configuration with the steps of a single CPU rank; `resume` continues from the state of another configuration;
 //! `guards` makes mistakes that must be detected; `groups` trains a model in each of two groups; `uneven` has parameter
-//! groups and uneven ranks; `trace` takes times; `parts PRECISION` trains networks that are cut over ranks.
+//! groups and uneven ranks; `trace` takes times; `access [SHARDS]` prints how NCCL accesses gradients, and the checksum of
+//! the weights; `parts PRECISION` trains networks that are cut over ranks.
 
 #[path = "device_step/groups.rs"]
 mod groups;
@@ -35,6 +36,7 @@ fn main() -> ExitCode {
         "groups" => groups::check(&mut world),
         "parts" => parts::train(&mut world, &std::env::args().nth(2).unwrap_or_default()),
         "trace" => trace::check(&mut world),
+        "access" => access(&mut world, std::env::args().nth(2).is_some()),
         "uneven" => uneven::check(&mut world),
         other => panic!("unknown body {other}"),
     };
@@ -85,6 +87,23 @@ fn config(optimizer: OptimizerConfig, micro_batches: usize) -> DeviceConfig {
     let parallel =
         DataParallelConfig::new(optimizer, 1).with_bucket(40_000).with_micro_batches(micro_batches);
     DeviceConfig::new(parallel).with_steps_per_epoch(3)
+}
+
+/// Trains steps one by one and in a graph.
+fn access(world: &mut World, shards: bool) -> Result<()> {
+    let mut config = config(sgd(), 1);
+    if shards {
+        config.parallel.shard_from = ShardFrom::Bytes(0);
+    }
+    let mut model = model(world, config)?;
+    println!("gradients: {}", model.gradient_access());
+    let inputs = Inputs::new(&model, 1)?;
+    inputs.step(&mut model)?;
+    inputs.step(&mut model)?;
+    let graph = model.capture(|model| inputs.step(model))?;
+    model.replay(&graph)?;
+    println!("weights: {:016x}", model.verify()?);
+    Ok(())
 }
 
 /// The communicators that a placement needs.

@@ -1,22 +1,63 @@
-//! Memory of GPU 0 that is allocated and freed while other work goes on: `t-gpu-memory capture|pinned`. Panics at a
-//! wrong result.
+//! Memory of GPU 0 that is allocated and freed while other work goes on: `t-gpu-memory capture|pinned`. Memory of every
+//! rank that is registered with NCCL: `t-gpu-memory register`. Panics at a wrong result.
 
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::thread;
 
+use mgpu::{ReduceOp, World};
 use mgpu_kernels::DType;
 use mgpu_kernels::cuda::{Device, Memory, Pinned, Result, Stream};
+use mgpu_tests::device::{DeviceTest, input, reduced};
 
 const LEN: usize = 1000;
 
 fn main() -> Result<()> {
+    let body = std::env::args().nth(1);
+    if body.as_deref() == Some("register") {
+        register().expect("all ranks succeed");
+        return Ok(());
+    }
     let device = Device::open(0)?;
-    match std::env::args().nth(1).as_deref() {
+    match body.as_deref() {
         Some("capture") => capture(&device),
         Some("pinned") => pinned(&device),
         other => panic!("unknown body {other:?}"),
     }
+}
+
+/// Memory of the program's own, registered with the communicator and not.
+fn register() -> mgpu::Result<()> {
+    let mut world = World::from_env()?;
+    let comm = world.device_communicator()?;
+    let stream = Stream::new(comm.device())?;
+    let test = DeviceTest { comm: &comm, stream: &stream };
+    let (rank, ranks) = (comm.rank(), comm.size());
+    let memory = Memory::zeroed(comm.device(), DType::F32, LEN)?;
+    let reduce = |what: &str| {
+        stream.upload(&input::<f32>(rank, LEN), memory.view())?;
+        let (first, rest) = (memory.slice(0..100), memory.slice(100..LEN));
+        comm.group(|group| {
+            group.all_reduce(&stream, first, ReduceOp::Sum)?;
+            group.all_reduce(&stream, rest, ReduceOp::Sum)
+        })?;
+        test.expect(memory.view(), &reduced::<f32>(ranks, LEN, ReduceOp::Sum), what)
+    };
+    // SAFETY: the memory outlives the registrations, and its work has ended before they do.
+    let register = |view| unsafe { comm.register(view) };
+    let registration = register(memory.view())?;
+    println!("registered: {}", registration.access());
+    reduce("a registered buffer")?;
+    // NCCL counts registrations.
+    let again = register(memory.view())?;
+    drop(registration);
+    reduce("a buffer with another registration")?;
+    drop(again);
+    reduce("a buffer that was registered")?;
+    println!("empty: {}", register(memory.slice(7..7))?.access());
+    // Of different sizes none is registered, and the memory can be used as before.
+    println!("unequal: {}", register(memory.slice(0..10 + rank as usize))?.access());
+    reduce("a buffer that could not be registered")
 }
 
 /// Another thread captures a stream while this one allocates, copies and frees.

@@ -11,6 +11,7 @@ use super::family::Family;
 use super::group::{Calls, Group};
 use super::link::{Link, WaitContext};
 use super::owner::Owner;
+use super::registration::RegistrationPolicy;
 use super::remote::Statement;
 use crate::comm::rules::ProgressEntry;
 use crate::comm::{ReduceOp, Rules};
@@ -106,6 +107,7 @@ impl DeviceCommunicator {
         timeout: Duration,
         device: &Arc<Device>,
         nccl: Library,
+        registration: RegistrationPolicy,
     ) -> Result<Self> {
         let owner = Arc::new(Owner::start(nccl, device)?);
         let family = Family::new(number);
@@ -122,6 +124,7 @@ impl DeviceCommunicator {
             rules: Arc::new(Rules::new(Some(Arc::clone(membership)), membership.rank())),
             family: Arc::new(family),
             statement: Statement::default(),
+            registration,
         };
         link.rules.set_number(number);
         let advice = match link.has_remote_members() {
@@ -143,7 +146,7 @@ impl DeviceCommunicator {
             messages: None,
         };
         link.during(&context, || {
-            let id = share_id(&link, &context)?;
+            let id = link.share_id("id", &context)?;
             link.answer(&link.owner.init(id, size, link.members.rank()), &context)
         })?;
         Ok(Self::connected(device, link))
@@ -396,20 +399,23 @@ fn wait_alone(work: &impl Waitable) -> Result<()> {
     Ok(())
 }
 
-/// The NCCL unique id of the communicator: created by rank 0, the same on all ranks.
-fn share_id(link: &Link, context: &WaitContext) -> Result<UniqueId> {
-    let (store, key) = (link.membership.store(), format!("{}/id", link.key));
-    if link.members.rank() == 0 {
-        let id = link.answer(&link.owner.unique_id(), context)?;
-        if link.members.size() > 1 {
-            store.set(&key, id.as_bytes(), &[], link.members.size() - 1)?;
+impl Link {
+    /// The NCCL unique id of the communicator: created by its rank 0, the same on all ranks. `name` names it at the
+    /// rendezvous, and is used once.
+    pub(super) fn share_id(&self, name: &str, context: &WaitContext) -> Result<UniqueId> {
+        let (store, key) = (self.membership.store(), format!("{}/{name}", self.key));
+        if self.members.rank() == 0 {
+            let id = self.answer(&self.owner.unique_id(), context)?;
+            if self.members.size() > 1 {
+                store.set(&key, id.as_bytes(), &[], self.members.size() - 1)?;
+            }
+            return Ok(id);
         }
-        return Ok(id);
+        let (bytes, _) = store.get(&key, self.members.world_rank(0), self.timeout)?;
+        let bytes = bytes.try_into().map_err(|bytes: Vec<u8>| Error::Protocol {
+            peer: "rank 0".into(),
+            problem: format!("an NCCL unique id of {} bytes, not {}", bytes.len(), UniqueId::LEN),
+        })?;
+        Ok(UniqueId::from_bytes(bytes))
     }
-    let (bytes, _) = store.get(&key, 0, link.timeout)?;
-    let bytes = bytes.try_into().map_err(|bytes: Vec<u8>| Error::Protocol {
-        peer: "rank 0".into(),
-        problem: format!("an NCCL unique id of {} bytes, not {}", bytes.len(), UniqueId::LEN),
-    })?;
-    Ok(UniqueId::from_bytes(bytes))
 }

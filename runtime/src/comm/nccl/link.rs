@@ -12,6 +12,7 @@ use mgpu_kernels::cuda;
 
 use super::family::Family;
 use super::owner::{Owner, Reply};
+use super::registration::RegistrationPolicy;
 use super::remote::Statement;
 use crate::comm::Members;
 use crate::comm::rules::{Begun, FailureHandler, ProgressEntry, Rules};
@@ -46,6 +47,7 @@ pub(super) struct Link {
     pub(super) rules: Arc<Rules>,
     pub(super) family: Arc<Family>,
     pub(super) statement: Statement,
+    pub(super) registration: RegistrationPolicy,
 }
 
 /// What a rank waits in, for the progress page and for errors.
@@ -353,7 +355,7 @@ impl Link {
         lost.unwrap_or_else(|| Error::Gpu(error.detected_by(&location())))
     }
 
-    fn describe(&self, context: &WaitContext) -> String {
+    pub(super) fn describe(&self, context: &WaitContext) -> String {
         let WaitContext { operation, sequence, text, peers, .. } = context;
         match (operation, sequence) {
             _ if peers.is_empty() => text.clone(),

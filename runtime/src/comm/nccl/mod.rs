@@ -12,6 +12,7 @@
 //! | [`family`] | which communicators fail together? |
 //! | [`remote`] | what do ranks of other hosts do? |
 //! | [`shutdown`] | how do ranks shut down a communicator, also after errors? |
+//! | [`registration`], [`registered`] | which buffers does NCCL access in place? |
 //! | [`environment`] | how is NCCL told which interface to take? |
 //! | [`host`], [`staging`] | how are host buffers transferred? |
 //!
@@ -28,6 +29,8 @@ mod group;
 mod host;
 mod link;
 mod owner;
+mod registered;
+mod registration;
 mod remote;
 mod shutdown;
 mod split;
@@ -38,4 +41,6 @@ pub use device::{DeviceCommunicator, Waitable};
 pub(crate) use environment::set_variables;
 pub use group::Group;
 pub(crate) use host::host_communicator;
+pub use registration::{BufferAccess, Registration};
+pub(crate) use registration::{RegisteredMemory, RegistrationPolicy};
 pub(crate) use shutdown::CollectiveCounters;

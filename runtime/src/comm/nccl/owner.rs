@@ -6,13 +6,18 @@
 //! abort: NCCL frees the communicator in it, so a call of another thread would return into freed memory. If the owner
 //! is stuck and cannot abort, the GPU is abandoned, and everything on it is left to the end of the process.
 //!
+//! In non-blocking mode NCCL starts a thread for every group of operations, and each call on a communicator that is "in
+//! progress" fails. So the owner waits once for each group, whose single calls only collect, and reads NCCL's state for
+//! nothing else (besides the watch for asynchronous errors). What can be enqueued together is therefore cheaper in one
+//! group. Operations of captured steps cost this at the capture, and nothing when they are replayed.
+//!
 //! The owner holds no reference whose drop the rest of the process waits for, or whose drop would release the GPU:
 //! neither the membership, whose last reference leaves the run, nor the device. A thread that is stuck forever is
 //! left behind.
 
 use std::ffi::c_int;
 use std::ptr;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -22,6 +27,7 @@ use nccl_sys::{InitConfig, Library, NcclError, Progress, UniqueId, ncclComm};
 
 use super::call::NcclCall;
 use super::group::Calls;
+use super::registered::Registered;
 use crate::process::start_failure;
 use crate::{Error, Result};
 
@@ -29,7 +35,7 @@ use crate::{Error, Result};
 const POLL_INTERVAL: Duration = Duration::from_millis(3);
 
 /// Timeout of an abort before the GPU is abandoned. The launcher does not wait much longer for this process.
-const ABORT_LIMIT: Duration = Duration::from_secs(3);
+pub(super) const ABORT_LIMIT: Duration = Duration::from_secs(3);
 
 /// The same for a communicator with captured operations: NCCL does not free it before their graphs are gone, which
 /// their owner only drops after it has seen the error. Running kernels are aborted before that.
@@ -60,7 +66,7 @@ impl From<NcclError> for TaskError {
     }
 }
 
-type Outcome<R> = Result<R, TaskError>;
+pub(super) type Outcome<R> = Result<R, TaskError>;
 
 /// The reply to the end of a communicator.
 pub(super) type Finalising = Receiver<Outcome<()>>;
@@ -86,6 +92,16 @@ pub(super) struct OwnerState {
     watchers: AtomicU32,
     /// NCCL's asynchronous error, once there is one.
     failure: OnceLock<String>,
+    /// What is registered with the communicator. Only the owner's thread changes it.
+    pub(super) registered: Mutex<Vec<Registered>>,
+}
+
+/// Text of an error, with NCCL's last error message.
+pub(super) fn error_text(nccl: &Library, error: &NcclError) -> String {
+    match nccl.last_error() {
+        more if more.is_empty() => error.to_string(),
+        more => format!("{error}: {more}"),
+    }
 }
 
 impl OwnerState {
@@ -93,8 +109,21 @@ impl OwnerState {
         self.call.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    pub(super) fn library(&self) -> &Library {
+        &self.nccl
+    }
+
+    /// The communicator, if there is one.
+    pub(super) fn handle(&self) -> Option<*mut ncclComm> {
+        Some(self.comm.load(Ordering::SeqCst)).filter(|comm| !comm.is_null())
+    }
+
     /// Makes an NCCL call and records it, unless the owner was told to stop.
-    fn guarded<R>(&self, name: &'static str, call: impl FnOnce() -> Result<R, NcclError>) -> Outcome<R> {
+    pub(super) fn guarded<R>(
+        &self,
+        name: &'static str,
+        call: impl FnOnce() -> Result<R, NcclError>,
+    ) -> Outcome<R> {
         let mut active = self.call();
         // Check this under the lock: whoever sets it then knows whether a call is in progress, and that no other will
         // follow.
@@ -121,16 +150,12 @@ impl OwnerState {
         self.stop_requested.store(true, Ordering::SeqCst);
     }
 
-    fn is_stop_requested(&self) -> bool {
+    pub(super) fn is_stop_requested(&self) -> bool {
         self.stop_requested.load(Ordering::SeqCst)
     }
 
-    /// Text of an error, with NCCL's last error message.
-    fn error_text(&self, error: &NcclError) -> String {
-        match self.nccl.last_error() {
-            more if more.is_empty() => error.to_string(),
-            more => format!("{error}: {more}"),
-        }
+    pub(super) fn error_text(&self, error: &NcclError) -> String {
+        error_text(&self.nccl, error)
     }
 
     fn unique_id(&self) -> Outcome<UniqueId> {
@@ -149,7 +174,7 @@ impl OwnerState {
         })?;
         self.wait_done(progress)?;
         self.handle_is_final.store(!self.is_stop_requested(), Ordering::SeqCst);
-        Ok(())
+        self.register_again()
     }
 
     /// Splits the communicator. The new handle is written to its owner, which then [awaits](Self::await_split) it.
@@ -218,7 +243,7 @@ impl OwnerState {
     }
 
     /// Waits until NCCL is done with a call in progress, unless the owner was told to stop.
-    fn wait_done(&self, mut progress: Progress) -> Outcome<()> {
+    pub(super) fn wait_done(&self, mut progress: Progress) -> Outcome<()> {
         let began = Instant::now();
         while progress == Progress::InProgress {
             if self.is_stop_requested() {
@@ -256,10 +281,8 @@ impl OwnerState {
 
     /// Finalises and destroys the communicator. All ranks must do so.
     fn finalise(&self) -> Outcome<()> {
-        let comm = self.comm.load(Ordering::SeqCst);
-        if comm.is_null() {
-            return Ok(());
-        }
+        let Some(comm) = self.handle() else { return Ok(()) };
+        self.deregister_all();
         // SAFETY: the handle is alive, and this is its thread.
         let progress = self.guarded("ncclCommFinalize", || unsafe { self.nccl.comm_finalize(comm) })?;
         self.wait_done(progress)?;
@@ -279,6 +302,17 @@ impl OwnerState {
             // other call.
             let _ = unsafe { self.nccl.comm_abort(comm) };
         }
+        self.forget_registered();
+    }
+
+    /// Aborts a communicator that has failed, so that another one can be connected in its place.
+    fn discard(&self) -> Outcome<()> {
+        let aborted = self.guarded("ncclCommAbort", || {
+            let comm = self.comm.swap(ptr::null_mut(), Ordering::SeqCst);
+            // SAFETY: the handle is alive, this is its thread, and nobody else can get it any more.
+            if comm.is_null() { Ok(Progress::Done) } else { unsafe { self.nccl.comm_abort(comm) } }
+        });
+        aborted.map(drop)
     }
 }
 
@@ -301,6 +335,8 @@ pub(super) struct Owner {
     /// process ends.
     device: Arc<Device>,
     tasks: Mutex<Sender<Task>>,
+    /// Number of registrations so far.
+    registrations: AtomicU64,
 }
 
 impl std::fmt::Debug for Owner {
@@ -331,6 +367,7 @@ impl Owner {
             captured: AtomicBool::default(),
             watchers: AtomicU32::default(),
             failure: OnceLock::new(),
+            registered: Mutex::default(),
         });
         let (owned, bound) = (Arc::clone(&state), Arc::clone(device));
         let (ready, is_ready) = sync_channel(1);
@@ -345,11 +382,12 @@ impl Owner {
             })
             .map_err(|error| Error::system("start the thread that owns NCCL", start_failure(&error)))?;
         let _ = is_ready.recv_timeout(START_LIMIT);
-        Ok(Owner { state, device: Arc::clone(device), tasks: Mutex::new(sender) })
+        let (device, tasks) = (Arc::clone(device), Mutex::new(sender));
+        Ok(Owner { state, device, tasks, registrations: AtomicU64::default() })
     }
 
     /// Sends a task with an NCCL result. The reply comes through the receiver, or never.
-    fn submit_nccl<R: Send + 'static>(
+    pub(super) fn submit_nccl<R: Send + 'static>(
         &self,
         task: impl FnOnce(&OwnerState) -> Outcome<R> + Send + 'static,
     ) -> Receiver<Reply<R>> {
@@ -362,7 +400,10 @@ impl Owner {
     }
 
     /// Sends any task.
-    fn submit<R: Send + 'static>(&self, task: impl FnOnce(&OwnerState) -> R + Send + 'static) -> Receiver<R> {
+    pub(super) fn submit<R: Send + 'static>(
+        &self,
+        task: impl FnOnce(&OwnerState) -> R + Send + 'static,
+    ) -> Receiver<R> {
         let (sender, receiver): (SyncSender<R>, _) = sync_channel(1);
         let task: Task = Box::new(move |state| {
             // The caller may have stopped waiting.
@@ -397,6 +438,36 @@ impl Owner {
     /// The library.
     pub(super) fn library(&self) -> Library {
         self.state.nccl.clone()
+    }
+
+    /// Whether operations were captured.
+    pub(super) fn has_captured(&self) -> bool {
+        self.state.captured.load(Ordering::SeqCst)
+    }
+
+    /// Discards a communicator that has failed; see [`init`](Self::init).
+    pub(super) fn discard(&self) -> Receiver<Reply<()>> {
+        self.submit_nccl(OwnerState::discard)
+    }
+
+    /// The number of a new registration.
+    pub(super) fn next_registration(&self) -> u64 {
+        self.registrations.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Whether NCCL may still use what was registered under this number.
+    pub(super) fn has_registered(&self, number: u64) -> bool {
+        self.state.has_registered(number)
+    }
+
+    /// Whether the GPU was abandoned.
+    pub(super) fn is_abandoned(&self) -> bool {
+        self.device.is_abandoned()
+    }
+
+    /// Nothing of the GPU is freed any more.
+    pub(super) fn abandon_device(&self) {
+        self.device.abandon();
     }
 
     /// False while the communicator is being initialised or split off.
@@ -467,8 +538,7 @@ impl Owner {
 
     /// Waits for an abort. Returns within a few seconds.
     pub(super) fn finish_abort(&self, aborted: Option<Receiver<()>>) -> Ended {
-        let captured = self.state.captured.load(Ordering::SeqCst);
-        let limit = if captured { ABORT_LIMIT_WITH_GRAPHS } else { ABORT_LIMIT };
+        let limit = if self.has_captured() { ABORT_LIMIT_WITH_GRAPHS } else { ABORT_LIMIT };
         let Some(aborted) = aborted.filter(|_| !self.device.is_abandoned()) else {
             // Probably because of another communicator; nothing can be saved.
             return Ended::Abandoned;

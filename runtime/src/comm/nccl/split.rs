@@ -57,13 +57,18 @@ impl DeviceCommunicator {
     /// The arguments of all ranks. When this returns, all earlier operations of this rank have ended.
     fn gather_arguments(&self, own: SplitArguments) -> Result<Vec<SplitArguments>> {
         let words = own.encode();
+        let all = self.gather_words(&words, "the arguments of a split")?;
+        Ok(all.chunks(words.len()).map(SplitArguments::decode).collect())
+    }
+
+    /// The words of all ranks, in their order. `what` describes them for errors.
+    pub(super) fn gather_words(&self, words: &[i64], what: &str) -> Result<Vec<i64>> {
         let stream = Stream::new(self.device())?;
-        let mine = Memory::from_slice(&stream, &words)?;
+        let mine = Memory::from_slice(&stream, words)?;
         let all = Memory::zeroed(self.device(), DType::I64, words.len() * self.size() as usize)?;
         self.all_gather(&stream, mine.view(), all.view())?;
-        self.wait(&stream, "the arguments of a split")?;
-        let all = all.view().to_vec::<i64>(&stream)?;
-        Ok(all.chunks(words.len()).map(SplitArguments::decode).collect())
+        self.wait(&stream, what)?;
+        Ok(all.view().to_vec::<i64>(&stream)?)
     }
 
     /// Connects this rank with the other members of `group`. All ranks of this communicator call it, or
@@ -117,6 +122,7 @@ impl Link {
             rules: Arc::new(rules),
             family: Arc::clone(&self.family),
             statement: Statement::default(),
+            registration: self.registration.clone(),
         })
     }
 

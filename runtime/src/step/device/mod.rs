@@ -47,7 +47,8 @@ use super::config::{Compression, Placement, check_micro_batches, check_sums};
 use super::describe_buffers;
 use super::readiness::Readiness;
 use crate::bucket;
-use crate::comm::{Communicator, DType, DeviceCommunicator, ReduceOp};
+use crate::comm::nccl::RegisteredMemory;
+use crate::comm::{BufferAccess, Communicator, DType, DeviceCommunicator, ReduceOp};
 use crate::replicate::{replicate, verify_same, verify_settings};
 use crate::{Error, Layout, Result, TensorSpec};
 
@@ -141,12 +142,12 @@ pub struct DeviceDataParallel {
     guard: Guard,
     state: Memory,
     chunks: Memory,
-    parameters: Memory,
-    gradients: Memory,
+    parameters: RegisteredMemory,
+    gradients: RegisteredMemory,
     /// The gradients rounded to bf16, if the communication dtype is bf16.
-    compressed: Option<Memory>,
+    compressed: Option<RegisteredMemory>,
     /// Receive buffer for a peer's gradients, in a world-size-invariant reduction.
-    theirs: Option<Memory>,
+    theirs: Option<RegisteredMemory>,
     first: Option<Memory>,
     second: Option<Memory>,
     average: Option<Memory>,
@@ -169,6 +170,10 @@ impl Drop for DeviceDataParallel {
     fn drop(&mut self) {
         self.comm.drain(&self.exchange);
         self.comm.drain(&self.compute);
+        let has_ended = |stream: &Stream| matches!(stream.is_done(), Ok(true));
+        if !(has_ended(&self.exchange) && has_ended(&self.compute)) {
+            self.registered_mut().for_each(RegisteredMemory::keep);
+        }
     }
 }
 
@@ -213,6 +218,17 @@ impl DeviceDataParallel {
         };
         let len = padded(&layout);
         parameters.resize(len, 0.0);
+        // Memory that NCCL uses in every step. Dropped after the model has drained its streams, or kept.
+        let registered = |is_used: bool, dtype| -> Result<RegisteredMemory> {
+            if exchanges && is_used {
+                // SAFETY: see `Drop`. Graphs are only launched by the model.
+                return unsafe { comm.allocate(dtype, len) };
+            }
+            Ok(RegisteredMemory::plain(Memory::zeroed(&device, dtype, len)?))
+        };
+        let is_compressed = exchanges && parallel.reducer.compression == Compression::Bf16;
+        let is_divided =
+            parallel.placement == Placement::Shared || buckets.all.iter().any(DeviceBucket::is_sharded);
         let arena = |used: bool, dtype, len| used.then(|| Memory::zeroed(&device, dtype, len)).transpose();
         let (rule, invariant) = (parallel.optimizer.rule, parallel.reducer.world_size_invariant);
         let model = DeviceDataParallel {
@@ -221,19 +237,15 @@ impl DeviceDataParallel {
             guard: Guard::new(&compute, &buckets, &layout, &parallel, comm.size())?,
             state: StepState::after(0).upload(&compute)?,
             chunks: Memory::from_slice(&compute, bytemuck::cast_slice::<_, u8>(&buckets.chunks))?,
-            gradients: Memory::zeroed(&device, DType::F32, len)?,
-            compressed: arena(
-                exchanges && parallel.reducer.compression == Compression::Bf16,
-                DType::Bf16,
-                len,
-            )?,
-            theirs: arena(comm.size() > 1 && invariant, DType::F32, len)?,
+            gradients: registered(!is_compressed, DType::F32)?,
+            compressed: is_compressed.then(|| registered(true, DType::Bf16)).transpose()?,
+            theirs: (comm.size() > 1 && invariant).then(|| registered(true, DType::F32)).transpose()?,
             first: arena(rule.states() > 0, DType::F32, buckets.states)?,
             second: arena(rule.states() > 1, DType::F32, buckets.states)?,
             average: arena(parallel.optimizer.average.is_some(), DType::F32, buckets.states)?,
             saved_parameters: None,
             copy: arena(config.bf16_copy, DType::Bf16, len)?,
-            parameters: Memory::from_slice(&compute, &parameters)?,
+            parameters: registered(is_divided, DType::F32)?,
             buckets: buckets.all,
             readiness,
             active: comm.size(),
@@ -249,6 +261,7 @@ impl DeviceDataParallel {
             identity: Arc::default(),
             trace: RefCell::default(),
         };
+        model.compute.upload(&parameters, model.parameters.view())?;
         if let Some(average) = &model.average {
             copy_own(&model.compute, &model.buckets, &model.parameters, average)?;
         }
@@ -274,6 +287,16 @@ impl DeviceDataParallel {
             arena::narrow(&self.compute, self.parameters.view(), copy.view())?;
         }
         Ok(())
+    }
+
+    fn registered_mut(&mut self) -> impl Iterator<Item = &mut RegisteredMemory> {
+        let DeviceDataParallel { parameters, gradients, compressed, theirs, .. } = self;
+        [parameters, gradients].into_iter().chain(compressed).chain(theirs)
+    }
+
+    /// How NCCL accesses the gradients that it reduces: in place if it can.
+    pub fn gradient_access(&self) -> &BufferAccess {
+        self.compressed.as_ref().unwrap_or(&self.gradients).access()
     }
 
     /// The stream for the model's kernels.

@@ -23,7 +23,7 @@ use mgpu::device::{DeviceConfig, DeviceDataParallel, StepGraph};
 use mgpu::optimizer::OptimizerConfig;
 use mgpu::replicate::{checksum, replicate, verify_equal};
 use mgpu::timeline::Timeline;
-use mgpu::{Communicator, DeviceCommunicator, Layout, ReduceOp, Sampler};
+use mgpu::{BufferAccess, Communicator, DeviceCommunicator, Layout, ReduceOp, Sampler};
 use mgpu_kernels::Precision;
 use mgpu_kernels::cuda::{AutotuneOptions, Device, Stream};
 pub(super) use orders::{EPOCHS, TrainingSet};
@@ -35,6 +35,7 @@ use super::super::profile::StepProfile;
 use super::{Engine, Evaluated, PIECE, StepObserver, StopCheck, Stretch, TrainingConfig, check_finite, read};
 use crate::data::{Dataset, IMAGE_LEN, Samples};
 use crate::nets::{DeviceData, DeviceNet, LossReport};
+use crate::print::errln;
 
 /// The GPU options of the user.
 #[derive(Debug, Clone, Copy)]
@@ -128,6 +129,9 @@ impl Gpu {
         let total = TotalScore::new(Arc::clone(&device))?;
         let model = DeviceDataParallel::new(device, host, net.layout().clone(), parameters, config)?;
         let model = model.with_buffers(&net.initial_buffers())?;
+        if let (0, access @ BufferAccess::Failed(_)) = (model.rank(), model.gradient_access()) {
+            errln!("train_mnist: NCCL accesses gradients {access}");
+        }
         let idle = (0..launches::AHEAD).map(|_| LaunchMark::new(&model)).collect::<mgpu::Result<_>>()?;
         // Memory used while benchmarking kernels does not count as training memory.
         model.stream().device().reset_memory_peak();
@@ -345,7 +349,11 @@ impl Engine for Gpu {
     }
 
     fn kernels(&self) -> Vec<String> {
-        self.net.describe()
+        let mut lines = self.net.describe();
+        if self.model.ranks() > 1 && !self.options.on_host {
+            lines.push(format!("gradients: NCCL accesses them {}", self.model.gradient_access()));
+        }
+        lines
     }
 
     fn profile(&self) -> Option<StepProfile> {
