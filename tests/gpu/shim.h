@@ -60,7 +60,7 @@ extern __thread ShimNow shim_now;
 
 namespace shim {
 
-enum class WarpFunction { Sync, Shuffle, ShuffleUp, ShuffleDown, ShuffleXor, Ballot, MmaBf16, MmaTf32 };
+enum class WarpFunction { Sync, Shuffle, ShuffleUp, ShuffleDown, ShuffleXor, Ballot, MmaBf16, MmaF16, MmaTf32 };
 
 // One lane's part in a warp function. It is on the lane's stack while the lane waits for the others in `mask`; the
 // last one to arrive computes all results.
@@ -137,6 +137,12 @@ inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask,
 inline void shim_mma_bf16_16816(float d[4], const unsigned a[4], const unsigned b[2]) {
     shim::MmaLane lane{d, a, b};
     shim::WarpCall call{shim::WarpFunction::MmaBf16, 0xffffffffu, &lane, nullptr, 0, 0, 32};
+    shim::warp_call(call);
+}
+
+inline void shim_mma_f16_16816(float d[4], const unsigned a[4], const unsigned b[2]) {
+    shim::MmaLane lane{d, a, b};
+    shim::WarpCall call{shim::WarpFunction::MmaF16, 0xffffffffu, &lane, nullptr, 0, 0, 32};
     shim::warp_call(call);
 }
 

@@ -66,6 +66,7 @@ struct Elements {
 };
 
 __device__ inline u32 bits_of(bf16 value) { return value.bits; }
+__device__ inline u32 bits_of(f16 value) { return value.bits; }
 
 template <class T>
 __device__ inline void put(Quad& quad, u32 element, T value) {
@@ -78,6 +79,11 @@ template <class T>
 __device__ inline f32 value_in_word(u32 word, u32 i) {
     if (sizeof(T) == 4) return float_of(word);
     return float_of(i == 0 ? word << 16 : word & 0xffff0000u);
+}
+
+template <>
+__device__ inline f32 value_in_word<f16>(u32 word, u32 i) {
+    return to_f32(f16{(u16)(i == 0 ? word : word >> 16)});
 }
 
 // Operands that are contiguous along the depth. A thread moves four words of each of two lines. The lines of eight
@@ -274,9 +280,12 @@ struct PlainProduct {
     }
 };
 
+#ifdef F16_TENSOR_CORES
+__device__ inline void multiply_add(f32 d[4], const u32 a[4], const u32 b[2], f16) { mma_f16_16816(d, a, b); }
 #ifdef TENSOR_CORES
 __device__ inline void multiply_add(f32 d[4], const u32 a[4], const u32 b[2], bf16) { mma_bf16_16816(d, a, b); }
 __device__ inline void multiply_add(f32 d[4], const u32 a[4], const u32 b[2], f32) { mma_tf32_1688(d, a, b); }
+#endif
 
 // Tensor cores: a warp computes WARP_ROWS x WARP_COLUMNS in pieces of 16x8, eight words of depth at a time.
 template <class T, class TILE>
