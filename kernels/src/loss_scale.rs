@@ -197,7 +197,10 @@ mod tests {
             (good.with_scale(f32::INFINITY), "a loss scale is a number from 1.1754944e-38, not inf"),
             (LossScaler { growth: 0.5, ..good }, "a loss scale grows by a factor of at least 1, not 0.5"),
             (LossScaler { backoff: 1.0, ..good }, "a loss scale falls by a factor between 0 and 1, not 1"),
-            (LossScaler { backoff: f64::NAN, ..good }, "a loss scale falls by a factor between 0 and 1, not NaN"),
+            (
+                LossScaler { backoff: f64::NAN, ..good },
+                "a loss scale falls by a factor between 0 and 1, not NaN",
+            ),
             (good.with_growth_interval(0), "a loss scale grows after at least one step"),
         ] {
             assert_eq!(bad.problem().as_deref(), Some(expected));

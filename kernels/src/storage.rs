@@ -5,8 +5,8 @@
 
 use half::{bf16, f16};
 
-use crate::passes;
 use crate::Element;
+use crate::passes;
 use crate::reduce::half_floats::{narrow_bf16, narrow_one_f16, widen_bf16, widen_one_f16};
 use crate::simd::{Simd, Task, dispatch};
 
@@ -252,6 +252,14 @@ mod tests {
         let (narrow_results, sums) = pass(&x, &dy);
         let (results, expected) = pass(&widen(&x), &widen(&dy));
         assert_eq!(narrow_results, results.iter().map(|values| narrow(values)).collect::<Vec<_>>());
+        assert_eq!(sums, expected);
+
+        let halves = |values: &[f32]| values.iter().copied().map(f16::from_f32).collect::<Vec<_>>();
+        let wide = |values: &[f16]| values.iter().map(|value| value.to_f32()).collect::<Vec<_>>();
+        let (x, dy) = (halves(&random(len, 1)), halves(&random(len, 2)));
+        let (half_results, sums) = pass(&x, &dy);
+        let (results, expected) = pass(&wide(&x), &wide(&dy));
+        assert_eq!(half_results, results.iter().map(|values| halves(values)).collect::<Vec<_>>());
         assert_eq!(sums, expected);
     }
 }

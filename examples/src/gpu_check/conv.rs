@@ -231,9 +231,7 @@ fn dy_memory_values(harness: &Harness, view: &mgpu_kernels::cuda::View<'_>) -> R
         DType::Bf16 => {
             view.to_vec::<half::bf16>(&harness.stream)?.iter().map(|value| value.to_f64()).collect()
         }
-        DType::F16 => {
-            view.to_vec::<half::f16>(&harness.stream)?.iter().map(|value| value.to_f64()).collect()
-        }
+        DType::F16 => view.to_vec::<half::f16>(&harness.stream)?.iter().map(|value| value.to_f64()).collect(),
         _ => view.to_vec::<f32>(&harness.stream)?.iter().map(|value| f64::from(*value)).collect(),
     })
 }

@@ -23,8 +23,7 @@ fn each(harness: &mut Harness, filters: usize, kernel: usize, channels: usize) -
         let what = format!("{filters} of {kernel}x{kernel}x{channels}");
         harness.check("conv flip", what, name, |harness, verdict| {
             let weights = harness.random.floats(shape.weights_len()).into_iter();
-            let weights: Vec<f32> =
-                weights.map(|value| round_to(dtype, value)).collect();
+            let weights: Vec<f32> = weights.map(|value| round_to(dtype, value)).collect();
             let memory = harness.activations(dtype, &weights)?;
             let outputs = [Output::of(dtype, weights.len())];
             let found = harness.twice(verdict, &outputs, |stream, outputs| {

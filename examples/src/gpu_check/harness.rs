@@ -315,6 +315,7 @@ impl Harness {
 
     /// All dtypes of activations, with the names of their precisions in reports.
     pub(super) fn types() -> [(DType, &'static str); 3] {
-        [Precision::F32, Precision::Bf16, Precision::F16].map(|precision| (precision.storage(), precision.name()))
+        [Precision::F32, Precision::Bf16, Precision::F16]
+            .map(|precision| (precision.storage(), precision.name()))
     }
 }

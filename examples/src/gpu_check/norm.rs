@@ -161,7 +161,13 @@ fn running_statistics(harness: &mut Harness, verdict: &mut Verdict, images: &Ima
     })?;
     let mut expected: Vec<f64> = mean.iter().map(|mean| f64::from(*mean)).collect();
     expected.extend(var.iter().map(|var| 1.0 / (f64::from(*var) + EPSILON).sqrt()));
-    verdict.close("statistic", found.floats(0), &expected, |i| expected[i].abs(), bound::chain(2, DType::F32));
+    verdict.close(
+        "statistic",
+        found.floats(0),
+        &expected,
+        |i| expected[i].abs(),
+        bound::chain(2, DType::F32),
+    );
     Ok(())
 }
 

@@ -7,11 +7,11 @@ use std::ops::Range;
 
 use mgpu_kernels::cuda::{Result, StepState, Stream, View};
 use mgpu_kernels::loss_scale::LossScaler;
-use mgpu_kernels::{DType, digest};
 use mgpu_kernels::optimizer::chunk::{MAX_LEN, chunks};
 use mgpu_kernels::optimizer::cuda::{Arenas, UpdatePlan};
 use mgpu_kernels::optimizer::{Adam, AdamW, Factors, Optimizer, RmsProp, Sgd, State, cpu, cuda};
 use mgpu_kernels::schedule::{Decay, Schedule};
+use mgpu_kernels::{DType, digest};
 
 use super::bound;
 use super::harness::{Harness, Outcome, Output, Verdict};
@@ -49,7 +49,8 @@ pub(super) fn check(harness: &mut Harness) -> Outcome {
             (", as a cosine", 1, Decay::Cosine { steps: 7, floor: 0.1 }),
             (", by steps", 1, Decay::Step { every: 2, factor: 0.3 }),
         ] {
-            let plan = UpdatePlan { steps_per_epoch: 3, schedule: Schedule { warm_up, decay }, loss_scaler: None };
+            let plan =
+                UpdatePlan { steps_per_epoch: 3, schedule: Schedule { warm_up, decay }, loss_scaler: None };
             let scaled = UpdatePlan { loss_scaler: Some(LossScaler::default()), ..plan };
             harness.check(
                 &format!("step begin {name}"),
@@ -66,9 +67,12 @@ pub(super) fn check(harness: &mut Harness) -> Outcome {
             harness.check(&format!("optimizer {name}"), &text, "f32", |harness, verdict| {
                 update(harness, verdict, &optimizer, plan, sizes)
             })?;
-            harness.check(&format!("optimizer {name}"), format!("{text}, scaled"), "f32", |harness, verdict| {
-                update(harness, verdict, &optimizer, scaled, sizes)
-            })?;
+            harness.check(
+                &format!("optimizer {name}"),
+                format!("{text}, scaled"),
+                "f32",
+                |harness, verdict| update(harness, verdict, &optimizer, scaled, sizes),
+            )?;
         }
         harness.check(&format!("step begin {name}"), "skipped steps", "f64", |harness, verdict| {
             scaling(harness, verdict, &optimizer)
@@ -101,11 +105,11 @@ fn scaling(harness: &mut Harness, verdict: &mut Verdict, optimizer: &Optimizer) 
             let found = StepState::download(state.view(), &harness.stream)?;
             let unscaled = StepState::download(plain.view(), &harness.stream)?;
             verdict.equal("loss scale", &[found.loss_scale()], &[expected]);
-            verdict.equal("step, non-finite, scale", &[(found.step, found.non_finite, found.scale)], &[(
-                step,
-                0,
-                expected.inverse(),
-            )]);
+            verdict.equal(
+                "step, non-finite, scale",
+                &[(found.step, found.non_finite, found.scale)],
+                &[(step, 0, expected.inverse())],
+            );
             if !overflows {
                 let update = |state: StepState| (state.constants, state.step_size, state.shrink);
                 verdict.equal("constants of the update", &[update(found)], &[update(unscaled)]);

@@ -78,8 +78,7 @@ fn comparisons(harness: &mut Harness, len: usize) -> Outcome {
     for (dtype, name) in Harness::types() {
         let numbers = rng::Stream::new(7, 0);
         let numbers = (0..len as u64).map(|i| numbers.uniform(i) * 2.0 - 1.0);
-        let numbers: Vec<f32> =
-            numbers.map(|value| round_to(dtype, value)).collect();
+        let numbers: Vec<f32> = numbers.map(|value| round_to(dtype, value)).collect();
         harness.check("compare random", len, name, |harness, verdict| {
             let found = harness.twice(verdict, &[Output::of(dtype, len)], |stream, outputs| {
                 fill_random(stream, outputs[0], 7)

@@ -1,8 +1,8 @@
 //! Random numbers, and rounding to dtypes.
 
 use half::{bf16, f16};
-use mgpu_kernels::{DType, Precision};
 use mgpu_kernels::rng::Stream;
+use mgpu_kernels::{DType, Precision};
 #[cfg(test)]
 use mgpu_kernels::{Scratch, Threads, transpose};
 

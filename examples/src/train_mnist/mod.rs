@@ -40,7 +40,10 @@ use mgpu::replicate::verify_settings;
 use mgpu::timeline::{Name, Timeline};
 use mgpu::{Backend, Communicator, DeviceCommunicator, ReduceOp, World};
 use mgpu_kernels::Precision;
-use report::{EpochReport, LossScaleReport, Metrics, ModelSummary, ProgressDisplay, RankMemory, Summary, TestResult};
+use mgpu_kernels::cuda::Device;
+use report::{
+    EpochReport, LossScaleReport, Metrics, ModelSummary, ProgressDisplay, RankMemory, Summary, TestResult,
+};
 use source::Data;
 use stop::Ended;
 use trainer::{Event, Trainer};
@@ -168,6 +171,13 @@ impl<'a> Session<'a> {
         }
         if let Some(parts) = trainer.engine().describe_parts() {
             outln!("{parts}");
+        }
+        let capability = trainer.engine().gpu().map(Device::architecture);
+        if let (Some((7, minor)), Precision::Bf16) = (capability, args.precision) {
+            outln!(
+                "this GPU (compute capability 7.{minor}) has tensor cores for fp16, but multiplies bf16 as f32: try \
+                 --precision fp16"
+            );
         }
         if args.show_kernels {
             trainer.engine().kernels().iter().for_each(|line| outln!("{line}"));

@@ -21,9 +21,9 @@
 //! is not computed, or a slice of the sum that is left out, is an error of at least S/√n times the square root of its
 //! number of products: far more.
 
-use crate::{DType, Precision};
 use crate::cuda::algorithm::{Form, LibraryAlgorithm};
 use crate::cuda::compare::Tolerance;
+use crate::{DType, Precision};
 
 /// Half the distance between f32 numbers next to 1.
 const UNIT: f64 = 1.0 / (1 << 24) as f64;
@@ -115,8 +115,10 @@ mod tests {
 
     #[test]
     fn parts_of_a_sum_may_be_added_in_bf16() {
-        let shares =
-            [share_of_bf16_sums(16, Form::Plain, DType::Bf16), share_of_bf16_sums(64, Form::Narrow, DType::F32)];
+        let shares = [
+            share_of_bf16_sums(16, Form::Plain, DType::Bf16),
+            share_of_bf16_sums(64, Form::Narrow, DType::F32),
+        ];
         assert!(shares.iter().all(|share| (0.3..1.0).contains(share)), "{shares:?}");
     }
 

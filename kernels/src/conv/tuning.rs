@@ -143,8 +143,7 @@ impl Verification<'_> {
     fn problem(&self, algorithm: Option<&LibraryAlgorithm>) -> Result<Option<String>> {
         let &Verification { stream, layer, operands, expected, run } = self;
         let &Operands { result, bias, .. } = operands;
-        let tolerance =
-            tolerance(algorithm, layer.precision, self.terms(), bias.is_some(), result.dtype());
+        let tolerance = tolerance(algorithm, layer.precision, self.terms(), bias.is_some(), result.dtype());
         arena::cuda::fill(stream, result, GARBAGE)?;
         run(algorithm)?;
         let found = compare(stream, expected, result, None, tolerance)?;

@@ -1,12 +1,14 @@
 //! A rank with a GPU that trains a model with gradients from formulas. `t-device-step same` compares steps in every
 //! configuration with the steps of a single CPU rank; `resume` continues from the state of another configuration;
 //! `guards` makes mistakes that must be detected; `groups` trains a model in each of two groups; `uneven` has parameter
-//! groups and uneven ranks; `trace` takes times; `parts PRECISION` trains networks that are cut over ranks.
+//! groups and uneven ranks; `scaled` has a loss scale; `trace` takes times; `parts PRECISION` trains networks that are cut over ranks.
 
 #[path = "device_step/groups.rs"]
 mod groups;
 #[path = "device_step/parts.rs"]
 mod parts;
+#[path = "device_step/scaled.rs"]
+mod scaled;
 #[path = "device_step/trace.rs"]
 mod trace;
 #[path = "device_step/uneven.rs"]
@@ -34,6 +36,7 @@ fn main() -> ExitCode {
         "guards" => guards(&mut world),
         "groups" => groups::check(&mut world),
         "parts" => parts::train(&mut world, &std::env::args().nth(2).unwrap_or_default()),
+        "scaled" => scaled::check(&mut world),
         "trace" => trace::check(&mut world),
         "uneven" => uneven::check(&mut world),
         other => panic!("unknown body {other}"),
@@ -537,6 +540,7 @@ fn settings_that_differ(world: &mut World, config: DeviceConfig) -> Result<()> {
         (|config| config.parallel.reducer.micro_batches = 3, "micro_batches 3 where rank 0 has 2"),
         (|config| config.steps_per_epoch = 7, "steps_per_epoch 7 where rank 0 has 3"),
         (|config| config.bf16_copy = true, "bf16_copy true where rank 0 has false"),
+        (|config| config.f16_copy = true, "f16_copy true where rank 0 has false"),
     ];
     for (change, text) in changes {
         change(&mut other);

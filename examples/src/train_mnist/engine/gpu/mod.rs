@@ -126,9 +126,8 @@ impl Gpu {
         let optimizer = training_config.optimizer(&spec);
         let parallel = args.parallel.config(optimizer, threads, (device.size(), division.micro_batches()));
         let parallel = parallel.with_loss_scaler(args.loss_scaler());
-        let config = DeviceConfig::new(parallel)
-            .with_steps_per_epoch(ring)
-.with_copy_in(options.precision.storage());
+        let config =
+            DeviceConfig::new(parallel).with_steps_per_epoch(ring).with_copy_in(options.precision.storage());
         let total = TotalScore::new(Arc::clone(&device))?;
         let model = DeviceDataParallel::new(device, host, net.layout().clone(), parameters, config)?;
         let model = model.with_buffers(&net.initial_buffers())?;
