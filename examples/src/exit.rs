@@ -6,18 +6,35 @@ use std::process::ExitCode;
 use mgpu::protocol::{EXIT_STOPPED, MGPU_BACKEND};
 use mgpu_kernels::Precision;
 
+use crate::parallel::{Parallel, PlacementChoice};
 use crate::print::{self, errln};
 
-/// The exit code of a usage error, after printing it, if the precision needs a GPU and the backend is the CPU.
-pub(crate) fn refuse(program: &str, precision: Precision) -> Option<ExitCode> {
+/// The exit code of a usage error, after printing it, if the precision needs a GPU and the backend is the CPU, or is
+/// incompatible with the placement.
+pub(crate) fn refuse(program: &str, precision: Precision, parallel: &Parallel) -> Option<ExitCode> {
+    if precision == Precision::F16 && matches!(parallel.placement(), PlacementChoice::Layers(_)) {
+        let placement = parallel.placement();
+        return Some(refuse_usage(
+            program,
+            &format!(
+                "--precision {precision} and --placement {placement} are incompatible: the parts of the network would \
+                 not skip the same steps; use bf16, or another placement"
+            ),
+        ));
+    }
     let on_gpu = std::env::var_os(MGPU_BACKEND).is_some_and(|backend| backend == "nccl");
     if on_gpu || precision != Precision::Tf32 {
         return None;
     }
-    let problem = "needs a GPU (mgpurun --backend nccl, MGPU_BACKEND=nccl under another launcher); the cpu backend has f32 \
-                   and bf16";
-    errln!("{program}: --precision {precision} {problem}");
-    Some(ExitCode::from(2))
+    let problem = "needs a GPU (mgpurun --backend nccl, MGPU_BACKEND=nccl under another launcher); the cpu backend has f32, \
+                   bf16 and fp16";
+    Some(refuse_usage(program, &format!("--precision {precision} {problem}")))
+}
+
+/// Prints a usage error, and returns its exit code.
+pub(crate) fn refuse_usage(program: &str, problem: &str) -> ExitCode {
+    errln!("{program}: {problem}");
+    ExitCode::from(2)
 }
 
 /// Success if all output was printed; otherwise prints the error as one line to standard error and returns exit code

@@ -4,7 +4,7 @@
 //! implementation against it; the implementations are its submodules, `cpu` and, with the feature `cuda`, `cuda`.
 //!
 //! - Networks: [`conv`], [`dense`], [`pool`], [`activation`], [`gelu`], [`dropout`], [`norm`], [`loss`],
-//!   [`optimizer`], [`scale`].
+//!   [`loss_scale`], [`optimizer`], [`scale`].
 //! - Data and parameters: [`gather`] assembles batches, [`arena`] and [`digest`] treat all parameters of a network as
 //!   one contiguous slice.
 //! - Building blocks: register tiles for all matrix products in f32, [`tile_engine`] for those of bf16, [`transpose`] for
@@ -33,6 +33,7 @@ pub mod gelu;
 mod gemm;
 pub mod level;
 pub mod loss;
+pub mod loss_scale;
 pub mod norm;
 pub mod optimizer;
 mod passes;

@@ -5,13 +5,13 @@
 //! instruction set. So a public pass only calls a method of [`Passes`], which has an implementation for each storage type in
 //! this crate. The functions behind them end in `_as`.
 
-use half::bf16;
+use half::{bf16, f16};
 
 use crate::conv::cpu::{Backward, Conv};
 use crate::dropout::{self, Mask};
 use crate::norm::{self, Statistics, Sums};
 use crate::pool::{self, PoolShape};
-use crate::{Scratch, Storage, Threads, activation, gelu, transpose};
+use crate::{DType, Scratch, Storage, Threads, activation, gelu, transpose};
 
 /// Makes the trait and its implementations of a list `method = function(arguments)`.
 macro_rules! compiled_once {
@@ -23,6 +23,7 @@ macro_rules! compiled_once {
         }
         compiled_once!(@for f32: $($method = $function, ($($argument: $type),*);)*);
         compiled_once!(@for bf16: $($method = $function, ($($argument: $type),*);)*);
+        compiled_once!(@for f16: $($method = $function, ($($argument: $type),*);)*);
     };
     (@for $storage:ty: $($method:ident = $function:path, ($($argument:ident: $type:ty),*);)*) => {
         impl Passes for $storage {
@@ -73,6 +74,9 @@ compiled_once! {
     transpose_bf16 = transpose::matrices_as, (
         threads: &Threads, scratch: &mut Scratch, shape: (usize, usize), from: &[bf16], to: &mut [Self],
     );
+    transpose_f16 = transpose::matrices_as, (
+        threads: &Threads, scratch: &mut Scratch, shape: (usize, usize), from: &[f16], to: &mut [Self],
+    );
 }
 
 /// [`transpose::matrices`], by the two types it goes between.
@@ -83,9 +87,10 @@ pub(crate) fn transpose<A: Storage, B: Storage>(
     from: &[A],
     to: &mut [B],
 ) {
-    match A::wide(from) {
-        Some(from) => B::transpose_f32(threads, scratch, shape, from, to),
-        // There are two storage types.
-        None => B::transpose_bf16(threads, scratch, shape, bytemuck::cast_slice(from), to),
+    match A::DTYPE {
+        DType::Bf16 => B::transpose_bf16(threads, scratch, shape, bytemuck::cast_slice(from), to),
+        DType::F16 => B::transpose_f16(threads, scratch, shape, bytemuck::cast_slice(from), to),
+        // There are three storage types.
+        _ => B::transpose_f32(threads, scratch, shape, bytemuck::cast_slice(from), to),
     }
 }

@@ -1,22 +1,21 @@
-//! The types that store activations and their gradients between layers: f32, or bf16 with half the memory.
+//! The types that store activations and their gradients between layers: f32, or bf16 or f16 with half the memory.
 //!
-//! Arithmetic is f32 with both: kernels widen what they read and round what they write, to nearest even. So bf16
-//! costs one rounding between two layers, and none within a sum.
+//! Arithmetic is f32 with all of them: kernels widen what they read and round what they write, to nearest even. So a
+//! narrow type costs one rounding between two layers, and none within a sum.
 
-use half::bf16;
+use half::{bf16, f16};
 
+use crate::Element;
 use crate::passes;
-use crate::reduce::half_floats::{narrow_bf16, widen_bf16};
+use crate::reduce::half_floats::{narrow_bf16, narrow_one_f16, widen_bf16, widen_one_f16};
 use crate::simd::{Simd, Task, dispatch};
 
-/// A type that stores activations: `f32` or [`bf16`].
-pub trait Storage:
-    lanes::Lanes + passes::Passes + bytemuck::Pod + Default + Send + Sync + std::fmt::Debug
-{
-}
+/// A type that stores activations: `f32`, [`bf16`] or [`f16`].
+pub trait Storage: lanes::Lanes + passes::Passes + Element + Default {}
 
 impl Storage for f32 {}
 impl Storage for bf16 {}
+impl Storage for f16 {}
 
 /// Reads and writes elements of a storage type, single ones and vectors. (In a private module, to hide the vector
 /// types from users.)
@@ -136,6 +135,43 @@ impl lanes::Lanes for bf16 {
     }
 }
 
+impl lanes::Lanes for f16 {
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        widen_one_f16(self)
+    }
+    #[inline(always)]
+    fn narrow(value: f32) -> f16 {
+        narrow_one_f16(value)
+    }
+    fn wide(_: &[f16]) -> Option<&[f32]> {
+        None
+    }
+    fn wide_mut(_: &mut [f16]) -> Option<&mut [f32]> {
+        None
+    }
+    #[inline(always)]
+    unsafe fn load<S: Simd>(simd: S, from: *const f16) -> S::F32 {
+        // SAFETY: the caller's promise.
+        unsafe { simd.load_f16(from) }
+    }
+    #[inline(always)]
+    unsafe fn load_first<S: Simd>(simd: S, from: *const f16, count: usize) -> S::F32 {
+        // SAFETY: the caller's promise.
+        unsafe { simd.load_first_f16(from, count) }
+    }
+    #[inline(always)]
+    unsafe fn store<S: Simd>(simd: S, values: S::F32, to: *mut f16) {
+        // SAFETY: the caller's promise.
+        unsafe { simd.store_f16(values, to) }
+    }
+    #[inline(always)]
+    unsafe fn store_first<S: Simd>(simd: S, values: S::F32, to: *mut f16, count: usize) {
+        // SAFETY: the caller's promise.
+        unsafe { simd.store_first_f16(values, to, count) }
+    }
+}
+
 /// Copies `from` to `to`, converting each element to the destination's type.
 ///
 /// # Panics
@@ -216,6 +252,14 @@ mod tests {
         let (narrow_results, sums) = pass(&x, &dy);
         let (results, expected) = pass(&widen(&x), &widen(&dy));
         assert_eq!(narrow_results, results.iter().map(|values| narrow(values)).collect::<Vec<_>>());
+        assert_eq!(sums, expected);
+
+        let halves = |values: &[f32]| values.iter().copied().map(f16::from_f32).collect::<Vec<_>>();
+        let wide = |values: &[f16]| values.iter().map(|value| value.to_f32()).collect::<Vec<_>>();
+        let (x, dy) = (halves(&random(len, 1)), halves(&random(len, 2)));
+        let (half_results, sums) = pass(&x, &dy);
+        let (results, expected) = pass(&wide(&x), &wide(&dy));
+        assert_eq!(half_results, results.iter().map(|values| halves(values)).collect::<Vec<_>>());
         assert_eq!(sums, expected);
     }
 }

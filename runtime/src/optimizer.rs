@@ -6,6 +6,7 @@
 
 use mgpu_kernels::Threads;
 use mgpu_kernels::digest::cpu::sum_of_squares;
+pub use mgpu_kernels::loss_scale::{LossScale, LossScaler};
 pub use mgpu_kernels::optimizer::{Adam, AdamW, Optimizer as Rule, RmsProp, Sgd};
 use mgpu_kernels::optimizer::{Factors, State, cpu};
 pub use mgpu_kernels::schedule::{Decay, Schedule};
@@ -96,6 +97,8 @@ pub(crate) struct Optimizer {
     config: OptimizerConfig,
     threads: Threads,
     step: u64,
+    /// Those among them that were skipped.
+    skipped: u64,
     /// Runs of adjacent tensors with the same factors: the end of the run, and the factors.
     runs: Vec<(usize, Factors)>,
     first: Buffer,
@@ -117,6 +120,7 @@ impl Optimizer {
             config,
             threads,
             step: 0,
+            skipped: 0,
             runs: runs(&config, layout),
             first: arena(config.rule.states() > 0),
             second: arena(config.rule.states() > 1),
@@ -153,8 +157,13 @@ impl Optimizer {
         self.step
     }
 
-    pub(crate) fn set_steps(&mut self, steps: u64) {
-        self.step = steps;
+    pub(crate) fn skipped_steps(&self) -> u64 {
+        self.skipped
+    }
+
+    /// Continues after `steps` steps, of which `skipped` were skipped.
+    pub(crate) fn set_steps(&mut self, steps: u64, skipped: u64) {
+        (self.step, self.skipped) = (steps, skipped);
     }
 
     pub(crate) fn set_learning_rate(&mut self, lr: f64) {
@@ -163,6 +172,12 @@ impl Optimizer {
 
     pub(crate) fn begin_step(&mut self) {
         self.step += 1;
+    }
+
+    /// Makes a step without an update.
+    pub(crate) fn skip_step(&mut self) {
+        self.step += 1;
+        self.skipped += 1;
     }
 
     /// Updates the parameters that begin at element `begin` of the arena. Their state begins at `state`.
@@ -182,7 +197,7 @@ impl Optimizer {
                 &self.threads,
                 &rule,
                 factors,
-                self.step,
+                self.step - self.skipped,
                 &mut parameters[at..end],
                 &gradients[at..end],
                 state,

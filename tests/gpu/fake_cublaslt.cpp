@@ -25,7 +25,7 @@ enum Status : unsigned {
     NOT_SUPPORTED = 15,
 };
 
-enum : int { R_32F = 0, R_16BF = 14 };
+enum : int { R_32F = 0, R_16F = 2, R_16BF = 14 };
 enum : int { COMPUTE_32F = 68, COMPUTE_32F_FAST_TF32 = 77 };
 enum : int { OP_N = 0, OP_T = 1 };
 enum : int { EPILOGUE_DEFAULT = 1, EPILOGUE_BIAS = 4, EPILOGUE_RELU_BIAS = 6 };
@@ -255,7 +255,7 @@ API unsigned cublasLtMatmulDescSetAttribute(void* raw, int attribute, const void
 
 API unsigned cublasLtMatrixLayoutCreate(void** place, int type, uint64_t rows, uint64_t columns, int64_t ld) {
     if (!place || !rows || !columns || ld < int64_t(rows)) return INVALID_VALUE;
-    if (type != R_32F && type != R_16BF) return NOT_SUPPORTED;
+    if (type != R_32F && type != R_16F && type != R_16BF) return NOT_SUPPORTED;
     Layout* layout = make<Layout>(place, Kind::Layout);
     layout->type = type, layout->rows = rows, layout->columns = columns, layout->ld = ld;
     return SUCCESS;
@@ -337,7 +337,10 @@ API unsigned cublasLtMatmul(
     if (handle->ordinal != fake::current_device()) return EXECUTION_FAILED;
     if (algorithm->number == 2) std::fprintf(stderr, "fake cuBLASLt: in-place reduction scheme\n");
     auto numbers = [](const void* address, const Layout& layout) {
-        return TensorView{const_cast<void*>(address), layout.type == R_16BF};
+        using fake::Stored;
+        const Stored stored =
+            layout.type == R_16F ? Stored::F16 : layout.type == R_16BF ? Stored::Bf16 : Stored::F32;
+        return TensorView{const_cast<void*>(address), stored};
     };
     const MatmulWork run{problem, numbers(a, problem.a), numbers(b, problem.b), numbers(d, problem.d), *alpha, workspace, needed};
     return fake::enqueue(stream, run) == CUDA_SUCCESS ? SUCCESS : EXECUTION_FAILED;

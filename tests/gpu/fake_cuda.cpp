@@ -135,6 +135,9 @@ API CUresult cuDeviceTotalMem_v2(size_t* bytes, CUdevice device) {
     return CUDA_SUCCESS;
 }
 
+// The compute capability, times ten.
+int capability() { return (int)env_number("FAKE_GPU_CAPABILITY", 90); }
+
 API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
     if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
     static const std::unordered_map<unsigned, int> known = {
@@ -145,7 +148,7 @@ API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUde
         {9, 65536},         {10, 32},         {12, 65536},  {82, 65536},        // constants, warp, registers
         {13, 1000000},      {16, (int)env_number("FAKE_GPU_MULTIPROCESSORS", 4)},          {39, 2048},   {106, 32},          // clock, multiprocessors, their threads
         {31, 1},            {36, 1000000},    {37, 512},    {38, 32 << 20},     // concurrency, memory clock, bus, L2
-        {40, 2},            {41, 1},          {75, 9},      {76, 0},            // engines, addressing, capability
+        {40, 2},            {41, 1},          {75, capability() / 10}, {76, capability() % 10},   // engines, addressing, capability
         {78, 1},            {90, 1},          {95, 1},      {115, 1},           // priorities, preemption, pools
     };
     const auto found = known.find(attribute);
@@ -155,8 +158,8 @@ API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUde
 }
 
 API CUresult cuDeviceComputeCapability(int* major, int* minor, CUdevice device) {
-    *major = 9;
-    *minor = 0;
+    *major = capability() / 10;
+    *minor = capability() % 10;
     return is_device(device) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
 }
 

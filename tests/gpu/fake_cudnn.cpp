@@ -38,7 +38,12 @@ enum Status : unsigned {
     EXECUTION_FAILED = 5000,
 };
 
-enum : int { FLOAT = 0, BFLOAT16 = 9 };
+enum : int { FLOAT = 0, HALF = 2, BFLOAT16 = 9 };
+
+fake::Stored stored_as(int type) {
+    return type == HALF ? fake::Stored::F16 : type == BFLOAT16 ? fake::Stored::Bf16 : fake::Stored::F32;
+}
+
 enum : int { NHWC = 1 };
 enum : int { CROSS_CORRELATION = 1 };
 enum : int { DEFAULT_MATH = 0, TENSOR_OP_MATH = 1, FMA_MATH = 3 };
@@ -108,7 +113,7 @@ struct Layer {
         if (x.type != y.type) return NOT_SUPPORTED_DATA_TYPE;
         const bool wide = w.type == FLOAT && fake::env_number("FAKE_CUDNN_WIDE_GRADIENT", 0);
         if (w.type != x.type && !wide) return NOT_SUPPORTED_DATA_TYPE;
-        if (x.type == BFLOAT16 && convolution.math == FMA_MATH) return NOT_SUPPORTED;
+        if (x.type != FLOAT && convolution.math == FMA_MATH) return NOT_SUPPORTED;
         return SUCCESS;
     }
 
@@ -204,7 +209,7 @@ struct ConvolutionWork {
         own.by = by.on_host((pass == Pass::Forward ? layer.w : layer.y).len(), user);
         own.to = to.on_host(result().len(), user);
         own.workspace = fake::device_bytes((CUdeviceptr)workspace, workspace_size, user);
-        const size_t bias_size = bias ? layer.y.c * (result().type == BFLOAT16 ? 2 : 4) : 0;
+        const size_t bias_size = bias ? layer.y.c * (result().type == FLOAT ? 4 : 2) : 0;
         own.bias = fake::device_bytes((CUdeviceptr)bias, bias_size, user);
         own.compute();
     }
@@ -241,7 +246,7 @@ struct ConvolutionWork {
         const float wrong = kind == 1 ? 1.5f : 1.0f;
         for (size_t at = 0; at < sums.size(); ++at) {
             float value = alpha * wrong * sums[at] + (beta == 0.0f ? 0.0f : beta * to.read(at));
-            if (bias) value += TensorView{const_cast<void*>(bias), result.type == BFLOAT16}.read(at % (layer.y.c));
+            if (bias) value += TensorView{const_cast<void*>(bias), stored_as(result.type)}.read(at % (layer.y.c));
             if (relu && !(value > 0.0f) && !(keeps_nan && std::isnan(value))) value = 0.0f;
             if (kind == 2 && at == sums.size() / 2) value += 4.0f;
             to.write(at, value);
@@ -285,8 +290,9 @@ Status layer_of(Pass pass, void* from, void* by, void* convolution, void* to, La
 }
 
 ConvolutionWork prepare(Pass pass, const Layer& layer, const void* from, const void* by, void* to) {
-    const bool narrow = layer.x.type == BFLOAT16, narrow_w = layer.w.type == BFLOAT16;
-    auto numbers = [&](const void* address, bool is_w) { return TensorView{const_cast<void*>(address), is_w ? narrow_w : narrow}; };
+    auto numbers = [&](const void* address, bool is_w) {
+        return TensorView{const_cast<void*>(address), stored_as(is_w ? layer.w.type : layer.x.type)};
+    };
     ConvolutionWork run{pass, 0, layer, numbers(from, pass == Pass::BackwardData), numbers(by, pass == Pass::Forward),
             numbers(to, pass == Pass::BackwardFilter), 1.0f, 0.0f};
     return run;
@@ -364,7 +370,7 @@ Status set_extents(void* raw, Kind kind, int type, int format, int n, int c, int
     if (!tensor || tensor->kind != kind) return DESCRIPTOR_TYPE;
     if (n < 1 || c < 1 || h < 1 || w < 1) return BAD_PARAM;
     if (format != NHWC) return NOT_SUPPORTED_LAYOUT;
-    if (type != FLOAT && type != BFLOAT16) return NOT_SUPPORTED_DATA_TYPE;
+    if (type != FLOAT && type != HALF && type != BFLOAT16) return NOT_SUPPORTED_DATA_TYPE;
     tensor->type = type;
     tensor->n = n, tensor->c = c, tensor->h = h, tensor->w = w;
     tensor->set = true;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "fake_cuda.h"
+#include "fake_half.h"
 
 #include <cmath>
 #include <cstdint>
@@ -30,22 +31,27 @@ inline float rounded(float value, unsigned cut) {
 }
 
 // A matrix or tensor in f32 or bfloat16.
+enum class Stored { F32, Bf16, F16 };
+
 struct TensorView {
     void* address;
-    bool narrow;   // bfloat16
+    Stored stored;
 
     // The view of a tensor in device memory through which `user` can access its `len` elements.
     TensorView on_host(size_t len, const char* user) const {
-        return {device_bytes((CUdeviceptr)address, len * (narrow ? 2 : 4), user), narrow};
+        return {device_bytes((CUdeviceptr)address, len * (stored == Stored::F32 ? 4 : 2), user), stored};
     }
 
     float read(size_t at) const {
-        if (!narrow) return static_cast<const float*>(address)[at];
-        return from_bits(uint32_t(static_cast<const uint16_t*>(address)[at]) << 16);
+        if (stored == Stored::F32) return static_cast<const float*>(address)[at];
+        const uint16_t bits = static_cast<const uint16_t*>(address)[at];
+        return stored == Stored::F16 ? F16{bits}.wide() : from_bits(uint32_t(bits) << 16);
     }
 
     void write(size_t at, float value) const {
-        if (narrow) {
+        if (stored == Stored::F16) {
+            static_cast<uint16_t*>(address)[at] = F16::from(value).bits;
+        } else if (stored == Stored::Bf16) {
             static_cast<uint16_t*>(address)[at] = uint16_t(to_bits(rounded(value, 16)) >> 16);
         } else {
             static_cast<float*>(address)[at] = value;

@@ -482,6 +482,7 @@ int main(int count, char** words) {
     else if (name == "sums") sums();
     else if (name == "lanes") lanes();
     else if (name == "mma_bf16") product("selftest_mma_bf16", 16);
+    else if (name == "mma_f16") product("selftest_mma_f16", 16);
     else if (name == "mma_tf32") product("selftest_mma_tf32", 8);
     else if (name == "truncated") truncated();
     else if (name == "aligned") packs(4);

@@ -56,16 +56,24 @@ KERNEL(selftest_half_a_barrier)(u32* out) {
 }
 
 // c = a b for one tile, all matrices dense and row-major: a is 16 by k, b is k by 8.
-KERNEL(selftest_mma_bf16)(const f32* a, const f32* b, f32* c) {
+template <class T, class PRODUCT>
+__device__ void selftest_mma_halves(const f32* a, const f32* b, f32* c, const PRODUCT& product) {
     const u32 g = threadIdx.x / 4, t = threadIdx.x % 4;
-    auto pair = [](f32 low, f32 high) { return (u32)from_f32<bf16>(low).bits | (u32)from_f32<bf16>(high).bits << 16; };
+    auto pair = [](f32 low, f32 high) { return (u32)from_f32<T>(low).bits | (u32)from_f32<T>(high).bits << 16; };
     auto a_pair = [&](u32 row, u32 column) { return pair(a[row * 16 + column], a[row * 16 + column + 1]); };
     auto b_pair = [&](u32 row, u32 column) { return pair(b[row * 8 + column], b[(row + 1) * 8 + column]); };
     const u32 left[4] = {a_pair(g, 2 * t), a_pair(g + 8, 2 * t), a_pair(g, 2 * t + 8), a_pair(g + 8, 2 * t + 8)};
     const u32 right[2] = {b_pair(2 * t, g), b_pair(2 * t + 8, g)};
     f32 d[4] = {1.0f, 1.0f, 1.0f, 1.0f};
-    mma_bf16_16816(d, left, right);
+    product(d, left, right);
     for (u32 i = 0; i < 4; ++i) c[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = d[i];
+}
+
+KERNEL(selftest_mma_bf16)(const f32* a, const f32* b, f32* c) {
+    selftest_mma_halves<bf16>(a, b, c, [](f32* d, const u32* a, const u32* b) { mma_bf16_16816(d, a, b); });
+}
+KERNEL(selftest_mma_f16)(const f32* a, const f32* b, f32* c) {
+    selftest_mma_halves<f16>(a, b, c, [](f32* d, const u32* a, const u32* b) { mma_f16_16816(d, a, b); });
 }
 
 KERNEL(selftest_mma_tf32)(const f32* a, const f32* b, f32* c) {

@@ -69,6 +69,7 @@ enum class WarpFunction {
     ShuffleXor,
     Ballot,
     MmaBf16,
+    MmaF16,
     MmaTf32,
     LoadMatrices,
     LoadMatricesTransposed
@@ -150,6 +151,12 @@ inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask,
 inline void shim_mma_bf16_16816(float d[4], const unsigned a[4], const unsigned b[2]) {
     shim::MmaLane lane{d, a, b};
     shim::WarpCall call{shim::WarpFunction::MmaBf16, 0xffffffffu, &lane, nullptr, 0, 0, 32};
+    shim::warp_call(call);
+}
+
+inline void shim_mma_f16_16816(float d[4], const unsigned a[4], const unsigned b[2]) {
+    shim::MmaLane lane{d, a, b};
+    shim::WarpCall call{shim::WarpFunction::MmaF16, 0xffffffffu, &lane, nullptr, 0, 0, 32};
     shim::warp_call(call);
 }
 

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "fake_half.h"
 #include "shim.h"
 
 namespace shim {
@@ -51,6 +52,10 @@ float from_bits(unsigned bits) {
 
 float bf16_half(unsigned pair, unsigned half) { return from_bits(half == 0 ? pair << 16 : pair & 0xffff0000u); }
 
+float f16_half(unsigned pair, unsigned half) {
+    return fake::F16{(uint16_t)(half == 0 ? pair : pair >> 16)}.wide();
+}
+
 // Tensor cores ignore the lower 13 bits of the mantissa of TF32 operands.
 float tf32(unsigned bits) { return from_bits(bits & 0xffffe000u); }
 
@@ -96,16 +101,18 @@ void multiply(WarpCall* const lanes[LANES], const float (&a)[16][K], const float
     }
 }
 
-void multiply_bf16(WarpCall* const lanes[LANES]) {
+// `number(pair, half)` is a number of a pair of 16 bits each.
+template <class Number>
+void multiply_halves(WarpCall* const lanes[LANES], Number number) {
     float a[16][16], b[16][8];
     for (unsigned lane = 0; lane < LANES; ++lane) {
         const auto* part = (const MmaLane*)lanes[lane]->in;
         const unsigned g = lane / 4, t = lane % 4;
         for (unsigned half = 0; half < 2; ++half) {
             for (unsigned i = 0; i < 4; ++i) {
-                a[g + i % 2 * 8][2 * t + i / 2 * 8 + half] = bf16_half(part->a[i], half);
+                a[g + i % 2 * 8][2 * t + i / 2 * 8 + half] = number(part->a[i], half);
             }
-            for (unsigned i = 0; i < 2; ++i) b[2 * t + i * 8 + half][g] = bf16_half(part->b[i], half);
+            for (unsigned i = 0; i < 2; ++i) b[2 * t + i * 8 + half][g] = number(part->b[i], half);
         }
     }
     multiply(lanes, a, b);
@@ -160,7 +167,8 @@ const char* exchange(WarpCall* const lanes[LANES]) {
         if (first == nullptr) first = lanes[lane];
         if (lanes[lane]->function != first->function) return "the lanes of a warp call different warp functions";
     }
-    const bool product = first->function == WarpFunction::MmaBf16 || first->function == WarpFunction::MmaTf32;
+    const bool product = first->function == WarpFunction::MmaBf16 || first->function == WarpFunction::MmaF16 ||
+        first->function == WarpFunction::MmaTf32;
     const bool transposed = first->function == WarpFunction::LoadMatricesTransposed;
     const bool load = transposed || first->function == WarpFunction::LoadMatrices;
     if (product && present < LANES) return "a matrix product without all 32 lanes of the warp";
@@ -168,7 +176,8 @@ const char* exchange(WarpCall* const lanes[LANES]) {
     switch (first->function) {
         case WarpFunction::Sync: break;
         case WarpFunction::Ballot: ballot(lanes); break;
-        case WarpFunction::MmaBf16: multiply_bf16(lanes); break;
+        case WarpFunction::MmaBf16: multiply_halves(lanes, bf16_half); break;
+        case WarpFunction::MmaF16: multiply_halves(lanes, f16_half); break;
         case WarpFunction::MmaTf32: multiply_tf32(lanes); break;
         case WarpFunction::LoadMatrices:
         case WarpFunction::LoadMatricesTransposed: return load_matrices(lanes, transposed);

@@ -41,13 +41,14 @@ fn barriers_hold_for_any_thread_order() {
 #[test]
 fn the_tensor_cores_products_are_right() {
     passes("mma_bf16");
+    passes("mma_f16");
     passes("mma_tf32");
 }
 
 #[test]
 fn tensor_cores_truncate_on_request() {
     passes("truncated");
-    for name in ["truncated", "mma_bf16", "mma_tf32"] {
+    for name in ["truncated", "mma_bf16", "mma_f16", "mma_tf32"] {
         case(&[name], &[("FAKE_GPU_TRUNCATE", "1")]).expect(0, &[]);
     }
 }

@@ -36,6 +36,13 @@ fn a_training_resumes_sharded_or_replicated() {
 }
 
 #[test]
+fn steps_that_overflow_are_skipped_on_all_ranks_in_every_configuration() {
+    for ranks in [1, 2, 3] {
+        step(ranks, "scaled");
+    }
+}
+
+#[test]
 fn non_finite_gradients_and_differing_weights_are_named() {
     for ranks in [1, 2, 3] {
         step(ranks, "guards");

@@ -100,6 +100,7 @@ fn images_that_are_copied_for_each_step_give_the_bits_of_images_on_the_gpu() {
     for (ranks, more) in [
         (1, &["--batch", "1", "--log-every", "9"][..]),
         (1, &["--batch", "2", "--accumulate", "2", "--precision", "bf16"]),
+        (1, &["--batch", "2", "--precision", "fp16", "--loss-scale", "1e12"]),
         (2, &["--batch", "2"]),
         (2, &["--batch", "1", "--precision", "bf16", "--placement", "host"]),
     ] {
@@ -413,12 +414,78 @@ fn a_cpu_checkpoint_resumes_on_a_gpu() {
 
 #[test]
 fn gpu_only_precisions_are_refused_on_a_cpu() {
-    for precision in ["tf32", "bf16"] {
+    for precision in ["tf32", "bf16", "fp16"] {
         let finished = train(1, &["--steps", "4", "--precision", precision, "--skip-test"]);
         assert_eq!(finished.json()["dtype"], precision);
     }
     let finished = run(command(TRAIN).args(["--synthetic", "--precision", "tf32", "--steps", "1"]));
     finished.expect(2, &["--precision tf32 needs a GPU"]);
+}
+
+/// The first steps overflow. Graphs of several steps skip the same ones as single launches, on all ranks.
+#[test]
+fn fp16_skips_steps_within_graphs_and_resumes() {
+    let folder = tempfile::tempdir().unwrap();
+    let common = ["--precision", "fp16", "--loss-scale", "1e12", "--schedule", "constant"];
+    for (ranks, more) in [
+        (1, &[][..]),
+        (2, &[]),
+        (2, &["--accumulate", "2", "--clip-norm", "1", "--shard-optimizer", "on"]),
+        (2, &["--placement", "shared"]),
+        (2, &["--placement", "host"]),
+    ] {
+        let run_with = |of_run: &[&str]| train(ranks, &[&common[..], more, of_run].concat());
+        let graphs = run_with(&["--steps", "37"]);
+        let json = graphs.json();
+        let skipped = json["skipped_steps"].as_u64().unwrap();
+        assert!((5..37).contains(&skipped), "{ranks} ranks, {more:?}: {json:#}");
+        assert_eq!(json["loss_scale"].as_f64(), Some(f64::from(1e12f32) / 2f64.powi(skipped as i32)));
+        let single = run_with(&["--steps", "37", "--no-graph"]);
+        assert_eq!(single.weights(), graphs.weights(), "{ranks} ranks, {more:?}");
+        assert_eq!(single.json()["skipped_steps"], skipped);
+        let kept = folder.path().join(format!("{ranks}{}", more.join("")));
+        let kept = ["--resume", "--checkpoint-dir", kept.to_str().unwrap()];
+        for steps in ["4", "20", "37"] {
+            let resumed = run_with(&[&["--steps", steps][..], &kept].concat());
+            resumed.expect(0, &[]);
+            if steps == "37" {
+                assert_eq!(resumed.weights(), graphs.weights(), "{ranks} ranks, {more:?}");
+                assert_eq!(resumed.json()["skipped_steps"], skipped);
+            }
+        }
+    }
+}
+
+#[test]
+fn fp16_learns_generated_digits_as_bf16_does() {
+    let folder = tempfile::tempdir().unwrap();
+    let accuracy = |precision: &str| {
+        let metrics = folder.path().join(precision);
+        let mut program = on_gpus(1, TRAIN);
+        program.args(SMALL).args(["--skip-test", "--steps", "300", "--precision", precision, "--metrics"]);
+        assert_eq!(run(program.arg(&metrics)).code, Some(0));
+        let line: serde_json::Value =
+            serde_json::from_str(&std::fs::read_to_string(&metrics).unwrap()).unwrap();
+        line["train_acc"].as_f64().unwrap()
+    };
+    let [fp16, bf16, f32] = ["fp16", "bf16", "f32"].map(accuracy);
+    // Of 2,400 images, from the first step on.
+    assert!(fp16 > 0.5 && (fp16 - bf16).abs() < 0.02, "{fp16} in fp16, {bf16} in bf16, {f32} in f32");
+    assert!((fp16 - f32).abs() < 0.01, "{fp16} in fp16, {f32} in f32");
+}
+
+#[test]
+fn old_gpus_are_told_of_fp16() {
+    let header = |precision: &str| {
+        let mut program = on_gpus(1, TRAIN);
+        program.env("FAKE_GPU_CAPABILITY", "75").args(["--synthetic", "--kernels", "builtin", "--skip-test"]);
+        let finished = run(program.args(["--steps", "1", "--batch", "2", "--precision", precision]));
+        assert_eq!(finished.code, Some(0), "{finished:#?}");
+        finished
+            .stdout
+            .contains("compute capability 7.5) has tensor cores for fp16, but multiplies bf16 as f32")
+    };
+    assert_eq!(["bf16", "fp16", "f32"].map(header), [true, false, false]);
 }
 
 /// The golden run of lenet5 and the data, or a message that the test is skipped.
@@ -440,6 +507,9 @@ fn a_golden_run_is_within_its_bounds_in_every_precision_split_and_placement() {
         (1, "tf32", "replicated"),
         (1, "bf16", "replicated"),
         (2, "bf16", "replicated"),
+        (1, "fp16", "replicated"),
+        (2, "fp16", "shared"),
+        (2, "fp16", "host"),
         (2, "f32", "shared"),
         (1, "f32", "host"),
         (2, "f32", "host"),

@@ -1,7 +1,8 @@
 //! Optimizers, parameter groups, schedules, clipping, unused parameters and uneven inputs match PyTorch, as recorded
-//! in double precision by fixtures/pytorch.py.
+//! in double precision by fixtures/pytorch.py; loss scaling matches its GradScaler, as recorded by
+//! fixtures/loss_scaling.py.
 
-use mgpu::optimizer::{Adam, AdamW, Decay, OptimizerConfig, RmsProp, Rule, Schedule, Sgd};
+use mgpu::optimizer::{Adam, AdamW, Decay, LossScaler, OptimizerConfig, RmsProp, Rule, Schedule, Sgd};
 use mgpu::{DataParallel, DataParallelConfig, Layout, ParameterGroup, Unused, World};
 use mgpu_tests::threads;
 use serde::Deserialize;
@@ -35,6 +36,79 @@ struct Clipped {
 
 fn recorded() -> Recorded {
     serde_json::from_str(include_str!("../fixtures/pytorch.json")).expect("fixtures/pytorch.json")
+}
+
+#[derive(Deserialize)]
+struct LossScaling {
+    start: Vec<f64>,
+    cases: BTreeMap<String, ScaledTraining>,
+}
+
+#[derive(Deserialize)]
+struct ScaledTraining {
+    scaler: ScalerOptions,
+    /// By step: `inf`, `-inf` or `nan`.
+    overflows: BTreeMap<usize, String>,
+    steps: Vec<ScaledStep>,
+}
+
+#[derive(Deserialize)]
+struct ScalerOptions {
+    init_scale: f32,
+    growth_factor: f64,
+    backoff_factor: f64,
+    growth_interval: u32,
+}
+
+/// The state after a step.
+#[derive(Deserialize)]
+struct ScaledStep {
+    scale: f64,
+    good_steps: u32,
+    parameters: Vec<f64>,
+}
+
+/// Scale and growth tracker are equal; Adam does not count the steps that are skipped.
+#[test]
+fn loss_scaling_matches_pytorch() {
+    let text = include_str!("../fixtures/loss_scaling.json");
+    let LossScaling { start, cases } = serde_json::from_str(text).expect("fixtures/loss_scaling.json");
+    assert_eq!(cases.len(), 3);
+    for (name, case) in cases {
+        let mut scaler = LossScaler::default()
+            .with_scale(case.scaler.init_scale)
+            .with_growth_interval(case.scaler.growth_interval);
+        (scaler.growth, scaler.backoff) = (case.scaler.growth_factor, case.scaler.backoff_factor);
+        let adam = OptimizerConfig::new(Rule::Adam(Adam { lr: 0.01, ..Adam::default() }));
+        let config = DataParallelConfig::new(adam, 1).with_loss_scaler(scaler);
+        let mut model = model(&[&start], config);
+        for (step, expected) in case.steps.iter().enumerate() {
+            let scale = model.loss_scale().unwrap().scale;
+            let gradient =
+                |index: usize| (1.3 * index as f64 + 0.7 * step as f64).sin() * 10f64.powi(index as i32 - 2);
+            let mut gradients: Vec<f32> =
+                (0..start.len()).map(|index| gradient(index) as f32 * scale).collect();
+            if let Some(overflow) = case.overflows.get(&step) {
+                gradients[step % start.len()] = overflow.parse().unwrap();
+            }
+            model.step(|_, sink| sink.write(0, &gradients)).unwrap();
+            let state = model.loss_scale().unwrap();
+            assert_eq!(
+                (f64::from(state.scale), state.good_steps),
+                (expected.scale, expected.good_steps),
+                "{name}, step {step}"
+            );
+            let skipped = case.overflows.keys().filter(|at| **at <= step).count();
+            assert_eq!(state.skipped, skipped as u64);
+            for (found, expected) in model.parameters().iter().zip(&expected.parameters) {
+                let deviation = (f64::from(*found) - expected).abs();
+                assert!(
+                    deviation <= 2e-6 * expected.abs().max(0.1),
+                    "{name}, step {step}: {found}, {expected}"
+                );
+            }
+        }
+    }
 }
 
 fn rules() -> [(&'static str, Rule); 9] {

@@ -1,8 +1,10 @@
 //! The options of a step: micro-batches, sums, clipping, compression, world-size-invariant reduction, and checks that
-//! name the culprit. `groups` covers parameter groups, `uneven` uneven ranks.
+//! name the culprit. `groups` covers parameter groups, `scaled` the loss scale, `uneven` uneven ranks.
 
 #[path = "step/groups.rs"]
 mod groups;
+#[path = "step/scaled.rs"]
+mod scaled;
 #[path = "step/uneven.rs"]
 mod uneven;
 

@@ -88,6 +88,43 @@ fn training_on_bf16_images_is_equal_on_all_ranks() {
     assert_ne!(weights_in("bf16"), weights_in("f32"), "nothing was rounded");
 }
 
+/// The first gradients overflow at the larger scale; once it is small enough, the training goes on.
+#[test]
+fn training_in_fp16_skips_steps_that_overflow_and_learns() {
+    let folder = tempfile::tempdir().unwrap();
+    let metrics = folder.path().join("metrics.jsonl");
+    let mut skipped_steps = |scale: &str, steps: &str| {
+        let mut program = TRAIN.launched(2);
+        program.arg("--metrics").arg(&metrics);
+        let finished = train(program, &["--precision", "fp16", "--loss-scale", scale, "--steps", steps]);
+        finished.expect(0, &["the same on 2 ranks", " skipped; test "]);
+        let json = finished.json();
+        assert_eq!(json["dtype"], "fp16");
+        let accuracy = json["test_acc"].as_f64().unwrap();
+        assert!(accuracy > 0.9, "scale {scale}: test accuracy {accuracy}");
+        let text = fs::read_to_string(&metrics).unwrap();
+        let line: serde_json::Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
+        for key in ["loss_scale", "skipped_steps"] {
+            assert!(json[key].is_number() && line[key] == json[key], "{key} in {line} and {json}");
+        }
+        json["skipped_steps"].as_u64().unwrap()
+    };
+    assert_eq!(skipped_steps("1024", "800"), 0);
+    let skipped = skipped_steps("1e15", "800");
+    assert!((5..50).contains(&skipped), "{skipped} steps");
+    let json = train(TRAIN.launched(2), &["--steps", "4", "--skip-test"]).json();
+    assert!(json.get("loss_scale").is_none() && json.get("skipped_steps").is_none());
+}
+
+#[test]
+fn flags_that_fp16_excludes_are_named() {
+    let refused = train(TRAIN.launched(1), &["--steps", "4", "--loss-scale", "8"]);
+    refused.expect(2, &["--loss-scale is for --precision fp16, not f32"]);
+    let refused = train(TRAIN.launched(2), &["--precision", "fp16", "--placement", "layers"]);
+    refused
+        .expect(2, &["--precision fp16 and --placement layers are incompatible: the parts of the network"]);
+}
+
 #[test]
 fn curves_are_drawn_and_written_for_tensorboard() {
     let folder = tempfile::tempdir().unwrap();

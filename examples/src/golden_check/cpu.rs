@@ -35,6 +35,7 @@ impl<'a, E: Storage> Cpu<'a, E> {
         let net = Net::with_conv_policy(&Spec::named(&golden.net)?, batch, threads, args.conv);
         let parameters = net.golden_parameters(golden.seed);
         let config = args.parallel.config(golden.optimizer(), threads, (comm.size(), micro_batches));
+        let config = config.with_loss_scaler(args.loss_scaler());
         let layout = net.layout().clone();
         let model = DataParallel::with_config(comm, layout, parameters, config)?;
         let model = model.with_buffers(net.initial_buffers())?;
@@ -55,6 +56,7 @@ impl<E: Storage> GoldenBackend for Cpu<'_, E> {
     fn step(&mut self, samples: &[u32]) -> mgpu::Result<f64> {
         let Cpu { model, net, train, images, labels, logits } = self;
         let mut report = LossReport::default();
+        net.scale_loss_by(model.loss_scale().map_or(1.0, |scale| scale.scale));
         model.step_accumulated(|batch| {
             let MicroBatch { index, parameters, buffers, gradients } = batch;
             let first = index * labels.len();

@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use mgpu::device::{DeviceConfig, DeviceDataParallel};
 use mgpu::{Communicator, DeviceCommunicator, Layout};
-use mgpu_kernels::Precision;
 use mgpu_kernels::cuda::{AutotuneOptions, Stream};
 
 use super::{Args, Golden, GoldenBackend, norm};
@@ -40,7 +39,8 @@ impl Gpu {
         let parameters = net.to_device(&net.golden_parameters(golden.seed));
         // Every step sets a new sample order, so each step is the first step of an epoch.
         let parallel = args.parallel.config(golden.optimizer(), threads, (device.size(), micro_batches));
-        let config = DeviceConfig::new(parallel).with_bf16_copy(args.precision == Precision::Bf16);
+        let parallel = parallel.with_loss_scaler(args.loss_scaler());
+        let config = DeviceConfig::new(parallel).with_copy_in(args.precision.storage());
         let model = DeviceDataParallel::new(device, host, net.layout().clone(), parameters, config)?;
         let model = model.with_buffers(&net.initial_buffers())?;
         let data = DeviceData::new(model.stream(), &train.images, &train.labels, batch)?;

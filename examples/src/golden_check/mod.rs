@@ -26,7 +26,8 @@ use std::process::ExitCode;
 use clap::Parser;
 use cpu::Cpu;
 use gpu::Gpu;
-use half::bf16;
+use half::{bf16, f16};
+use mgpu::optimizer::LossScaler;
 use mgpu::optimizer::{Adam, OptimizerConfig, RmsProp, Rule};
 use mgpu::replicate::verify_settings;
 use mgpu::{Backend, Communicator, Layout, ReduceOp, World};
@@ -57,13 +58,13 @@ struct Args {
     /// Threads of each rank [default: the cores divided by the ranks].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
-    /// Precision: f32, bf16 or, on GPUs only, tf32. bf16 and tf32 have wider bounds.
+    /// Precision: f32, bf16, fp16 or, on GPUs only, tf32. All but f32 have wider bounds.
     #[arg(long, value_name = "P", default_value_t = Precision::F32)]
     precision: Precision,
     /// Kernels of convolutions and dense layers on a GPU: auto (the fastest) or builtin (our own).
     #[arg(long, value_name = "NAME", default_value_t = Libraries::Auto)]
     kernels: Libraries,
-    /// With --precision bf16 on a GPU: round gradients of weights to bf16 wherever that makes them faster.
+    /// With --precision bf16 or fp16 on a GPU: round gradients of weights to that type wherever that makes them faster.
     #[arg(long)]
     narrow_gradients: bool,
     /// Convolution algorithm on the CPU: auto (the one expected to be fastest for each layer) or direct.
@@ -128,7 +129,7 @@ const MIN_BOUND_ON_GPUS: f64 = 1e-3;
 /// The program.
 pub fn main() -> ExitCode {
     let args: Args = parse_arguments();
-    let refused = crate::exit::refuse("golden_check", args.precision);
+    let refused = crate::exit::refuse("golden_check", args.precision, &args.parallel);
     refused.unwrap_or_else(|| crate::exit::report("golden_check", run(&args)))
 }
 
@@ -202,6 +203,11 @@ impl Args {
         settings.extend(self.parallel.settings());
         settings
     }
+
+    /// With --precision fp16: a scale at which no step of these short runs overflows.
+    fn loss_scaler(&self) -> Option<LossScaler> {
+        (self.precision == Precision::F16).then(|| LossScaler::default().with_scale(1024.0))
+    }
 }
 
 /// Trains as described in the file.
@@ -245,10 +251,12 @@ fn repeat(
                 } else {
                     Box::new(Pipeline::<f32>::new(golden, train, part, comm, threads, args)?)
                 }
-            } else if args.precision == Precision::Bf16 {
-                Box::new(Cpu::<bf16>::new(golden, train, batch, comm, threads, args)?)
             } else {
-                Box::new(Cpu::<f32>::new(golden, train, batch, comm, threads, args)?)
+                match args.precision {
+                    Precision::Bf16 => Box::new(Cpu::<bf16>::new(golden, train, batch, comm, threads, args)?),
+                    Precision::F16 => Box::new(Cpu::<f16>::new(golden, train, batch, comm, threads, args)?),
+                    _ => Box::new(Cpu::<f32>::new(golden, train, batch, comm, threads, args)?),
+                }
             }
         }
         Backend::Nccl if grid.is_some() => return Err(args.parallel.refuse_on_gpus().into()),

@@ -4,8 +4,8 @@ use mgpu_kernels::activation::{self, LEAKY_SLOPE};
 use mgpu_kernels::cuda::{Result, StepState};
 use mgpu_kernels::{DType, arena, digest};
 
-use super::harness::{Harness, Outcome, Output, Verdict, narrow};
-use super::values::to_bf16;
+use super::harness::{Harness, Outcome, Output, Verdict};
+use super::values::round_to;
 
 pub(super) fn check(harness: &mut Harness) -> Outcome {
     let mut lengths = vec![1, 7, 64, 1003, 4096];
@@ -29,18 +29,14 @@ pub(super) fn check(harness: &mut Harness) -> Outcome {
 /// Random values of a dtype, as f32.
 fn random(harness: &mut Harness, dtype: DType, len: usize) -> Vec<f32> {
     let mut values = harness.random.floats(len);
-    if dtype == DType::Bf16 {
-        values.iter_mut().for_each(|value| *value = to_bf16(*value));
-    }
+    values.iter_mut().for_each(|value| *value = round_to(dtype, *value));
     // Zeros of both signs, where activation functions have their kink.
     values.iter_mut().step_by(11).for_each(|value| *value *= 0.0);
     values
 }
 
 fn rounded(dtype: DType, values: &mut [f32]) {
-    if dtype == DType::Bf16 {
-        values.iter_mut().for_each(|value| *value = to_bf16(*value));
-    }
+    values.iter_mut().for_each(|value| *value = round_to(dtype, *value));
 }
 
 fn activations(harness: &mut Harness, len: usize) -> Outcome {
@@ -126,25 +122,63 @@ fn arenas(harness: &mut Harness, len: usize) -> Outcome {
         verdict.same("element", &found.floats(0), &expected);
         Ok(())
     })?;
-    harness.check("arena narrow", len, "bf16", |harness, verdict| {
+    for (dtype, precision) in Harness::types().into_iter().filter(|(dtype, _)| *dtype != DType::F32) {
+        casts(harness, len, dtype, precision)?;
+    }
+    Ok(())
+}
+
+/// Rounding f32 to a narrower type, and back.
+fn casts(harness: &mut Harness, len: usize, dtype: DType, precision: &'static str) -> Outcome {
+    let from_bits = f32::from_bits;
+    // Ties between neighbours, the largest numbers and those next to them, infinities, subnormal numbers and the ties
+    // between them, and a NaN whose upper half alone is an infinity.
+    let special = match dtype {
+        DType::F16 => [
+            1.0 + 1.0 / 2048.0,
+            1.0 + 3.0 / 2048.0,
+            65504.0,
+            from_bits(0x477f_efff),
+            -65520.0,
+            f32::NEG_INFINITY,
+            2f32.powi(-14) - 2f32.powi(-25),
+            2f32.powi(-24) * 1.5,
+            -2f32.powi(-24) * 2.5,
+            2f32.powi(-25),
+            from_bits(0x3300_0001),
+            from_bits(0x7f80_0001),
+        ],
+        _ => [
+            1.0 + 1.0 / 256.0,
+            1.0 + 3.0 / 256.0,
+            f32::MAX,
+            from_bits(0x7f7f_7fff),
+            -f32::INFINITY,
+            f32::MIN_POSITIVE,
+            from_bits(0x0000_8000),
+            from_bits(0x0001_8000),
+            from_bits(0x0001_8001),
+            -0.0,
+            from_bits(0xffff_ffff),
+            from_bits(0x7f80_0001),
+        ],
+    };
+    harness.check("arena narrow", len, precision, |harness, verdict| {
         let mut values = harness.random.floats(len);
-        // Ties between neighbours, infinities, and a NaN whose upper half alone is an infinity.
-        let special =
-            [1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0, f32::MAX, -f32::INFINITY, f32::from_bits(0x7f80_0001)];
         values.iter_mut().skip(len / 2).zip(special).for_each(|(value, special)| *value = special);
         let memory = harness.input(&values)?;
-        let found = harness.twice(verdict, &[Output::of(DType::Bf16, len)], |stream, outputs| {
+        let found = harness.twice(verdict, &[Output::of(dtype, len)], |stream, outputs| {
             arena::cuda::narrow(stream, memory.view(), outputs[0])
         })?;
-        let mut expected = narrow(&values);
-        arena::cpu::narrow(&values, &mut expected);
-        let expected: Vec<f32> = expected.iter().map(|value| value.to_f32()).collect();
+        let expected: Vec<f32> = values.iter().map(|value| round_to(dtype, *value)).collect();
         verdict.same("element", &found.floats(0), &expected);
         Ok(())
     })?;
-    harness.check("arena widen", len, "bf16", |harness, verdict| {
-        let values = random(harness, DType::Bf16, len);
-        let memory = harness.activations(DType::Bf16, &values)?;
+    harness.check("arena widen", len, precision, |harness, verdict| {
+        let mut values = random(harness, dtype, len);
+        let special = special.map(|value| round_to(dtype, value));
+        values.iter_mut().skip(len / 2).zip(special).for_each(|(value, special)| *value = special);
+        let memory = harness.activations(dtype, &values)?;
         let found = harness.twice(verdict, &[Output::of(DType::F32, len)], |stream, outputs| {
             arena::cuda::widen(stream, memory.view(), outputs[0])
         })?;

@@ -78,7 +78,7 @@ fn update(stream: &Stream) -> Result<f64> {
     let copies = Memory::zeroed(device, DType::Bf16, PARAMETERS)?;
     let optimizer = Optimizer::Adam(Adam::default());
     let state = StepState::after(0).upload(stream)?;
-    let plan = UpdatePlan { steps_per_epoch: 100, schedule: Schedule::CONSTANT };
+    let plan = UpdatePlan { steps_per_epoch: 100, schedule: Schedule::CONSTANT, loss_scaler: None };
     cuda::begin_step(stream, &optimizer, plan, state.view())?;
     let table =
         Memory::from_slice(stream, bytemuck::cast_slice::<_, u8>(&chunks([(0..PARAMETERS, Factors::ONE)])))?;

@@ -60,7 +60,8 @@ impl Peaks {
         let tflops = match pass.precision {
             Precision::F32 => self.f32_tflops,
             Precision::Tf32 => self.tf32_tflops,
-            Precision::Bf16 => self.bf16_tflops,
+            // Tensor cores multiply both at the same rate.
+            Precision::Bf16 | Precision::F16 => self.bf16_tflops,
         };
         let (compute, memory) = (pass.operations() / tflops / 1e9, pass.bytes() / self.copy_gbs / 1e6);
         if compute > memory { (compute, "operations") } else { (memory, "bytes") }

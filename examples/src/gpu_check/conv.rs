@@ -64,7 +64,7 @@ fn large_tiles(harness: &mut Harness) -> Outcome {
         pass(harness, &Conv::dense(rows, 256, 16), precision, LayerPass::BackwardInput)?;
         // The sum of a weight's gradient is split into slices of at least eight steps. Half as many slices as the
         // samples allow are enough tiles to fill large GPUs.
-        let samples = 8 * 132 * if precision == Precision::Bf16 { 32 } else { 16 };
+        let samples = 8 * 132 * if precision.is_half() { 32 } else { 16 };
         pass(harness, &Conv::dense(samples, 128, 128), precision, LayerPass::BackwardWeights)?;
     }
     Ok(())
@@ -106,12 +106,11 @@ fn pass(harness: &mut Harness, conv: &Conv, precision: Precision, pass: LayerPas
     let &Conv { shape, images } = conv;
     // Kernels for images of one channel do not use tensor cores.
     let first = shape.channels == 1 && [3, 5].contains(&shape.kernel) && pass != LayerPass::BackwardInput;
-    let tensor_cores = harness.tensor_cores() && !first;
+    let tensor_cores = harness.tensor_cores(precision) && !first;
     let dtype = precision.storage();
-    let bf16 = dtype == DType::Bf16;
-    let sum = |terms, bf16| {
+    let sum = |terms, stored| {
         let cut = if tensor_cores && precision != Precision::F32 { bound::cut(terms) } else { 0.0 };
-        bound::sum(terms, bf16) + cut
+        bound::sum(terms, stored) + cut
     };
     let as_dense = dense::DenseShape { inputs: shape.channels, outputs: shape.filters };
     harness.check(&format!("{layer} {name}"), conv, precision.name(), |harness, verdict| {
@@ -146,7 +145,7 @@ fn pass(harness: &mut Harness, conv: &Conv, precision: Precision, pass: LayerPas
                 let sums = reference::forward(&shape, images, &x, &w, &b);
                 let activate = |value: &f64| if *value > 0.0 { *value } else { value * f64::from(slope) };
                 let expected: Vec<f64> = sums.values.iter().map(activate).collect();
-                let bound = sum(shape.filter_len(), bf16);
+                let bound = sum(shape.filter_len(), dtype);
                 verdict.close("output", found.floats(0), &expected, |i| sums.scale(i), bound);
             }
             LayerPass::BackwardInput => {
@@ -159,7 +158,7 @@ fn pass(harness: &mut Harness, conv: &Conv, precision: Precision, pass: LayerPas
                     }
                 })?;
                 let sums = reference::backward_input(&shape, images, &w, &dy);
-                let bound = sum(shape.filters * in_place, bf16);
+                let bound = sum(shape.filters * in_place, dtype);
                 verdict.close("gradient", found.floats(0), &sums.values, |i| sums.scale(i), bound);
             }
             LayerPass::BackwardWeights => {
@@ -177,11 +176,11 @@ fn pass(harness: &mut Harness, conv: &Conv, precision: Precision, pass: LayerPas
                     }
                 })?;
                 let sums = reference::backward_weights(&shape, images, &x, &dy);
-                let bound = sum(pixels, false);
+                let bound = sum(pixels, DType::F32);
                 verdict.close("gradient", found.floats(0), &sums.values, |i| sums.scale(i), bound);
                 // In TF32 the sum is that of the product's operand, which is rounded.
                 let sums = reference::backward_bias(&shape, &dy);
-                let bound = bound::sum(pixels, false);
+                let bound = bound::sum(pixels, DType::F32);
                 verdict.close("bias's gradient", found.floats(1), &sums.values, |i| sums.scale(i), bound);
             }
             LayerPass::BackwardBias => {
@@ -199,7 +198,7 @@ fn pass(harness: &mut Harness, conv: &Conv, precision: Precision, pass: LayerPas
                 // There are no products, so nothing is rounded to TF32.
                 let dy = dy_memory_values(harness, &dy_memory.view())?;
                 let sums = reference::backward_bias(&shape, &dy);
-                let bound = bound::sum(pixels, false);
+                let bound = bound::sum(pixels, DType::F32);
                 verdict.close("gradient", found.floats(0), &sums.values, |i| sums.scale(i), bound);
             }
             LayerPass::BackwardActivation => {
@@ -219,12 +218,12 @@ fn pass(harness: &mut Harness, conv: &Conv, precision: Precision, pass: LayerPas
                 let before =
                     y.iter().zip(&dy).map(|(y, dy)| if *y > 0.0 { *dy } else { *dy * f64::from(slope) });
                 let expected: Vec<f64> = before.collect();
-                let rounded = bound::chain(1, bf16);
+                let rounded = bound::chain(1, dtype);
                 verdict.close("gradient", found.floats(0), &expected, |i| expected[i].abs(), rounded);
                 // The gradient of the bias is the sum of the rounded values.
                 let found_before: Vec<f64> = found.floats(0).iter().map(|value| f64::from(*value)).collect();
                 let sums = reference::backward_bias(&shape, &found_before);
-                let bound = bound::sum(pixels, false);
+                let bound = bound::sum(pixels, DType::F32);
                 verdict.close("bias's gradient", found.floats(1), &sums.values, |i| sums.scale(i), bound);
             }
         }
@@ -238,6 +237,7 @@ fn dy_memory_values(harness: &Harness, view: &mgpu_kernels::cuda::View<'_>) -> R
         DType::Bf16 => {
             view.to_vec::<half::bf16>(&harness.stream)?.iter().map(|value| value.to_f64()).collect()
         }
+        DType::F16 => view.to_vec::<half::f16>(&harness.stream)?.iter().map(|value| value.to_f64()).collect(),
         _ => view.to_vec::<f32>(&harness.stream)?.iter().map(|value| f64::from(*value)).collect(),
     })
 }

@@ -5,7 +5,7 @@ use mgpu_kernels::dropout::{Mask, cpu, cuda};
 
 use super::harness::{Harness, Outcome, Output};
 use super::shapes::{Images, Shapes, awkward_images};
-use super::values::to_bf16;
+use super::values::round_to;
 
 pub(super) fn check(harness: &mut Harness) -> Outcome {
     let mut shapes = Vec::new();
@@ -28,9 +28,7 @@ fn each(harness: &mut Harness, images: &Images) -> Outcome {
         let text = format!("{images} {probability}");
         harness.check("dropout apply", text, precision, |harness, verdict| {
             let mut values = harness.random.floats(images.len());
-            if dtype == mgpu_kernels::DType::Bf16 {
-                values.iter_mut().for_each(|value| *value = to_bf16(*value));
-            }
+            values.iter_mut().for_each(|value| *value = round_to(dtype, *value));
             let seed = harness.random.below(1 << 20) as u64;
             let (layer, first_sample) =
                 (harness.random.below(20) as u64, harness.random.below(1 << 20) as u64);
@@ -45,9 +43,7 @@ fn each(harness: &mut Harness, images: &Images) -> Outcome {
             })?;
             let mut expected = values;
             cpu::apply(&harness.threads, probability, &mask, step, &mut expected);
-            if dtype == mgpu_kernels::DType::Bf16 {
-                expected.iter_mut().for_each(|value| *value = to_bf16(*value));
-            }
+            expected.iter_mut().for_each(|value| *value = round_to(dtype, *value));
             verdict.same("value", &found.floats(0), &expected);
             Ok(())
         })?;

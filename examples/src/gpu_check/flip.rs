@@ -5,7 +5,7 @@ use mgpu_kernels::conv::cuda::flip_weights;
 use mgpu_kernels::conv::{ConvShape, Padding};
 
 use super::harness::{Harness, Outcome, Output};
-use super::values::to_bf16;
+use super::values::round_to;
 
 pub(super) fn check(harness: &mut Harness) -> Outcome {
     // One weight, whole tiles of 32 by 32, and partial tiles.
@@ -19,12 +19,11 @@ fn each(harness: &mut Harness, filters: usize, kernel: usize, channels: usize) -
         ConvShape { channels, height: kernel, width: kernel, filters, kernel, padding: Padding::Same };
     let taps = kernel * kernel;
     for (dtype, name) in Harness::types() {
-        let precision = if name == "bf16" { Precision::Bf16 } else { Precision::F32 };
+        let precision: Precision = name.parse().expect("the name of a precision");
         let what = format!("{filters} of {kernel}x{kernel}x{channels}");
         harness.check("conv flip", what, name, |harness, verdict| {
             let weights = harness.random.floats(shape.weights_len()).into_iter();
-            let weights: Vec<f32> =
-                weights.map(|value| if name == "bf16" { to_bf16(value) } else { value }).collect();
+            let weights: Vec<f32> = weights.map(|value| round_to(dtype, value)).collect();
             let memory = harness.activations(dtype, &weights)?;
             let outputs = [Output::of(dtype, weights.len())];
             let found = harness.twice(verdict, &outputs, |stream, outputs| {

@@ -293,7 +293,7 @@ fn backward_first(
     // These kernels do not use tensor cores.
     let x = multiplied(precision, false, &x);
     let before: Vec<f64> = found.floats(2).into_iter().map(f64::from).collect();
-    let bound = bound::sum(before.len() / shape.filters, false);
+    let bound = bound::sum(before.len() / shape.filters, DType::F32);
     let sums = reference::backward_weights(&shape, images, &x, &before);
     verdict.close("gradient", found.floats(0), &sums.values, |i| sums.scale(i), bound);
     let sums = reference::backward_bias(&shape, &before);

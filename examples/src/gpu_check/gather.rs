@@ -5,7 +5,7 @@ use mgpu_kernels::gather::{cpu, cuda};
 use mgpu_kernels::{DType, cuda::Result};
 
 use super::harness::{Harness, Outcome, Output, Verdict};
-use super::values::to_bf16;
+use super::values::round_to;
 
 /// The label written for an invalid entry of the order.
 const NO_LABEL: u8 = 255;
@@ -66,9 +66,7 @@ fn each(
     let (mut x, mut expected) = (vec![0.0; batch * len], vec![0; batch]);
     let order = ordered.then_some(order.as_slice());
     cpu::range(&cpu::Samples { images: &images, labels: &labels, order }, first, &mut x, &mut expected);
-    if dtype == DType::Bf16 {
-        x.iter_mut().for_each(|x| *x = to_bf16(*x));
-    }
+    x.iter_mut().for_each(|x| *x = round_to(dtype, *x));
     verdict.same("pixel", &found.floats(0), &x);
     verdict.equal("label", found.bytes(1), &expected);
 

@@ -4,7 +4,7 @@ use mgpu_kernels::gelu::{cpu, cuda};
 
 use super::bound;
 use super::harness::{Harness, Outcome, Output};
-use super::values::to_bf16;
+use super::values::round_to;
 
 pub(super) fn check(harness: &mut Harness) -> Outcome {
     // Whole packs, remainders, and less than a pack.
@@ -22,10 +22,9 @@ const BOUND: f64 = 4e-7;
 
 fn each(harness: &mut Harness, len: usize) -> Outcome {
     for (dtype, precision) in Harness::types() {
-        let bf16 = dtype == mgpu_kernels::DType::Bf16;
         let values = |harness: &mut Harness, scale: f32| -> Vec<f32> {
             let values = harness.random.floats(len).into_iter().map(|value| scale * value);
-            values.map(|value| if bf16 { to_bf16(value) } else { value }).collect()
+            values.map(|value| round_to(dtype, value)).collect()
         };
         harness.check("gelu forward", len, precision, |harness, verdict| {
             let x = values(harness, 8.0);
@@ -37,7 +36,7 @@ fn each(harness: &mut Harness, len: usize) -> Outcome {
             cpu::forward(&harness.threads, &x, &mut y);
             let y: Vec<f64> = y.into_iter().map(f64::from).collect();
             let scale = |i: usize| f64::from(x[i].abs());
-            verdict.close("output", found.floats(0), &y, scale, BOUND + bound::kept(bf16));
+            verdict.close("output", found.floats(0), &y, scale, BOUND + bound::kept(dtype));
             Ok(())
         })?;
         harness.check("gelu backward", len, precision, |harness, verdict| {
@@ -52,7 +51,7 @@ fn each(harness: &mut Harness, len: usize) -> Outcome {
             let dx: Vec<f64> = dx.into_iter().map(f64::from).collect();
             // The derivative is at most 1.13, and it is the sum of an error of Φ and one of x · φ(x).
             let scale = |i: usize| 1.13 * f64::from(dy[i].abs());
-            verdict.close("gradient", found.floats(0), &dx, scale, 2.0 * BOUND + bound::kept(bf16));
+            verdict.close("gradient", found.floats(0), &dx, scale, 2.0 * BOUND + bound::kept(dtype));
             Ok(())
         })?;
     }

@@ -3,11 +3,12 @@
 use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use half::bf16;
+use half::{bf16, f16};
 use mgpu_kernels::Precision;
 use mgpu_kernels::cuda::{Error, Memory, Result, Stream, View};
 use mgpu_kernels::{DType, Element, Threads};
 
+use super::bound;
 use super::report::{Check, Report};
 use super::values::Random;
 
@@ -17,7 +18,7 @@ pub(super) type Outcome = Result<(), Error>;
 /// Bytes before and after every buffer that no kernel may write.
 const MARGIN: usize = 256;
 const MARGIN_BYTE: u8 = 0xa5;
-/// Contents of outputs before the first and the second run: a NaN as f32 and bf16, and a large number.
+/// Contents of outputs before the first and the second run: a NaN as f32, bf16 and f16, and a large number.
 const GARBAGE: [u8; 2] = [0xff, 0x55];
 
 pub(super) struct Harness {
@@ -68,6 +69,7 @@ impl Output {
     pub(super) fn activations(dtype: DType, values: &[f32]) -> Self {
         match dtype {
             DType::Bf16 => Self::holding(&narrow(values)),
+            DType::F16 => Self::holding(&narrow_f16(values)),
             _ => Self::holding(values),
         }
     }
@@ -84,11 +86,12 @@ impl Results {
         &self.outputs[output].1
     }
 
-    /// An output of f32 or bf16, as f32.
+    /// An output of f32, bf16 or f16, as f32.
     pub(super) fn floats(&self, output: usize) -> Vec<f32> {
         let (dtype, bytes) = &self.outputs[output];
         match dtype {
             DType::Bf16 => elements(bytes).iter().map(|value: &bf16| value.to_f32()).collect(),
+            DType::F16 => elements(bytes).iter().map(|value: &f16| value.to_f32()).collect(),
             _ => elements(bytes),
         }
     }
@@ -110,12 +113,18 @@ pub(super) fn narrow(values: &[f32]) -> Vec<bf16> {
     values.iter().map(|value| bf16::from_f32(*value)).collect()
 }
 
+fn narrow_f16(values: &[f32]) -> Vec<f16> {
+    values.iter().map(|value| f16::from_f32(*value)).collect()
+}
+
 /// The result of one check.
 #[derive(Debug, Default)]
 pub(super) struct Verdict {
     error: f64,
     bound: f64,
     problem: Option<String>,
+    /// The least scale of an error.
+    least_scale: f64,
 }
 
 impl Verdict {
@@ -132,7 +141,7 @@ impl Verdict {
         for (i, found) in found.into_iter().enumerate().take(expected.len()) {
             count += 1;
             let (found, expected) = (found.into(), expected[i]);
-            let error = (found - expected).abs() / scale(i).max(f64::MIN_POSITIVE);
+            let error = (found - expected).abs() / scale(i).max(self.least_scale).max(f64::MIN_POSITIVE);
             // Non-finite differences count as infinite.
             let error = if error.is_nan() { f64::INFINITY } else { error };
             worst = worst.max(error);
@@ -203,9 +212,10 @@ impl Harness {
         self.only.as_ref().is_some_and(|only| only.contains(text))
     }
 
-    /// True if tensor cores compute TF32 and bf16 products.
-    pub(super) fn tensor_cores(&self) -> bool {
-        self.stream.device().architecture() >= (8, 0)
+    /// True if tensor cores compute the products of a precision, if any do.
+    pub(super) fn tensor_cores(&self, precision: Precision) -> bool {
+        let least = if precision == Precision::F16 { (7, 5) } else { (8, 0) };
+        self.stream.device().architecture() >= least
     }
 
     /// A copy of values on the GPU.
@@ -217,6 +227,7 @@ impl Harness {
     pub(super) fn activations(&self, dtype: DType, values: &[f32]) -> Result<Buffer> {
         match dtype {
             DType::Bf16 => self.input(&narrow(values)),
+            DType::F16 => self.input(&narrow_f16(values)),
             _ => self.input(values),
         }
     }
@@ -285,7 +296,7 @@ impl Harness {
         if self.only.as_ref().is_some_and(|only| !name.contains(only.as_str())) {
             return Ok(());
         }
-        let mut verdict = Verdict::default();
+        let mut verdict = Verdict { least_scale: bound::least_scale(precision), ..Verdict::default() };
         let outcome = catch_unwind(AssertUnwindSafe(|| check(self, &mut verdict)));
         let problem = match outcome {
             Ok(Ok(())) => None,
@@ -293,7 +304,7 @@ impl Harness {
             // The panic message is on standard error.
             Err(_) => Some("a panic".to_owned()),
         };
-        let Verdict { error, bound, problem: found } = verdict;
+        let Verdict { error, bound, problem: found, .. } = verdict;
         let problem = problem.or(found);
         let ok = problem.is_none() && error <= bound;
         let shape = if self.skew > 0 { format!("{shape}, askew") } else { shape.to_string() };
@@ -302,8 +313,9 @@ impl Harness {
         self.stream.synchronize()
     }
 
-    /// Both dtypes of activations, with their names in reports.
-    pub(super) fn types() -> [(DType, &'static str); 2] {
-        [(DType::F32, Precision::F32.name()), (DType::Bf16, Precision::Bf16.name())]
+    /// All dtypes of activations, with the names of their precisions in reports.
+    pub(super) fn types() -> [(DType, &'static str); 3] {
+        [Precision::F32, Precision::Bf16, Precision::F16]
+            .map(|precision| (precision.storage(), precision.name()))
     }
 }

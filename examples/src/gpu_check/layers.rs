@@ -1,7 +1,7 @@
 //! Layers as networks use them: with the fastest kernels, including those of libraries.
 //!
 //! A library may sum in blocks or transform (Winograd, FFT), truncates operands to TF32 instead of rounding them, and
-//! rounds to bf16 before a bias is added or a gradient is widened. So the bounds are wider here: they detect wrong
+//! rounds to 16 bits before a bias is added or a gradient is widened. So the bounds are wider here: they detect wrong
 //! results (layout, dtype), not different rounding.
 
 use mgpu_kernels::DType;
@@ -49,9 +49,9 @@ fn bound(terms: usize, precision: Precision) -> f64 {
         // Truncation makes each operand too small by up to 2^-10 of its magnitude.
         Precision::Tf32 => 6.0 / f64::from(1 << 10),
         // Product, bias and activation are each rounded.
-        Precision::Bf16 => 3.0 * bound::kept(true),
+        Precision::Bf16 | Precision::F16 => 3.0 * bound::kept(precision.storage()),
     };
-    16.0 * bound::sum(terms, false) + operands
+    16.0 * bound::sum(terms, DType::F32) + operands
 }
 
 fn each(harness: &mut Harness, verdict: &mut Verdict, conv: &Conv, precision: Precision) -> Result<()> {

@@ -9,7 +9,7 @@ use mgpu_kernels::norm::{EPSILON, MOMENTUM, cuda};
 use super::bound;
 use super::harness::{Harness, Outcome, Output, Verdict};
 use super::shapes::{Images, Shapes, awkward_images};
-use super::values::to_bf16;
+use super::values::round_to;
 
 pub(super) fn check(harness: &mut Harness) -> Outcome {
     let mut shapes = Vec::new();
@@ -42,7 +42,7 @@ fn each(harness: &mut Harness, images: &Images) -> Outcome {
 /// Activations with a non-zero mean, like those of a layer.
 fn activations(harness: &mut Harness, dtype: DType, len: usize) -> Vec<f32> {
     let values = harness.random.floats(len).into_iter().map(|value| value + 0.25);
-    values.map(|value| if dtype == DType::Bf16 { to_bf16(value) } else { value }).collect()
+    values.map(|value| round_to(dtype, value)).collect()
 }
 
 /// Means, then inverse standard deviations.
@@ -139,7 +139,7 @@ fn normalise_batch(
         (0..channels).map(|c| (sums[channels + c] / count - means[c] * means[c]).max(0.0)).collect();
     let mut expected = means.clone();
     expected.extend(vars.iter().map(|var| 1.0 / (var + EPSILON).sqrt()));
-    let bound = bound::chain(2, false);
+    let bound = bound::chain(2, DType::F32);
     verdict.close("statistic", found.floats(0), &expected, |i| expected[i].abs(), bound);
     let towards = |running: &[f32], now: &[f64], factor: f64| -> Vec<f64> {
         let pairs = running.iter().zip(now);
@@ -161,7 +161,13 @@ fn running_statistics(harness: &mut Harness, verdict: &mut Verdict, images: &Ima
     })?;
     let mut expected: Vec<f64> = mean.iter().map(|mean| f64::from(*mean)).collect();
     expected.extend(var.iter().map(|var| 1.0 / (f64::from(*var) + EPSILON).sqrt()));
-    verdict.close("statistic", found.floats(0), &expected, |i| expected[i].abs(), bound::chain(2, false));
+    verdict.close(
+        "statistic",
+        found.floats(0),
+        &expected,
+        |i| expected[i].abs(),
+        bound::chain(2, DType::F32),
+    );
     Ok(())
 }
 
@@ -187,7 +193,7 @@ fn normalise(harness: &mut Harness, verdict: &mut Verdict, images: &Images, dtyp
     };
     let expected: Vec<f64> = (0..x.len()).map(|i| parts(i).0 + parts(i).1).collect();
     let size = |i| parts(i).0.abs() + parts(i).1.abs();
-    verdict.close("output", found.floats(0), &expected, size, bound::chain(4, dtype == DType::Bf16));
+    verdict.close("output", found.floats(0), &expected, size, bound::chain(4, dtype));
     Ok(())
 }
 
@@ -220,7 +226,7 @@ fn sum_gradients(harness: &mut Harness, verdict: &mut Verdict, images: &Images, 
     });
     let bound = bound::sum_f64(x.len() / channels);
     verdict.close("sum", found.values::<f64>(0), &sums, |i| sizes[i], bound);
-    let narrow = bound::chain(2, false);
+    let narrow = bound::chain(2, DType::F32);
     verdict.close(
         "scale's gradient",
         found.floats(1),
@@ -262,9 +268,8 @@ fn backward_input(harness: &mut Harness, verdict: &mut Verdict, images: &Images,
     };
     let expected: Vec<f64> = (0..x.len()).map(|i| parts(i).iter().sum()).collect();
     let size = |i| parts(i).iter().map(|part| part.abs()).sum();
-    let bf16 = dtype == DType::Bf16;
     // Rounded before the activation, and once more behind it.
-    let rounded = bound::chain(9, bf16) + bound::kept(bf16);
+    let rounded = bound::chain(9, dtype) + bound::kept(dtype);
     verdict.close("gradient", found.floats(0), &expected, size, rounded);
     Ok(())
 }

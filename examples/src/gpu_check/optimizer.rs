@@ -1,4 +1,4 @@
-//! All update rules, for some steps, from the beginning of a step to the bf16 copy.
+//! All update rules, for some steps, from the beginning of a step to the copy in bf16 or f16; and the loss scale.
 //!
 //! Both sides round each operation separately, so results are bit-equal, except for the powers in Adam's bias
 //! correction, which come from different libraries.
@@ -6,14 +6,16 @@
 use std::ops::Range;
 
 use mgpu_kernels::cuda::{Result, StepState, Stream, View};
-use mgpu_kernels::digest;
+use mgpu_kernels::loss_scale::LossScaler;
 use mgpu_kernels::optimizer::chunk::{MAX_LEN, chunks};
 use mgpu_kernels::optimizer::cuda::{Arenas, UpdatePlan};
 use mgpu_kernels::optimizer::{Adam, AdamW, Factors, Optimizer, RmsProp, Sgd, State, cpu, cuda};
 use mgpu_kernels::schedule::{Decay, Schedule};
+use mgpu_kernels::{DType, digest};
 
 use super::bound;
-use super::harness::{Harness, Outcome, Output, Verdict, narrow};
+use super::harness::{Harness, Outcome, Output, Verdict};
+use super::values::round_to;
 
 const STEPS: u64 = 5;
 const AVERAGE: f64 = 0.9;
@@ -47,7 +49,9 @@ pub(super) fn check(harness: &mut Harness) -> Outcome {
             (", as a cosine", 1, Decay::Cosine { steps: 7, floor: 0.1 }),
             (", by steps", 1, Decay::Step { every: 2, factor: 0.3 }),
         ] {
-            let plan = UpdatePlan { steps_per_epoch: 3, schedule: Schedule { warm_up, decay } };
+            let plan =
+                UpdatePlan { steps_per_epoch: 3, schedule: Schedule { warm_up, decay }, loss_scaler: None };
+            let scaled = UpdatePlan { loss_scaler: Some(LossScaler::default()), ..plan };
             harness.check(
                 &format!("step begin {name}"),
                 format!("{STEPS} steps{falls}"),
@@ -60,9 +64,69 @@ pub(super) fn check(harness: &mut Harness) -> Outcome {
                 &[1, 130, 10, MAX_LEN, 3 * MAX_LEN + 5, 7, 150_000]
             };
             let text = format!("{} tensors{falls}", sizes.len());
-            harness.check(&format!("optimizer {name}"), text, "f32", |harness, verdict| {
+            harness.check(&format!("optimizer {name}"), &text, "f32", |harness, verdict| {
                 update(harness, verdict, &optimizer, plan, sizes)
             })?;
+            harness.check(
+                &format!("optimizer {name}"),
+                format!("{text}, scaled"),
+                "f32",
+                |harness, verdict| update(harness, verdict, &optimizer, scaled, sizes),
+            )?;
+        }
+        harness.check(&format!("step begin {name}"), "skipped steps", "f64", |harness, verdict| {
+            scaling(harness, verdict, &optimizer)
+        })?;
+    }
+    Ok(())
+}
+
+/// The loss scale follows the rule after any gradients, and the optimizer does not notice skipped steps.
+fn scaling(harness: &mut Harness, verdict: &mut Verdict, optimizer: &Optimizer) -> Result<()> {
+    const STEPS: usize = 40;
+    // The last one reaches the smallest scale, where a step is not skipped any more.
+    let scalers = [
+        LossScaler::default().with_growth_interval(3),
+        LossScaler::default().with_scale(1e38).with_growth_interval(1),
+        LossScaler::default().with_scale(1000.1).with_growth_interval(2),
+        LossScaler::default().with_scale(LossScaler::LEAST * 2.5),
+    ];
+    for scaler in scalers {
+        let plan = |loss_scaler| UpdatePlan { steps_per_epoch: 3, schedule: Schedule::CONSTANT, loss_scaler };
+        let (state, plain) = (StepState::after(0).with_loss_scale(scaler.initial()), StepState::after(0));
+        let (mut state, plain) = (state.upload(&harness.stream)?, plain.upload(&harness.stream)?);
+        let mut expected = scaler.initial();
+        for step in 0..STEPS as u64 {
+            cuda::begin_step(&harness.stream, optimizer, plan(Some(scaler)), state.view())?;
+            let overflows = harness.random.below(3) == 0;
+            if !overflows {
+                cuda::begin_step(&harness.stream, optimizer, plan(None), plain.view())?;
+            }
+            let found = StepState::download(state.view(), &harness.stream)?;
+            let unscaled = StepState::download(plain.view(), &harness.stream)?;
+            verdict.equal("loss scale", &[found.loss_scale()], &[expected]);
+            verdict.equal(
+                "step, non-finite, scale",
+                &[(found.step, found.non_finite, found.scale)],
+                &[(step, 0, expected.inverse())],
+            );
+            if !overflows {
+                let update = |state: StepState| (state.constants, state.step_size, state.shrink);
+                verdict.equal("constants of the update", &[update(found)], &[update(unscaled)]);
+            }
+            let now = StepState { non_finite: if overflows { 7 } else { 0 }, ..found };
+            state = now.upload(&harness.stream)?;
+            verdict.equal("skipped", &[now.is_skipped()], &[overflows && expected.may_fall()]);
+            if overflows && !expected.may_fall() {
+                cuda::begin_step(&harness.stream, optimizer, plan(Some(scaler)), state.view())?;
+                let halted = StepState::download(state.view(), &harness.stream)?;
+                let what = (halted.halted, halted.step, halted.loss_scale());
+                verdict.equal("halted", &[what], &[(1, step, expected)]);
+                verdict.equal("scale of a halted step", &[now.next_loss_scale(&scaler)], &[expected]);
+                break;
+            }
+            expected = scaler.after(expected, overflows);
+            verdict.equal("next loss scale", &[now.next_loss_scale(&scaler)], &[expected]);
         }
     }
     Ok(())
@@ -117,22 +181,27 @@ fn update(
     for (exponent, gradient) in gradients.iter_mut().step_by(5).enumerate() {
         *gradient *= 0.5f32.powi((exponent % 100) as i32);
     }
+    // Gradients may be scaled, so that dividing them by the scale is exact.
+    let scale = if plan.loss_scaler.is_some() { 4096.0 } else { 1.0 };
+    let scaled: Vec<f32> = gradients.iter().map(|gradient| gradient * scale).collect();
     let mut params = harness.random.floats(len);
     // Kernels skip the padding.
     let mut states = [vec![0.0f32; SHIFT + len], vec![0.0f32; SHIFT + len]];
     let mut average = [vec![0.0; SHIFT], params.clone()].concat();
-    let gradients_memory = harness.input(&gradients)?;
+    let gradients_memory = harness.input(&scaled)?;
     let mut table = chunks(tensors.iter().cloned());
     table.iter_mut().for_each(|chunk| chunk.state += SHIFT as u32);
     let sums_memory = harness.input(&vec![0.0f64; table.len()])?;
     let table_memory = harness.input(bytemuck::cast_slice::<_, u8>(&table))?;
+    let copied = [DType::Bf16, DType::F16][harness.random.below(2)];
+    let scaler = LossScaler::default().with_scale(scale);
     let outputs = [
-        Output::holding(bytemuck::bytes_of(&StepState::after(0))),
+        Output::holding(bytemuck::bytes_of(&StepState::after(0).with_loss_scale(scaler.initial()))),
         Output::holding(&params),
         Output::holding(&states[0]),
         Output::holding(&states[1]),
         Output::holding(&average),
-        Output::holding(&narrow(&params)),
+        Output::activations(copied, &params),
     ];
     let used = optimizer.states();
     let found = harness.twice(verdict, &outputs, |stream, outputs| {
@@ -166,7 +235,7 @@ fn update(
             cpu::average(&harness.threads, AVERAGE, params, &mut average[own]);
         }
     }
-    let bound = bound::chain(2 * STEPS as u32, false);
+    let bound = bound::chain(2 * STEPS as u32, DType::F32);
     let wide = |values: &[f32]| -> Vec<f64> { values.iter().map(|value| f64::from(*value)).collect() };
     for (output, what, expected) in [
         (1, "parameter", &params),
@@ -178,7 +247,7 @@ fn update(
         verdict.close(what, found.floats(output), &expected, |i| expected[i].abs() + 1e-2, bound);
     }
     // The copy must match the GPU's own parameters.
-    let copy: Vec<f32> = narrow(&found.floats(1)).iter().map(|value| value.to_f32()).collect();
+    let copy: Vec<f32> = found.floats(1).iter().map(|value| round_to(copied, *value)).collect();
     verdict.same("copy", &found.floats(5), &copy);
     Ok(())
 }

@@ -7,7 +7,7 @@ use mgpu_kernels::{DType, rng};
 
 use super::harness::{Harness, Outcome, Output};
 use super::shapes::{Conv, awkward_conv};
-use super::values::{stored, to_bf16};
+use super::values::{round_to, stored};
 use super::{bound, reference};
 
 pub(super) fn check(harness: &mut Harness) -> Outcome {
@@ -59,7 +59,7 @@ fn passes(harness: &mut Harness, conv: &Conv) -> Outcome {
             let [x, w, b, dy] =
                 [x, w, b, dy].map(|values| values.into_iter().map(f64::from).collect::<Vec<_>>());
             // Each product is rounded once, at random, and the compensated sum a few times; then comes the bias.
-            let allowed = bound::chain(16, false);
+            let allowed = bound::chain(16, DType::F32);
             let y = reference::forward(&shape, images, &x, &w, &b);
             let activated = y.values.iter().map(|value| if *value > 0.0 { *value } else { value * 0.5 });
             let activated: Vec<f64> = activated.collect();
@@ -78,8 +78,7 @@ fn comparisons(harness: &mut Harness, len: usize) -> Outcome {
     for (dtype, name) in Harness::types() {
         let numbers = rng::Stream::new(7, 0);
         let numbers = (0..len as u64).map(|i| numbers.uniform(i) * 2.0 - 1.0);
-        let numbers: Vec<f32> =
-            numbers.map(|value| if dtype == DType::Bf16 { to_bf16(value) } else { value }).collect();
+        let numbers: Vec<f32> = numbers.map(|value| round_to(dtype, value)).collect();
         harness.check("compare random", len, name, |harness, verdict| {
             let found = harness.twice(verdict, &[Output::of(dtype, len)], |stream, outputs| {
                 fill_random(stream, outputs[0], 7)

@@ -8,7 +8,7 @@ use mgpu_kernels::{DType, activation::cpu as activate};
 use super::bound;
 use super::harness::{Harness, Outcome, Output, Verdict};
 use super::shapes::{Images, Shapes, awkward_images};
-use super::values::to_bf16;
+use super::values::round_to;
 
 pub(super) fn check(harness: &mut Harness) -> Outcome {
     let mut shapes = Vec::new();
@@ -57,7 +57,7 @@ fn activation_slope() -> f32 {
 fn values(harness: &mut Harness, dtype: DType, len: usize) -> Vec<f32> {
     // Few different numbers, so that windows have ties.
     let values = (0..len).map(|_| harness.random.below(64) as f32 / 16.0 - 2.0);
-    values.map(|value| if dtype == DType::Bf16 { to_bf16(value) } else { value }).collect()
+    values.map(|value| round_to(dtype, value)).collect()
 }
 
 fn forward(
@@ -87,9 +87,7 @@ fn forward(
         if slope != activation_slope() {
             activate::forward(&harness.threads, slope, &mut x);
         }
-        if dtype == DType::Bf16 {
-            x.iter_mut().for_each(|x| *x = to_bf16(*x));
-        }
+        x.iter_mut().for_each(|x| *x = round_to(dtype, *x));
     }
     let (mut y, mut chosen) = (vec![0.0; outputs_len], vec![0; outputs_len]);
     cpu::forward(&harness.threads, shape, channels, &x, &mut y, &mut chosen);
@@ -112,9 +110,7 @@ fn backward(
     let x = harness.random.floats(images.len());
     let (mut y, mut chosen) = (vec![0.0; outputs_len], vec![0; outputs_len]);
     cpu::forward(&harness.threads, shape, channels, &x, &mut y, &mut chosen);
-    if dtype == DType::Bf16 {
-        y.iter_mut().for_each(|y| *y = to_bf16(*y));
-    }
+    y.iter_mut().for_each(|y| *y = round_to(dtype, *y));
     let dy = values(harness, dtype, outputs_len);
     let (y_memory, dy_memory) = (harness.activations(dtype, &y)?, harness.activations(dtype, &dy)?);
     let chosen_memory = harness.input(&chosen)?;
@@ -137,9 +133,7 @@ fn backward(
     let mut dy = dy;
     if let Some(slope) = fused {
         activation::cpu::backward(&harness.threads, slope, &y, &mut dy);
-        if dtype == DType::Bf16 {
-            dy.iter_mut().for_each(|dy| *dy = to_bf16(*dy));
-        }
+        dy.iter_mut().for_each(|dy| *dy = round_to(dtype, *dy));
     }
     if fused.is_some() {
         let (mut sums, mut squares) = (vec![0.0; channels], vec![0.0; channels]);
@@ -148,7 +142,7 @@ fn backward(
             squares[i % channels] += dy * dy;
         }
         let scale = |i: usize| f64::max(squares[i].sqrt(), sums[i].abs());
-        let bound = bound::sum(dy.len() / channels, false);
+        let bound = bound::sum(dy.len() / channels, DType::F32);
         verdict.close("bias's gradient", found.floats(1), &sums, scale, bound);
     }
     let mut dx = vec![0.0; images.len()];

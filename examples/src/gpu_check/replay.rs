@@ -14,7 +14,7 @@ use mgpu_kernels::optimizer::cuda::UpdatePlan;
 use mgpu_kernels::schedule::{Decay, Schedule};
 use mgpu_kernels::{DType, conv, dense, dropout, gather, loss};
 
-use super::harness::{Harness, Outcome, Output, Verdict, narrow};
+use super::harness::{Harness, Outcome, Output, Verdict};
 use super::optimizer::{one_step, rules};
 use super::values::stored;
 
@@ -68,14 +68,16 @@ fn replay(harness: &mut Harness, verdict: &mut Verdict, precision: Precision) ->
         dropout::Mask { seed: 3, stream: 1, first_sample: 0, channels: FILTERS, plane: EXTENT * EXTENT };
     let (_, optimizer) = rules()[0];
     let schedule = Schedule { warm_up: 2, decay: Decay::Linear { steps: 50 } };
-    let plan = UpdatePlan { steps_per_epoch: 3, schedule };
+    let plan = UpdatePlan { steps_per_epoch: 3, schedule, loss_scaler: None };
+    // The copy of the parameters, which is not used in f32.
+    let copied = if dtype == DType::F16 { DType::F16 } else { DType::Bf16 };
     let outputs = [
         Output::holding(bytemuck::bytes_of(&StepState::after(0))),
         Output::holding(&params),
         Output::holding(&vec![0.0f32; len]),
         Output::holding(&vec![0.0f32; len]),
         Output::holding(&params),
-        Output::holding(&narrow(&params)),
+        Output::activations(copied, &params),
         Output::holding(&vec![0.0f32; len]),
         Output::of(dtype, BATCH * EXTENT * EXTENT),
         Output::of(DType::U8, BATCH),
@@ -89,7 +91,7 @@ fn replay(harness: &mut Harness, verdict: &mut Verdict, precision: Precision) ->
         let state = outputs[0];
         let [gradients, x, labels_here, y, logits, dlogits, scratch, score] =
             outputs[6..].try_into().expect("as many outputs as there are");
-        let copy = if dtype == DType::Bf16 { outputs[5] } else { outputs[1] };
+        let copy = if dtype == copied { outputs[5] } else { outputs[1] };
         let (w, b) = (copy.slice(0..weights), outputs[1].slice(weights..weights + CLASSES));
         let samples = gather::cuda::Samples { images: images.view(), labels: labels.view(), order: None };
         // The optimizer uses the gradients of the previous step.

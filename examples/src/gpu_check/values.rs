@@ -1,8 +1,8 @@
 //! Random numbers, and rounding to dtypes.
 
-use half::bf16;
-use mgpu_kernels::Precision;
+use half::{bf16, f16};
 use mgpu_kernels::rng::Stream;
+use mgpu_kernels::{DType, Precision};
 #[cfg(test)]
 use mgpu_kernels::{Scratch, Threads, transpose};
 
@@ -40,8 +40,13 @@ impl Random {
     }
 }
 
-pub(super) fn to_bf16(value: f32) -> f32 {
-    bf16::from_f32(value).to_f32()
+/// The nearest number of a type that stores activations.
+pub(super) fn round_to(dtype: DType, value: f32) -> f32 {
+    match dtype {
+        DType::Bf16 => bf16::from_f32(value).to_f32(),
+        DType::F16 => f16::from_f32(value).to_f32(),
+        _ => value,
+    }
 }
 
 /// Rounds to the nearest number with 10 bits of mantissa, ties away from zero, like the kernels.
@@ -51,9 +56,7 @@ pub(super) fn to_tf32(value: f32) -> f32 {
 
 /// Values as a precision stores them.
 pub(super) fn stored(precision: Precision, mut values: Vec<f32>) -> Vec<f32> {
-    if precision == Precision::Bf16 {
-        values.iter_mut().for_each(|value| *value = to_bf16(*value));
-    }
+    values.iter_mut().for_each(|value| *value = round_to(precision.storage(), *value));
     values
 }
 

@@ -27,7 +27,7 @@ pub enum Mode {
 
 /// A network with memory for batches of up to a given size.
 ///
-/// Images between its layers and their gradients are stored as `E`: `f32`, or `bf16` in half the memory, with
+/// Images between its layers and their gradients are stored as `E`: `f32`, or `bf16` or `f16` in half the memory, with
 /// rounding. Arithmetic, parameters and their gradients, and everything from the first dense layer on are f32.
 #[derive(Debug)]
 pub struct Net<E = f32> {
@@ -36,6 +36,8 @@ pub struct Net<E = f32> {
     max_batch: usize,
     /// What the sum of a batch's losses is divided by, if it is not the number of its images.
     loss_divisor: Option<f64>,
+    /// What the gradient of the loss is multiplied by.
+    loss_scale: f32,
     /// The operation of each stage.
     cpu_layers: Vec<CpuLayer>,
     /// The batches in flight, and the index of the current one.
@@ -126,6 +128,7 @@ impl<E: Storage> Net<E> {
             threads,
             max_batch,
             loss_divisor: None,
+            loss_scale: 1.0,
         }
     }
 
@@ -215,6 +218,11 @@ impl<E: Storage> Net<E> {
     /// ```
     pub fn divide_loss_by(&mut self, images: f64) {
         self.loss_divisor = Some(images);
+    }
+
+    /// Multiplies the gradient of the loss by `scale` from now on, and so all gradients.
+    pub fn scale_loss_by(&mut self, scale: f32) {
+        self.loss_scale = scale;
     }
 
     /// Computes the logits \[batch, classes\] of a batch of images \[batch, channels, height, width\].
@@ -351,7 +359,8 @@ impl<E: Storage> Net<E> {
         Ok(())
     }
 
-    /// Computes the gradient of the mean loss of the current batch (see [`divide_loss_by`](Self::divide_loss_by)) for
+    /// Computes the gradient of the mean loss of the current batch (see [`divide_loss_by`](Self::divide_loss_by) and
+    /// [`scale_loss_by`](Self::scale_loss_by)) for
     /// every parameter, after a forward pass in training mode with the same `params`. Writes each gradient to `sink` and
     /// announces it, last tensor first, so that its reduction can overlap the computation of the following ones.
     ///
@@ -367,14 +376,15 @@ impl<E: Storage> Net<E> {
         labels: &[u8],
         sink: &mut dyn GradientSink,
     ) -> Result<LossReport> {
-        let Net { plan, batches, vector_gradients, loss_divisor, profile, .. } = self;
+        let Net { plan, batches, vector_gradients, loss_divisor, loss_scale, profile, .. } = self;
         let BatchInFlight { vectors, len, .. } = &batches[self.current];
         assert_eq!(labels.len(), *len, "labels for a batch of {len}");
 
         profile::start(profile);
         let logits = vectors.slot(plan.slots.len() - 1, *len);
         let divisor = loss_divisor.unwrap_or(*len as f64);
-        let report = loss::cpu::gradient_over(logits, labels, divisor, vector_gradients.start(logits.len()));
+        let gradient = vector_gradients.start(logits.len());
+        let report = loss::cpu::gradient_scaled(logits, labels, (divisor, *loss_scale), gradient);
         lap(profile, Lap::Loss);
         self.propagate(params, sink)?;
         Ok(report)

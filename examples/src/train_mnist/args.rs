@@ -2,9 +2,11 @@
 
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 use clap::{ArgGroup, Parser, ValueEnum};
 
+use mgpu::optimizer::LossScaler;
 use mgpu_kernels::cuda::{AutotuneOptions, Libraries};
 use mgpu_kernels::{Precision, tile_engine};
 
@@ -12,6 +14,7 @@ use super::division::Division;
 use super::engine::Options;
 use super::schedule::ScheduleKind;
 use crate::data::{Split, digits};
+use crate::exit::{refuse, refuse_usage};
 use crate::nets::{ConvPolicy, Spec};
 use crate::parallel::{Parallel, PlacementChoice, above_0, given, positive};
 
@@ -88,17 +91,27 @@ pub(super) struct Args {
     /// checkpoint's].
     #[arg(long, value_name = "N")]
     pub(super) seed: Option<u64>,
-    /// Precision: f32, bf16 or, on GPUs only, tf32. On the CPU, bf16 stores images between layers in bf16, and multiplies
-    /// bf16 if the processor is faster at that than at f32 (--show-kernels says where). Sums and parameters are always
-    /// f32.
+    /// Precision: f32, bf16, fp16 or, on GPUs only, tf32. On the CPU, bf16 and fp16 store images between layers in 16 bits,
+    /// and bf16 is multiplied as such if the processor is faster at that than at f32 (--show-kernels says where). Sums and
+    /// parameters are always f32.
+    ///
+    /// fp16 is for GPUs without tensor cores for bf16, older than compute capability 8.0. Its numbers end at 65,504 and
+    /// 6e-8, so the gradient of the loss is scaled: see --loss-scale.
     #[arg(long, value_name = "P", default_value_t = Precision::F32)]
     pub(super) precision: Precision,
+    /// With --precision fp16: the factor of the loss's gradient in the first step [default: 65536].
+    ///
+    /// A step whose gradients overflow is skipped, and the factor is halved; after 2000 steps in a row that are not
+    /// skipped it is doubled, as PyTorch's GradScaler does. Skipped steps are counted in the line of an epoch, in
+    /// --metrics and with --json.
+    #[arg(long, value_name = "X", value_parser = above_0)]
+    loss_scale: Option<f64>,
     /// Kernels of convolutions and dense layers on a GPU: auto (the fastest of cuDNN, cuBLASLt and our own) or
     /// builtin (our own only).
     #[arg(long, value_name = "NAME", default_value_t = Libraries::Auto)]
     kernels: Libraries,
-    /// With --precision bf16 on a GPU: round gradients of weights to bf16 wherever that makes them faster. Without this
-    /// flag they are f32, except where cuDNN's only kernels write bf16.
+    /// With --precision bf16 or fp16 on a GPU: round gradients of weights to that type wherever that makes them faster.
+    /// Without this flag they are f32, except where cuDNN's only kernels write the narrow type.
     #[arg(long)]
     narrow_gradients: bool,
     /// Convolution algorithm on the CPU: auto (the one expected to be fastest for each layer) or direct.
@@ -206,13 +219,14 @@ pub(super) struct Args {
 }
 
 /// The flags that mean nothing without a training.
-const OF_TRAINING: [&str; 27] = [
+const OF_TRAINING: [&str; 28] = [
     "epochs",
     "steps",
     "global_batch",
     "lr",
     "schedule",
     "warm_up",
+    "loss_scale",
     "narrow_gradients",
     "profile",
     "no_graph",
@@ -308,6 +322,22 @@ impl Args {
         Division::new(&self.parallel, global_batch, (rank, ranks))
     }
 
+    /// How the loss scale follows the gradients, with --precision fp16.
+    pub(super) fn loss_scaler(&self) -> Option<LossScaler> {
+        let default = LossScaler::default();
+        let scale = self.loss_scale.map_or(default.scale, |scale| scale as f32);
+        (self.precision == Precision::F16).then(|| default.with_scale(scale.max(LossScaler::LEAST)))
+    }
+
+    /// The exit code of a usage error, after printing it, if flags are incompatible.
+    pub(super) fn refuse(&self) -> Option<ExitCode> {
+        if self.loss_scale.is_some() && self.precision != Precision::F16 {
+            let problem = format!("--loss-scale is for --precision fp16, not {}", self.precision);
+            return Some(refuse_usage("train_mnist", &problem));
+        }
+        refuse("train_mnist", self.precision, &self.parallel)
+    }
+
     pub(super) fn lr(&self) -> f64 {
         self.lr.unwrap_or_else(|| self.net().optimizer.rule.lr())
     }
@@ -376,6 +406,7 @@ impl Args {
             ("--warm-up", self.warm_up.to_string()),
             ("--seed", self.seed().to_string()),
             ("--precision", self.precision.to_string()),
+            ("--loss-scale", given(self.loss_scale)),
             ("--kernels", self.kernels.to_string()),
             ("--narrow-gradients", self.narrow_gradients.to_string()),
             ("--conv", format!("{:?}", self.conv).to_lowercase()),

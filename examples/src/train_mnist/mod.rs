@@ -34,13 +34,16 @@ use args::Args;
 use byproducts::ByProduct;
 use curves::Curves;
 use engine::{Cpu, DevicePipeline, Engine, Gpu, Pipeline, TrainingConfig};
-use half::bf16;
+use half::{bf16, f16};
 use mgpu::Phase;
 use mgpu::replicate::verify_settings;
 use mgpu::timeline::{Name, Timeline};
 use mgpu::{Backend, Communicator, DeviceCommunicator, ReduceOp, World};
 use mgpu_kernels::Precision;
-use report::{EpochReport, Metrics, ModelSummary, ProgressDisplay, RankMemory, Summary, TestResult};
+use mgpu_kernels::cuda::Device;
+use report::{
+    EpochReport, LossScaleReport, Metrics, ModelSummary, ProgressDisplay, RankMemory, Summary, TestResult,
+};
 use source::Data;
 use stop::Ended;
 use trainer::{Event, Trainer};
@@ -60,7 +63,7 @@ pub fn main() -> ExitCode {
         let written = digit_files::write(folder, args.seed(), args.digits_to_write(), threads);
         return crate::exit::report("train_mnist", written);
     }
-    let refused = crate::exit::refuse("train_mnist", args.precision);
+    let refused = args.refuse();
     if args.evaluate.is_some() {
         return refused.unwrap_or_else(|| crate::exit::report("train_mnist", evaluation::run(args)));
     }
@@ -168,6 +171,13 @@ impl<'a> Session<'a> {
         }
         if let Some(parts) = trainer.engine().describe_parts() {
             outln!("{parts}");
+        }
+        let capability = trainer.engine().gpu().map(Device::architecture);
+        if let (Some((7, minor)), Precision::Bf16) = (capability, args.precision) {
+            outln!(
+                "this GPU (compute capability 7.{minor}) has tensor cores for fp16, but multiplies bf16 as f32: try \
+                 --precision fp16"
+            );
         }
         if args.show_kernels {
             trainer.engine().kernels().iter().for_each(|line| outln!("{line}"));
@@ -311,6 +321,7 @@ impl<'a> Session<'a> {
                 model.global_batch = args.global_batch();
                 let mut summary = Summary::new(model, trainer, bytes_per_step);
                 summary.pipeline = pipeline;
+                summary.loss_scale = trainer.engine().loss_scale().map(LossScaleReport::from);
                 if ranks > 1 && trainer.steps() > begun && trainer.engine().gpu().is_none() {
                     summary.set_communication(communication);
                 }
@@ -374,6 +385,7 @@ fn engine(
     Ok(match (device, args.precision) {
         (Some(device), _) => Box::new(Gpu::new(config, args, (device, comm), timeline, threads)?),
         (None, Precision::Bf16) => Box::new(Cpu::<bf16>::new(config, args, comm, timeline, threads)?),
+        (None, Precision::F16) => Box::new(Cpu::<f16>::new(config, args, comm, timeline, threads)?),
         (None, _) => Box::new(Cpu::<f32>::new(config, args, comm, timeline, threads)?),
     })
 }

@@ -6,6 +6,7 @@ use std::io::stdout;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use mgpu::optimizer::LossScale;
 use serde::{Deserialize, Serialize};
 use terminal_size::terminal_size_of;
 
@@ -38,8 +39,32 @@ pub(super) struct EpochReport {
     /// Accuracy with the moving average of the weights, if there is one.
     pub(super) test_acc_average: Option<f64>,
     pub(super) test_s: f64,
+    /// With --precision fp16.
+    #[serde(flatten)]
+    pub(super) loss_scale: Option<LossScaleReport>,
     /// The data source, in words.
     pub(super) data: String,
+}
+
+/// The loss scale after some steps, and how many of all steps so far were skipped because gradients had overflowed.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub(super) struct LossScaleReport {
+    loss_scale: f32,
+    skipped_steps: u64,
+}
+
+impl From<LossScale> for LossScaleReport {
+    fn from(LossScale { scale, skipped, .. }: LossScale) -> Self {
+        LossScaleReport { loss_scale: scale, skipped_steps: skipped }
+    }
+}
+
+impl fmt::Display for LossScaleReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let LossScaleReport { loss_scale, skipped_steps } = self;
+        let steps = if *skipped_steps == 1 { "step" } else { "steps" };
+        write!(f, "loss scale {loss_scale}, {skipped_steps} {steps} skipped")
+    }
 }
 
 /// Results on the test set.
@@ -73,8 +98,9 @@ impl EpochReport {
     /// The line printed for an epoch.
     pub(super) fn line(&self, epochs: u64, tested: Option<&TestResult>) -> String {
         let l2 = self.l2_loss.map_or(String::new(), |l2| format!(" + {l2:.4} (L2)"));
+        let scale = self.loss_scale.map_or(String::new(), |scale| format!(", {scale}"));
         let train = format!(
-            "epoch {}/{epochs}: train {:.2}% loss {:.4}{l2} in {:.1} s ({:.0} images/s)",
+            "epoch {}/{epochs}: train {:.2}% loss {:.4}{l2} in {:.1} s ({:.0} images/s){scale}",
             self.epoch,
             self.train_acc * 100.0,
             self.train_loss,
@@ -183,6 +209,9 @@ pub(super) struct Summary {
     checkpoints: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
     ms_per_checkpoint: Option<f64>,
+    /// With --precision fp16.
+    #[serde(flatten)]
+    pub(super) loss_scale: Option<LossScaleReport>,
     /// If the layers are cut over ranks.
     #[serde(flatten)]
     pub(super) pipeline: Option<PipelineReport>,
@@ -209,6 +238,7 @@ impl Summary {
             epochs_test_s: each(&times.test_s),
             checkpoints: cost.map(|(saved, _)| saved),
             ms_per_checkpoint: cost.map(|(_, ms)| round(ms)),
+            loss_scale: None,
             pipeline: None,
             profile: None,
         }

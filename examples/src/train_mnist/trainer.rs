@@ -14,7 +14,7 @@ use super::args::{Args, Length};
 use super::checkpoints::{Checkpoints, ResumeFrom};
 use super::division::Division;
 use super::engine::{Engine, StopCheck, Stretch, TrainingConfig, over_ranks, resident_bytes};
-use super::report::{EpochReport, TestResult};
+use super::report::{EpochReport, LossScaleReport, TestResult};
 use super::run::Run;
 use super::source::Data;
 use super::stopwatch::{Stopwatch, TimeSpent};
@@ -378,6 +378,7 @@ impl Trainer {
             test_acc: None,
             test_acc_average: None,
             test_s: 0.0,
+            loss_scale: self.engine.loss_scale().map(LossScaleReport::from),
             data: self.data.clone(),
         }))
     }

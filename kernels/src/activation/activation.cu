@@ -19,6 +19,9 @@ KERNEL(activation_forward_f32)(f32* values, u32 len, u32 packs, f32 slope) {
 KERNEL(activation_forward_bf16)(bf16* values, u32 len, u32 packs, f32 slope) {
     activation_forward(values, len, packs, slope);
 }
+KERNEL(activation_forward_f16)(f16* values, u32 len, u32 packs, f32 slope) {
+    activation_forward(values, len, packs, slope);
+}
 
 template <class T>
 __device__ void activation_backward(const T* y, T* gradient, u32 len, u32 packs, f32 slope) {
@@ -38,6 +41,9 @@ KERNEL(activation_backward_f32)(const f32* y, f32* gradient, u32 len, u32 packs,
     activation_backward(y, gradient, len, packs, slope);
 }
 KERNEL(activation_backward_bf16)(const bf16* y, bf16* gradient, u32 len, u32 packs, f32 slope) {
+    activation_backward(y, gradient, len, packs, slope);
+}
+KERNEL(activation_backward_f16)(const f16* y, f16* gradient, u32 len, u32 packs, f32 slope) {
     activation_backward(y, gradient, len, packs, slope);
 }
 
@@ -66,5 +72,8 @@ KERNEL(activation_bias_f32)(f32* values, const f32* bias, u32 len, u32 channels,
     activation_bias(values, bias, len, channels, slope, wide);
 }
 KERNEL(activation_bias_bf16)(bf16* values, const f32* bias, u32 len, u32 channels, f32 slope, u32 wide) {
+    activation_bias(values, bias, len, channels, slope, wide);
+}
+KERNEL(activation_bias_f16)(f16* values, const f32* bias, u32 len, u32 channels, f32 slope, u32 wide) {
     activation_bias(values, bias, len, channels, slope, wide);
 }

@@ -11,6 +11,7 @@ __device__ void arena_fill(T* values, u32 len, u32 packs, f32 value) {
 
 KERNEL(arena_fill_f32)(f32* values, u32 len, u32 packs, f32 value) { arena_fill(values, len, packs, value); }
 KERNEL(arena_fill_bf16)(bf16* values, u32 len, u32 packs, f32 value) { arena_fill(values, len, packs, value); }
+KERNEL(arena_fill_f16)(f16* values, u32 len, u32 packs, f32 value) { arena_fill(values, len, packs, value); }
 
 template <class T>
 __device__ void arena_scale(T* values, u32 len, u32 packs, f32 factor) {
@@ -27,6 +28,7 @@ __device__ void arena_scale(T* values, u32 len, u32 packs, f32 factor) {
 
 KERNEL(arena_scale_f32)(f32* values, u32 len, u32 packs, f32 factor) { arena_scale(values, len, packs, factor); }
 KERNEL(arena_scale_bf16)(bf16* values, u32 len, u32 packs, f32 factor) { arena_scale(values, len, packs, factor); }
+KERNEL(arena_scale_f16)(f16* values, u32 len, u32 packs, f32 factor) { arena_scale(values, len, packs, factor); }
 
 KERNEL(arena_add_f32)(f32* to, const f32* from, u32 len, u32 packs, f32 divisor) {
     constexpr u32 N = PACK<f32>;
@@ -59,4 +61,6 @@ __device__ void arena_cast(const From* from, To* to, u32 len, u32 packs) {
 }
 
 KERNEL(arena_narrow_bf16)(const f32* from, bf16* to, u32 len, u32 packs) { arena_cast(from, to, len, packs); }
+KERNEL(arena_narrow_f16)(const f32* from, f16* to, u32 len, u32 packs) { arena_cast(from, to, len, packs); }
 KERNEL(arena_widen_bf16)(const bf16* from, f32* to, u32 len, u32 packs) { arena_cast(from, to, len, packs); }
+KERNEL(arena_widen_f16)(const f16* from, f32* to, u32 len, u32 packs) { arena_cast(from, to, len, packs); }

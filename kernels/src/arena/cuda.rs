@@ -1,7 +1,7 @@
-//! Whole arenas on a GPU, of f32 or bf16.
+//! Whole arenas on a GPU, of f32, bf16 or f16.
 
 use crate::DType;
-use crate::cuda::elements::{check, count, grid, pack, packs, run, typed};
+use crate::cuda::elements::{check, count, grid, half_float, pack, packs, run, typed};
 use crate::cuda::{Result, Source, Stream, View};
 
 /// The kernels.
@@ -13,7 +13,7 @@ pub static SOURCE: Source = Source { name: "arena", text: include_str!("arena.cu
 /// If the kernel cannot be launched.
 ///
 /// # Panics
-/// If the elements are neither f32 nor bf16.
+/// If the elements are not f32, bf16 or f16.
 pub fn fill(stream: &Stream, values: View<'_>, value: f32) -> Result<()> {
     in_place(stream, "arena_fill", values, value)
 }
@@ -24,7 +24,7 @@ pub fn fill(stream: &Stream, values: View<'_>, value: f32) -> Result<()> {
 /// If the kernel cannot be launched.
 ///
 /// # Panics
-/// If the elements are neither f32 nor bf16.
+/// If the elements are not f32, bf16 or f16.
 pub fn scale(stream: &Stream, values: View<'_>, factor: f32) -> Result<()> {
     in_place(stream, "arena_scale", values, factor)
 }
@@ -54,7 +54,7 @@ pub fn add(stream: &Stream, to: View<'_>, from: View<'_>, divisor: f32) -> Resul
     unsafe { run(stream, &SOURCE, "arena_add_f32", grid(stream, to.len().div_ceil(pack)), &arguments) }
 }
 
-/// Overwrites `to` (bf16) with `from` (f32), rounded.
+/// Overwrites `to` (bf16 or f16) with `from` (f32), rounded.
 ///
 /// # Errors
 /// If the kernel cannot be launched.
@@ -63,11 +63,11 @@ pub fn add(stream: &Stream, to: View<'_>, from: View<'_>, divisor: f32) -> Resul
 /// If lengths or types do not fit.
 pub fn narrow(stream: &Stream, from: View<'_>, to: View<'_>) -> Result<()> {
     check("f32 to be rounded", from, DType::F32, from.len());
-    check("rounded bf16", to, DType::Bf16, from.len());
-    cast(stream, "arena_narrow_bf16", from, to)
+    check("rounded numbers", to, half_float(to), from.len());
+    cast(stream, &typed("arena_narrow", to), from, to)
 }
 
-/// Overwrites `to` (f32) with `from` (bf16).
+/// Overwrites `to` (f32) with `from` (bf16 or f16).
 ///
 /// # Errors
 /// If the kernel cannot be launched.
@@ -75,13 +75,14 @@ pub fn narrow(stream: &Stream, from: View<'_>, to: View<'_>) -> Result<()> {
 /// # Panics
 /// If lengths or types do not fit.
 pub fn widen(stream: &Stream, from: View<'_>, to: View<'_>) -> Result<()> {
-    check("bf16 to be widened", from, DType::Bf16, from.len());
+    check("numbers to be widened", from, half_float(from), from.len());
     check("widened f32", to, DType::F32, from.len());
-    cast(stream, "arena_widen_bf16", from, to)
+    cast(stream, &typed("arena_widen", from), from, to)
 }
 
 fn cast(stream: &Stream, name: &str, from: View<'_>, to: View<'_>) -> Result<()> {
-    let pack = pack(DType::Bf16);
+    // Of the narrower type.
+    let pack = pack(from.dtype()).max(pack(to.dtype()));
     let arguments = [from.into(), to.into(), count(from.len()).into(), packs(pack, &[from, to]).into()];
     // SAFETY: the kernel visits as many elements as both views have.
     unsafe { run(stream, &SOURCE, name, grid(stream, from.len().div_ceil(pack)), &arguments) }

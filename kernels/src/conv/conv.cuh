@@ -293,8 +293,8 @@ __device__ inline void backward_weights(const T* x, const T* dy, const Convoluti
 
 // ---- Entry points ----
 // They are in a source for each precision. `_large` and `_small` move 16 bytes at a time: channels and filters are
-// multiples of 4 in f32, of 8 in bf16. `_narrow` supports 2, 4 or 6 channels of bf16, and filters as before; `_scalar` any
-// numbers.
+// multiples of 4 in f32, of 8 in bf16 and f16. `_narrow` supports 2, 4 or 6 channels of these, and filters as before;
+// `_scalar` any numbers.
 
 #ifdef TENSOR_CORES
 #define TENSOR TensorProduct

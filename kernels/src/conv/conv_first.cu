@@ -470,3 +470,77 @@ KERNEL_BLOCKS(conv_first_backward_bf16_k5_x2, 256, 1) FIRST_BACKWARD(bf16) {
 KERNEL_BOUNDS(conv_first_backward_pooled_bf16_k5_x2, 256) FIRST_BACKWARD(bf16) {
     first_backward<bf16, 5, 2, 2, WARP>(x, y, dy, chosen, sums, shape);
 }
+
+KERNEL_BOUNDS(conv_first_forward_f16_k3_few, 256) FIRST_FORWARD(f16) {
+    first_forward<f16, 3, 1, 1, FEW_FILTERS>(x, w, bias, y, chosen, shape, dropout);
+}
+KERNEL_BOUNDS(conv_first_forward_pooled_f16_k3_few, 256) FIRST_FORWARD(f16) {
+    first_forward<f16, 3, 1, 2, FEW_FILTERS>(x, w, bias, y, chosen, shape, dropout);
+}
+KERNEL_BOUNDS(conv_first_forward_f16_k3_x1, 256) FIRST_FORWARD(f16) {
+    first_forward<f16, 3, 1, 1, WARP>(x, w, bias, y, chosen, shape, dropout);
+}
+KERNEL_BOUNDS(conv_first_forward_pooled_f16_k3_x1, 256) FIRST_FORWARD(f16) {
+    first_forward<f16, 3, 1, 2, WARP>(x, w, bias, y, chosen, shape, dropout);
+}
+KERNEL_BOUNDS(conv_first_forward_f16_k3_x2, 256) FIRST_FORWARD(f16) {
+    first_forward<f16, 3, 2, 1, WARP>(x, w, bias, y, chosen, shape, dropout);
+}
+KERNEL_BOUNDS(conv_first_forward_pooled_f16_k3_x2, 256) FIRST_FORWARD(f16) {
+    first_forward<f16, 3, 2, 2, WARP>(x, w, bias, y, chosen, shape, dropout);
+}
+KERNEL_BOUNDS(conv_first_forward_f16_k5_few, 256) FIRST_FORWARD(f16) {
+    first_forward<f16, 5, 1, 1, FEW_FILTERS>(x, w, bias, y, chosen, shape, dropout);
+}
+KERNEL_BOUNDS(conv_first_forward_pooled_f16_k5_few, 256) FIRST_FORWARD(f16) {
+    first_forward<f16, 5, 1, 2, FEW_FILTERS>(x, w, bias, y, chosen, shape, dropout);
+}
+KERNEL_BOUNDS(conv_first_forward_f16_k5_x1, 256) FIRST_FORWARD(f16) {
+    first_forward<f16, 5, 1, 1, WARP>(x, w, bias, y, chosen, shape, dropout);
+}
+KERNEL_BOUNDS(conv_first_forward_pooled_f16_k5_x1, 256) FIRST_FORWARD(f16) {
+    first_forward<f16, 5, 1, 2, WARP>(x, w, bias, y, chosen, shape, dropout);
+}
+KERNEL_BOUNDS(conv_first_forward_f16_k5_x2, 256) FIRST_FORWARD(f16) {
+    first_forward<f16, 5, 2, 1, WARP>(x, w, bias, y, chosen, shape, dropout);
+}
+KERNEL_BOUNDS(conv_first_forward_pooled_f16_k5_x2, 256) FIRST_FORWARD(f16) {
+    first_forward<f16, 5, 2, 2, WARP>(x, w, bias, y, chosen, shape, dropout);
+}
+
+KERNEL_BOUNDS(conv_first_backward_f16_k3_few, 256) FIRST_BACKWARD(f16) {
+    first_backward<f16, 3, 1, 1, FEW_FILTERS>(x, y, dy, chosen, sums, shape);
+}
+KERNEL_BOUNDS(conv_first_backward_pooled_f16_k3_few, 256) FIRST_BACKWARD(f16) {
+    first_backward<f16, 3, 1, 2, FEW_FILTERS>(x, y, dy, chosen, sums, shape);
+}
+KERNEL_BOUNDS(conv_first_backward_f16_k3_x1, 256) FIRST_BACKWARD(f16) {
+    first_backward<f16, 3, 1, 1, WARP>(x, y, dy, chosen, sums, shape);
+}
+KERNEL_BOUNDS(conv_first_backward_pooled_f16_k3_x1, 256) FIRST_BACKWARD(f16) {
+    first_backward<f16, 3, 1, 2, WARP>(x, y, dy, chosen, sums, shape);
+}
+KERNEL_BOUNDS(conv_first_backward_f16_k3_x2, 256) FIRST_BACKWARD(f16) {
+    first_backward<f16, 3, 2, 1, WARP>(x, y, dy, chosen, sums, shape);
+}
+KERNEL_BOUNDS(conv_first_backward_pooled_f16_k3_x2, 256) FIRST_BACKWARD(f16) {
+    first_backward<f16, 3, 2, 2, WARP>(x, y, dy, chosen, sums, shape);
+}
+KERNEL_BOUNDS(conv_first_backward_f16_k5_few, 256) FIRST_BACKWARD(f16) {
+    first_backward<f16, 5, 1, 1, FEW_FILTERS>(x, y, dy, chosen, sums, shape);
+}
+KERNEL_BOUNDS(conv_first_backward_pooled_f16_k5_few, 256) FIRST_BACKWARD(f16) {
+    first_backward<f16, 5, 1, 2, FEW_FILTERS>(x, y, dy, chosen, sums, shape);
+}
+KERNEL_BOUNDS(conv_first_backward_f16_k5_x1, 256) FIRST_BACKWARD(f16) {
+    first_backward<f16, 5, 1, 1, WARP>(x, y, dy, chosen, sums, shape);
+}
+KERNEL_BOUNDS(conv_first_backward_pooled_f16_k5_x1, 256) FIRST_BACKWARD(f16) {
+    first_backward<f16, 5, 1, 2, WARP>(x, y, dy, chosen, sums, shape);
+}
+KERNEL_BLOCKS(conv_first_backward_f16_k5_x2, 256, 1) FIRST_BACKWARD(f16) {
+    first_backward<f16, 5, 2, 1, WARP>(x, y, dy, chosen, sums, shape);
+}
+KERNEL_BOUNDS(conv_first_backward_pooled_f16_k5_x2, 256) FIRST_BACKWARD(f16) {
+    first_backward<f16, 5, 2, 2, WARP>(x, y, dy, chosen, sums, shape);
+}

@@ -30,3 +30,6 @@ KERNEL_BOUNDS(conv_flip_f32, 256)(const f32* weights, u32 filters, u32 taps, u32
 KERNEL_BOUNDS(conv_flip_bf16, 256)(const bf16* weights, u32 filters, u32 taps, u32 channels, bf16* flipped) {
     flip_weights(weights, filters, taps, channels, flipped);
 }
+KERNEL_BOUNDS(conv_flip_f16, 256)(const f16* weights, u32 filters, u32 taps, u32 channels, f16* flipped) {
+    flip_weights(weights, filters, taps, channels, flipped);
+}

@@ -108,6 +108,9 @@ KERNEL(conv_plain_transpose_f32)(const f32* weights, u32 filters, u32 filter_len
 KERNEL(conv_plain_transpose_bf16)(const bf16* weights, u32 filters, u32 filter_len, f32* transposed) {
     plain_transpose(weights, filters, filter_len, transposed);
 }
+KERNEL(conv_plain_transpose_f16)(const f16* weights, u32 filters, u32 filter_len, f32* transposed) {
+    plain_transpose(weights, filters, filter_len, transposed);
+}
 
 KERNEL(conv_plain_forward_f32)(
     const f32* x, const f32* weights, const f32* bias, f32* y, const __grid_constant__ PlainConvolution shape) {
@@ -115,6 +118,10 @@ KERNEL(conv_plain_forward_f32)(
 }
 KERNEL(conv_plain_forward_bf16)(
     const bf16* x, const f32* weights, const f32* bias, f32* y, const __grid_constant__ PlainConvolution shape) {
+    plain_forward(x, weights, bias, y, shape);
+}
+KERNEL(conv_plain_forward_f16)(
+    const f16* x, const f32* weights, const f32* bias, f32* y, const __grid_constant__ PlainConvolution shape) {
     plain_forward(x, weights, bias, y, shape);
 }
 
@@ -126,6 +133,10 @@ KERNEL(conv_plain_backward_input_bf16)(
     const bf16* weights, const bf16* dy, f32* dx, const __grid_constant__ PlainConvolution shape) {
     plain_backward_input(weights, dy, dx, shape);
 }
+KERNEL(conv_plain_backward_input_f16)(
+    const f16* weights, const f16* dy, f32* dx, const __grid_constant__ PlainConvolution shape) {
+    plain_backward_input(weights, dy, dx, shape);
+}
 
 KERNEL(conv_plain_backward_weights_f32)(
     const f32* x, const f32* dy, f32* dw, const __grid_constant__ PlainConvolution shape) {
@@ -133,5 +144,9 @@ KERNEL(conv_plain_backward_weights_f32)(
 }
 KERNEL(conv_plain_backward_weights_bf16)(
     const bf16* x, const bf16* dy, f32* dw, const __grid_constant__ PlainConvolution shape) {
+    plain_backward_weights(x, dy, dw, shape);
+}
+KERNEL(conv_plain_backward_weights_f16)(
+    const f16* x, const f16* dy, f32* dw, const __grid_constant__ PlainConvolution shape) {
     plain_backward_weights(x, dy, dw, shape);
 }

@@ -66,3 +66,6 @@ KERNEL_BLOCKS(conv_bias_f32, BIAS_THREADS, 2)(const f32* y, f32* gradient, BiasS
 KERNEL_BOUNDS(conv_bias_bf16, BIAS_THREADS)(const bf16* y, bf16* gradient, BiasSums sums, u32 wide) {
     bias_sums(y, gradient, sums, wide);
 }
+KERNEL_BOUNDS(conv_bias_f16, BIAS_THREADS)(const f16* y, f16* gradient, BiasSums sums, u32 wide) {
+    bias_sums(y, gradient, sums, wide);
+}

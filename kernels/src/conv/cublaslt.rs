@@ -194,6 +194,7 @@ impl MatmulPlan {
             Precision::F32 => (DataType::CUDA_R_32F, Compute::CUBLAS_COMPUTE_32F),
             Precision::Tf32 => (DataType::CUDA_R_32F, Compute::CUBLAS_COMPUTE_32F_FAST_TF32),
             Precision::Bf16 => (DataType::CUDA_R_16BF, Compute::CUBLAS_COMPUTE_32F),
+            Precision::F16 => (DataType::CUDA_R_16F, Compute::CUBLAS_COMPUTE_32F),
         };
         let layout = |data, rows: usize, columns: usize| -> Result<Descriptor> {
             let mut raw = std::ptr::null_mut();
@@ -241,7 +242,7 @@ impl MatmulPlan {
             forward: product(&[turn_a])?,
             // If the type of the bias equals that of the output, it is not set: older versions do not have this
             // property.
-            forward_fused: Mutex::new(product(&fused[..if precision == Precision::Bf16 { 3 } else { 2 }])?),
+            forward_fused: Mutex::new(product(&fused[..if precision.is_half() { 3 } else { 2 }])?),
             backward_input: product(&[])?,
             backward_weights: product(&[turn_b])?,
             handle,

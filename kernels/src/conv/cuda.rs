@@ -7,8 +7,8 @@
 //! On the device, images are NHWC (channels fastest) and weights are \[F, K, K, C\]. Activations, their gradients and
 //! the weights are of the precision's [storage](Precision::storage) type; bias, the gradients of weights and bias,
 //! and the workspace are f32. The kernels move 16 bytes at a time if channels and filters are multiples of 4 (f32) or
-//! 8 (bf16) and all addresses are multiples of 16. Inputs of 2, 4 or 6 channels in bf16 are read pixel by pixel, as if they
-//! had eight; otherwise slower kernels move single elements.
+//! 8 (bf16, f16) and all addresses are multiples of 16. Inputs of 2, 4 or 6 channels in bf16 or f16 are read pixel by pixel, as
+//! if they had eight; otherwise slower kernels move single elements.
 //!
 //! GPUs without tensor cores for a type (compute capability below 8.0) use plain multiply-adds.
 //!
@@ -51,8 +51,12 @@ macro_rules! product_source {
 }
 
 /// The matrix products, indexed by [`Precision`].
-pub static PRODUCTS: [Source; 3] =
-    [product_source!("conv_f32"), product_source!("conv_tf32"), product_source!("conv_bf16")];
+pub static PRODUCTS: [Source; 4] = [
+    product_source!("conv_f32"),
+    product_source!("conv_tf32"),
+    product_source!("conv_bf16"),
+    product_source!("conv_f16"),
+];
 
 /// Sums of rows.
 pub static SUMS: Source = Source { name: "conv_sums", text: include_str!("conv_sums.cu") };
@@ -200,10 +204,11 @@ unsafe fn run_product(
     (rows, columns, slices): (usize, usize, usize),
     arguments: &[Arg],
 ) -> Result<()> {
-    let source = match precision {
-        Precision::F32 => &PRODUCTS[0],
-        Precision::Tf32 => &PRODUCTS[1],
-        Precision::Bf16 => &PRODUCTS[2],
+    let (source, operands) = match precision {
+        Precision::F32 => (&PRODUCTS[0], "f32"),
+        Precision::Tf32 => (&PRODUCTS[1], "tf32"),
+        Precision::Bf16 => (&PRODUCTS[2], "bf16"),
+        Precision::F16 => (&PRODUCTS[3], "f16"),
     };
     let grid = Grid {
         blocks: [count(tile.count(rows, columns)), count(slices), 1],
@@ -211,7 +216,7 @@ unsafe fn run_product(
         shared: 0,
     };
     // SAFETY: the caller's promise.
-    unsafe { run(stream, source, &format!("conv_{pass}_{precision}_{}", tile.name()), grid, arguments) }
+    unsafe { run(stream, source, &format!("conv_{pass}_{operands}_{}", tile.name()), grid, arguments) }
 }
 
 /// The tile for a pass whose result has the size of a batch of images.

@@ -7,11 +7,12 @@
 // - multiply_ahead, for tensor cores: the operands of the next two or three steps are copied from global to shared memory
 //   asynchronously, 16 bytes at a time and without registers, while one step's are multiplied.
 // - multiply_buffered, for operands that cannot be moved 16 bytes at a time, and for plain multiply-adds: the next step's
-//   operands are loaded to registers and then written to one of two buffers.
+//   operands are loaded to registers and then written to one of two buffers. So are those of tensor cores without
+//   asynchronous copies (f16 on sm_75).
 //
 // A line is a row of the left operand or a column of the right one. A fragment of the tensor cores' products has a word
 // for a line and one depth, or in elements of 16 bits two neighbouring depths; the words are in the same lanes in both, so
-// one loop serves TF32 and bfloat16. Every element of the result is summed over the depth in the same order, whatever the
+// one loop serves TF32, bfloat16 and f16. Every element of the result is summed over the depth in the same order, whatever the
 // loop and the tile's size.
 //
 // What limits the loop, per multiprocessor and step of a large tile in bf16 (128 x 128 x 32 multiply-adds): copies write
@@ -52,6 +53,11 @@ template <class T>
 __device__ inline f32 value_in_word(u32 word, u32 i) {
     if (sizeof(T) == 4) return float_of(word);
     return float_of(i == 0 ? word << 16 : word & 0xffff0000u);
+}
+
+template <>
+__device__ inline f32 value_in_word<f16>(u32 word, u32 i) {
+    return to_f32(f16{(u16)(i == 0 ? word : word >> 16)});
 }
 
 // ---- Operands in shared memory ----
@@ -176,6 +182,7 @@ struct NarrowSource {
 };
 
 __device__ inline u32 bits_of(bf16 value) { return value.bits; }
+__device__ inline u32 bits_of(f16 value) { return value.bits; }
 
 template <class T>
 __device__ inline void put(Quad& quad, u32 element, T value) {
@@ -194,7 +201,7 @@ constexpr u32 STAGES = !ASYNC ? 2 : TILE::SIDE == 128 ? 3 : 4;
 template <class T, class TILE, class PRODUCT, class OPERAND, bool VECTOR, bool AHEAD = VECTOR>
 struct AlongDepth {
     using Layout = typename Conditional<PRODUCT::TENSORS, SwizzledLines<TILE::SIDE>, DepthsOfLines<TILE::SIDE>>::Type;
-    static constexpr bool ASYNC = PRODUCT::TENSORS && AHEAD;
+    static constexpr bool ASYNC = PRODUCT::TENSORS && AHEAD && ASYNC_COPIES;
     static constexpr u32 HALF = TILE::SIDE / 2;
     OPERAND operand;
     Quad moving[2];
@@ -257,7 +264,8 @@ struct AlongDepth {
 // products of bf16 neighbours, which it interleaves to words.
 template <class T, class TILE, class PRODUCT, class OPERAND, bool VECTOR, bool AHEAD = VECTOR>
 struct AlongLines {
-    static constexpr bool ASYNC = PRODUCT::TENSORS && AHEAD, INTERLEAVED = !PRODUCT::TENSORS && sizeof(T) == 2;
+    static constexpr bool ASYNC = PRODUCT::TENSORS && AHEAD && ASYNC_COPIES;
+    static constexpr bool INTERLEAVED = !PRODUCT::TENSORS && sizeof(T) == 2;
     using Layout =
         typename Conditional<PRODUCT::TENSORS, SwizzledDepths<T, TILE::SIDE>, DepthsOfLines<TILE::SIDE>>::Type;
     static constexpr u32 RUN = Elements<T>::QUAD, RUNS = TILE::SIDE / RUN, HALF = Elements<T>::STEP / 2;
@@ -413,9 +421,12 @@ struct PlainProduct {
     }
 };
 
+#ifdef F16_TENSOR_CORES
+__device__ inline void multiply_add(f32 d[4], const u32 a[4], const u32 b[2], f16) { mma_f16_16816(d, a, b); }
 #ifdef TENSOR_CORES
 __device__ inline void multiply_add(f32 d[4], const u32 a[4], const u32 b[2], bf16) { mma_bf16_16816(d, a, b); }
 __device__ inline void multiply_add(f32 d[4], const u32 a[4], const u32 b[2], f32) { mma_tf32_1688(d, a, b); }
+#endif
 
 // Tensor cores: a warp computes WARP_ROWS x WARP_COLUMNS in pieces of 16x8, eight words of depth at a time.
 template <class T, class TILE>
@@ -425,7 +436,10 @@ struct TensorProduct {
     f32 sums[DOWN][ACROSS][4] = {};
 
     // A value as the products see it.
-    static __device__ f32 rounded(f32 value) { return sizeof(T) == 4 ? float_of(f32_to_tf32(value)) : value; }
+    static __device__ f32 rounded(f32 value) {
+        if constexpr (sizeof(T) == 4) return float_of(f32_to_tf32(value));
+        return value;
+    }
 
     // Values of f32 are as in global memory until they are in registers.
     template <class LAYOUT, bool IS_LEFT>
@@ -433,7 +447,7 @@ struct TensorProduct {
         LAYOUT::template load<IS_LEFT>(fragments, shared, line, word);
 #pragma unroll
         for (u32 m = 0; m < 4; m++) {
-            if (sizeof(T) == 4) fragments[m] = tf32_operand(float_of(fragments[m]));
+            if constexpr (sizeof(T) == 4) fragments[m] = tf32_operand(float_of(fragments[m]));
         }
     }
 

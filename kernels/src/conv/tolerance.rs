@@ -11,32 +11,40 @@
 //!   The n/8 partial sums add up to ⅔·S·n/8;
 //! - *operands*: TF32 keeps 10 bits. A library may truncate to them instead of rounding, which makes each operand too
 //!   small by up to 2^-10 of its magnitude;
-//! - *storage*: rounding to bf16 is by up to 2^-8. A library may round the product, the product with the bias, and the
-//!   activated output. It may also split a sum over k blocks and add their parts in bf16, one after the other. Rounding
-//!   the partial sums, of magnitude S·√(i/k), has a standard deviation of 0.42·2^-8·S·√(k/2) in all, or of
-//!   0.42·2^-8·S·√(k/6) where s is small, and the largest of a million results is 5 deviations off. A multiple of 6 is
+//! - *storage*: rounding to bf16 is by up to u = 2^-8, and to f16 by 2^-11. A library may round the product, the product with the bias, and the
+//!   activated output. It may also split a sum over k blocks and add their parts in that type, one after the other.
+//!   Rounding the partial sums, of magnitude S·√(i/k), has a standard deviation of 0.42·u·S·√(k/2) in all, or of
+//!   0.42·u·S·√(k/6) where s is small, and the largest of a million results is 5 deviations off. A multiple of 6 is
 //!   enough for k = 16, and one of 12, for gradients of weights, whose sums are the longest, for k = 64.
 //!
 //! That is a few times what correct algorithms need: leaving one out costs speed in every step. A tile of results that
 //! is not computed, or a slice of the sum that is left out, is an error of at least S/√n times the square root of its
 //! number of products: far more.
 
-use crate::Precision;
 use crate::cuda::algorithm::{Form, LibraryAlgorithm};
 use crate::cuda::compare::Tolerance;
+use crate::{DType, Precision};
 
-/// Half the distance between f32 numbers next to 1, and the same for bf16.
+/// Half the distance between f32 numbers next to 1.
 const UNIT: f64 = 1.0 / (1 << 24) as f64;
-const UNIT_BF16: f64 = 1.0 / (1 << 8) as f64;
+
+/// The same for a type that stores activations, if that rounds f32.
+fn unit_of_storage(dtype: DType) -> Option<f64> {
+    match dtype {
+        DType::Bf16 => Some(1.0 / (1 << 8) as f64),
+        DType::F16 => Some(1.0 / (1 << 11) as f64),
+        _ => None,
+    }
+}
 
 /// The tolerance for sums of `terms` products, and of a bias if there is one, computed by `algorithm` (or this
-/// crate's own kernel). `bf16` says whether results are stored as bf16.
+/// crate's own kernel). Results are stored as `stored`.
 pub(super) fn tolerance(
     algorithm: Option<&LibraryAlgorithm>,
     precision: Precision,
     terms: usize,
     has_bias: bool,
-    bf16: bool,
+    stored: DType,
 ) -> Tolerance {
     let n = terms as f64;
     let transforms = if algorithm.is_some() { 16.0 } else { 1.0 };
@@ -44,11 +52,11 @@ pub(super) fn tolerance(
     let truncation = if precision == Precision::F32 { 0.0 } else { n / 12.0 * 2.0 * UNIT };
     let operands = if precision == Precision::Tf32 { 6.0 / 1024.0 } else { 0.0 };
     let narrow = algorithm.is_some_and(|algorithm| algorithm.form == Form::Narrow);
+    let unit = unit_of_storage(if narrow { precision.storage() } else { stored }).unwrap_or(0.0);
     let storage = match algorithm {
-        Some(_) if narrow => 12.0 * UNIT_BF16,
-        Some(_) if bf16 => 6.0 * UNIT_BF16,
-        None if bf16 => 1.001 * UNIT_BF16,
-        _ => 0.0,
+        Some(_) if narrow => 12.0 * unit,
+        Some(_) => 6.0 * unit,
+        None => 1.001 * unit,
     };
     let bias = if has_bias { 1.0 / 3.0 } else { 0.0 };
     Tolerance {
@@ -70,23 +78,27 @@ mod tests {
 
     #[test]
     fn tolerances_follow_type_and_depth() {
-        let of = |precision, terms| tolerance(None, precision, terms, false, precision == Precision::Bf16);
+        let of = |precision: Precision, terms| tolerance(None, precision, terms, false, precision.storage());
         for terms in [1, 25, 3200, 800_000] {
             assert!(of(Precision::F32, terms).relative < of(Precision::Tf32, terms).relative);
-            assert!(of(Precision::F32, terms).relative < of(Precision::Bf16, terms).relative);
+            assert!(of(Precision::F32, terms).relative < of(Precision::F16, terms).relative);
+            assert!(of(Precision::F16, terms).relative < of(Precision::Bf16, terms).relative);
             let deeper = of(Precision::F32, 2 * terms);
             assert!(of(Precision::F32, terms).relative < deeper.relative);
             assert!(of(Precision::F32, terms).scale < deeper.scale);
         }
-        let plain = tolerance(Some(&library(Form::Plain)), Precision::Bf16, 100, false, false);
-        let narrow = tolerance(Some(&library(Form::Narrow)), Precision::Bf16, 100, false, false);
-        assert!(plain.relative < UNIT_BF16 as f32 && narrow.relative > 3.0 * UNIT_BF16 as f32);
+        for precision in [Precision::Bf16, Precision::F16] {
+            let unit = unit_of_storage(precision.storage()).unwrap() as f32;
+            let plain = tolerance(Some(&library(Form::Plain)), precision, 100, false, DType::F32);
+            let narrow = tolerance(Some(&library(Form::Narrow)), precision, 100, false, DType::F32);
+            assert!(plain.relative < unit && narrow.relative > 3.0 * unit);
+        }
     }
 
     /// The largest error of sums of `parts` products that are added in bf16, as a share of the tolerance.
-    fn share_of_bf16_sums(parts: u64, form: Form, bf16_result: bool) -> f64 {
+    fn share_of_bf16_sums(parts: u64, form: Form, stored: DType) -> f64 {
         let Tolerance { relative, scale } =
-            tolerance(Some(&library(form)), Precision::Bf16, parts as usize, false, bf16_result);
+            tolerance(Some(&library(form)), Precision::Bf16, parts as usize, false, stored);
         let random = rng::Stream::new(1, 0);
         let number = |i| random.uniform(i) * 2.0 - 1.0;
         let share = |result: u64| {
@@ -103,7 +115,10 @@ mod tests {
 
     #[test]
     fn parts_of_a_sum_may_be_added_in_bf16() {
-        let shares = [share_of_bf16_sums(16, Form::Plain, true), share_of_bf16_sums(64, Form::Narrow, false)];
+        let shares = [
+            share_of_bf16_sums(16, Form::Plain, DType::Bf16),
+            share_of_bf16_sums(64, Form::Narrow, DType::F32),
+        ];
         assert!(shares.iter().all(|share| (0.3..1.0).contains(share)), "{shares:?}");
     }
 
@@ -112,9 +127,8 @@ mod tests {
         // The shallowest and the deepest sums of the networks.
         for terms in [25usize, 72, 3200, 15_488, 802_816] {
             for precision in Precision::ALL {
-                let bf16 = precision == Precision::Bf16;
                 let Tolerance { relative, scale } =
-                    tolerance(Some(&library(Form::Plain)), precision, terms, false, bf16);
+                    tolerance(Some(&library(Form::Plain)), precision, terms, false, precision.storage());
                 // A result that was not computed is off by its magnitude, S, and a tile has thousands of results. The
                 // last of a thousand slices, the most that a kernel makes, is off by S/√1000.
                 assert!(2.0 * relative < 0.1, "{precision} {terms}");

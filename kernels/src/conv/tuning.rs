@@ -143,8 +143,7 @@ impl Verification<'_> {
     fn problem(&self, algorithm: Option<&LibraryAlgorithm>) -> Result<Option<String>> {
         let &Verification { stream, layer, operands, expected, run } = self;
         let &Operands { result, bias, .. } = operands;
-        let (precision, bf16) = (layer.precision, result.dtype() == DType::Bf16);
-        let tolerance = tolerance(algorithm, precision, self.terms(), bias.is_some(), bf16);
+        let tolerance = tolerance(algorithm, layer.precision, self.terms(), bias.is_some(), result.dtype());
         arena::cuda::fill(stream, result, GARBAGE)?;
         run(algorithm)?;
         let found = compare(stream, expected, result, None, tolerance)?;

@@ -42,6 +42,10 @@ KERNEL(compare_bf16)(
     const f32* expected, const bf16* found, u32 len, u32 nan_every, f32 scale, f32 tolerance, Comparison* to) {
     compare(expected, found, len, nan_every, scale, tolerance, to);
 }
+KERNEL(compare_f16)(
+    const f32* expected, const f16* found, u32 len, u32 nan_every, f32 scale, f32 tolerance, Comparison* to) {
+    compare(expected, found, len, nan_every, scale, tolerance, to);
+}
 
 // Numbers from -1 to 1, each a function of its index and of the seed.
 template <class T>
@@ -54,3 +58,4 @@ __device__ inline void compare_random(T* values, u32 len, u64 seed) {
 
 KERNEL(compare_random_f32)(f32* values, u32 len, u64 seed) { compare_random(values, len, seed); }
 KERNEL(compare_random_bf16)(bf16* values, u32 len, u64 seed) { compare_random(values, len, seed); }
+KERNEL(compare_random_f16)(f16* values, u32 len, u64 seed) { compare_random(values, len, seed); }

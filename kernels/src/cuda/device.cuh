@@ -30,6 +30,11 @@ struct bf16 {
     u16 bits;
 };
 
+// IEEE 754's binary16 as its bits.
+struct f16 {
+    u16 bits;
+};
+
 __device__ inline u32 bits_of(f32 value) {
 #ifdef MGPU_SHIM
     u32 bits;
@@ -53,6 +58,19 @@ __device__ inline f32 float_of(u32 bits) {
 __device__ inline f32 to_f32(f32 value) { return value; }
 __device__ inline f32 to_f32(bf16 value) { return float_of((u32)value.bits << 16); }
 
+__device__ inline f32 to_f32(f16 value) {
+#ifdef MGPU_SHIM
+    const u32 sign = (u32)(value.bits & 0x8000u) << 16, rest = value.bits & 0x7fffu;
+    // Below the smallest normal number all are multiples of 2^-24.
+    if (rest < 0x400u) return float_of(sign | bits_of((f32)rest * 5.9604644775390625e-8f));
+    return float_of(sign | ((rest << 13) + (rest < 0x7c00u ? 0x38000000u : 0x70000000u)));
+#else
+    f32 wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value.bits));
+    return wide;
+#endif
+}
+
 template <class T>
 __device__ inline T from_f32(f32 value);
 
@@ -72,6 +90,24 @@ __device__ inline bf16 from_f32<bf16>(f32 value) {
     u32 bits = bits_of(value);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return bf16{(u16)((bits >> 16) | 0x40u)};
     return bf16{(u16)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+}
+
+// Rounds to nearest, ties to even; from 65520 on to Inf. Every NaN stays a NaN.
+template <>
+__device__ inline f16 from_f32<f16>(f32 value) {
+#ifdef MGPU_SHIM
+    const u32 bits = bits_of(value), rest = bits & 0x7fffffffu;
+    const u16 sign = (u16)(bits >> 16 & 0x8000u);
+    if (rest > 0x7f800000u) return f16{(u16)(sign | 0x7e00u | (rest >> 13 & 0x1ffu))};
+    if (rest >= 0x477ff000u) return f16{(u16)(sign | 0x7c00u)};
+    // Below 2^-14 the results are multiples of 2^-24, as are the numbers from 0.5 to 1: the addition rounds.
+    if (rest < 0x38800000u) return f16{(u16)(sign | (bits_of(float_of(rest) + 0.5f) - 0x3f000000u))};
+    return f16{(u16)(sign | ((rest - 0x38000000u + 0xfffu + (rest >> 13 & 1u)) >> 13))};
+#else
+    f16 rounded;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(rounded.bits) : "f"(value));
+    return rounded;
+#endif
 }
 
 // The nearest number with TF32's 10 bits of mantissa, as the bits of an f32. Infinities and NaNs are unchanged.
@@ -201,10 +237,14 @@ struct StepState {
     f64 squares;         // sum of the squares of all gradients, if they are clipped
     f64 norm;            // the square root of it
     f32 scale;           // the factor for the gradients
-    u32 halted;          // an earlier step had non-finite gradients: no update is applied
+    u32 halted;          // an earlier step had non-finite gradients, whatever its loss scale: no update is applied
     u64 non_finite;      // the mark of the tensor with non-finite gradients, 0 for none
     f64 step_size;       // the learning rate with Adam's bias correction
     f64 shrink;          // the learning rate times the weight decay
+    f32 loss_scale;      // the factor of the loss's gradient
+    u32 good_steps;      // steps before this one since that scale changed
+    u64 skipped;         // steps before this one that were skipped
+    u64 begun;           // whether a step has begun with this state
 };
 
 // The mask of a dropout layer, see dropout/mod.rs. Elements are counted as [N, C, P], although they are [N, P, C] in
@@ -336,6 +376,31 @@ __device__ inline void add_columns(
     });
 }
 
+#if defined(MGPU_SHIM) || __CUDA_ARCH__ >= 750
+#define F16_TENSOR_CORES 1
+
+// One warp's product of 16x16 by 16x8 in f16, added to 16x8 in f32. The lanes hold what they hold for bfloat16, below.
+__device__ inline void mma_f16_16816(f32 d[4], const u32 a[4], const u32 b[2]) {
+#ifdef MGPU_SHIM
+    shim_mma_f16_16816(d, a, b);
+#elif __CUDA_ARCH__ >= 800
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#else
+    // Half the depth at a time, with the same columns in the same lanes.
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+        asm volatile(
+            "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[2 * half]), "r"(a[2 * half + 1]), "r"(b[half]));
+    }
+#endif
+}
+#endif
+
 #if defined(MGPU_SHIM) || __CUDA_ARCH__ >= 800
 #define TENSOR_CORES 1
 
@@ -394,6 +459,13 @@ __device__ inline void load_matrices_transposed(u32 d[4], const u32* row) {
                  : "memory");
 #endif
 }
+
+// Whether there are asynchronous copies to shared memory: since sm_80, while sm_75 has tensor cores for f16.
+#if defined(MGPU_SHIM) || __CUDA_ARCH__ >= 800
+#define ASYNC_COPIES true
+#else
+#define ASYNC_COPIES false
+#endif
 
 // Begins to copy 16 bytes from global to shared memory, both at multiples of 16, or zeros instead if they are not
 // `inside` the operand. The thread itself sees them after it has awaited the group that the copy is committed to, other

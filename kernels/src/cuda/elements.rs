@@ -44,12 +44,18 @@ pub(crate) fn blocks(stream: &Stream) -> u32 {
 /// `name` with the element type of `view` as a suffix.
 ///
 /// # Panics
-/// If the type is neither f32 nor bf16.
+/// If the type is not f32, bf16 or f16.
 #[track_caller]
 pub(crate) fn typed(name: &str, view: View<'_>) -> String {
     let dtype = view.dtype();
-    assert!(matches!(dtype, DType::F32 | DType::Bf16), "{name} of {dtype}: kernels exist for f32 and bf16");
+    let known = matches!(dtype, DType::F32 | DType::Bf16 | DType::F16);
+    assert!(known, "{name} of {dtype}: kernels exist for f32, bf16 and f16");
     format!("{name}_{dtype}")
+}
+
+/// The type of a view of 16-bit floats; bf16 if it is none.
+pub(crate) fn half_float(view: View<'_>) -> DType {
+    if view.dtype() == DType::F16 { DType::F16 } else { DType::Bf16 }
 }
 
 /// The number of elements as the 32-bit number that kernels take.

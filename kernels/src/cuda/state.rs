@@ -6,6 +6,7 @@ use bytemuck::Zeroable;
 
 use super::{Memory, Result, Stream, View};
 use crate::DType;
+use crate::loss_scale::{LossScale, LossScaler};
 
 /// The state of the current training step, in the GPU's memory: `struct StepState` of the kernels.
 ///
@@ -29,8 +30,8 @@ pub struct StepState {
     pub norm: f64,
     /// The factor by which the optimizer multiplies the gradients.
     pub scale: f32,
-    /// Not 0 if an earlier step had non-finite gradients. The update of that step was skipped, and so is every
-    /// further one until the state is overwritten.
+    /// Not 0 if an earlier step had non-finite gradients, and not because of its loss scale. The update of that step was
+    /// skipped, and so is every further one until the state is overwritten.
     pub halted: u32,
     /// The mark of the tensor with non-finite gradients, as passed to
     /// [`find_non_finite`](crate::digest::cuda::find_non_finite); 0 for none.
@@ -40,6 +41,14 @@ pub struct StepState {
     pub step_size: f64,
     /// The learning rate times the weight decay, which AdamW subtracts from parameters.
     pub shrink: f64,
+    /// The factor of the loss's gradient in this step; 1 without a [`LossScaler`].
+    pub loss_scale: f32,
+    /// Number of steps before this one since that scale changed.
+    pub good_steps: u32,
+    /// Number of steps before this one that were skipped, because their gradients have overflowed.
+    pub skipped: u64,
+    /// Not 0 once a step has begun with this state.
+    pub begun: u64,
 }
 
 impl StepState {
@@ -52,10 +61,37 @@ impl StepState {
     /// The bytes of [`non_finite`](Self::non_finite), of which ranks take the maximum.
     pub const NON_FINITE: Range<usize> = 80..88;
 
+    /// The bytes of [`loss_scale`](Self::loss_scale).
+    pub const LOSS_SCALE: Range<usize> = 104..108;
+
     /// The state after `step` steps: the next step has that index.
     pub fn after(step: u64) -> Self {
         // One less than 0 is `u64::MAX`, and the kernel's increment wraps around to 0.
-        StepState { step: step.wrapping_sub(1), norm: f64::NAN, scale: 1.0, ..Zeroable::zeroed() }
+        let step = step.wrapping_sub(1);
+        StepState { step, norm: f64::NAN, scale: 1.0, loss_scale: 1.0, ..Zeroable::zeroed() }
+    }
+
+    /// The same, whose next step has this loss scale.
+    #[must_use]
+    pub fn with_loss_scale(self, state: LossScale) -> Self {
+        let LossScale { scale, good_steps, skipped } = state;
+        StepState { loss_scale: scale, good_steps, skipped, ..self }
+    }
+
+    /// The loss scale of this step.
+    pub fn loss_scale(&self) -> LossScale {
+        LossScale { scale: self.loss_scale, good_steps: self.good_steps, skipped: self.skipped }
+    }
+
+    /// Whether the update of this step was skipped because of its loss scale.
+    pub fn is_skipped(&self) -> bool {
+        self.non_finite != 0 && self.loss_scale().may_fall()
+    }
+
+    /// The loss scale after this step, which has ended: what the next step begins with.
+    pub fn next_loss_scale(&self, scaler: &LossScaler) -> LossScale {
+        let is_over = self.begun != 0 && (self.non_finite == 0 || self.is_skipped());
+        if is_over { scaler.after(self.loss_scale(), self.non_finite != 0) } else { self.loss_scale() }
     }
 
     /// Copies the state to the GPU of `stream`, as bytes.
@@ -99,16 +135,21 @@ mod tests {
             squares: 3.0,
             non_finite: 7,
             shrink: 0.125,
-            ..StepState::after(2)
+            begun: 1,
+            ..StepState::after(2).with_loss_scale(LossScale { scale: 8.0, good_steps: 3, skipped: 5 })
         };
         let bytes = bytemuck::bytes_of(&state);
-        assert_eq!(bytes.len(), 104);
+        assert_eq!(bytes.len(), 128);
         assert_eq!(bytes[16..24], 0.5f64.to_ne_bytes());
         assert_eq!(bytes[52..56], 0.25f32.to_ne_bytes());
         assert_eq!(bytes[StepState::SQUARES], 3.0f64.to_ne_bytes());
         assert_eq!(bytes[72..76], 1.0f32.to_ne_bytes());
         assert_eq!(bytes[StepState::NON_FINITE], 7u64.to_ne_bytes());
         assert_eq!(bytes[96..104], 0.125f64.to_ne_bytes());
+        assert_eq!(bytes[StepState::LOSS_SCALE], 8.0f32.to_ne_bytes());
+        assert_eq!(bytes[108..112], 3u32.to_ne_bytes());
+        assert_eq!(bytes[112..120], 5u64.to_ne_bytes());
+        assert_eq!(bytes[120..128], 1u64.to_ne_bytes());
         assert_eq!(StepState::after(0).step.wrapping_add(1), 0);
     }
 }

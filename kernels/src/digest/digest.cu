@@ -30,6 +30,9 @@ KERNEL_BOUNDS(digest_non_finite_f32, DIGEST_THREADS)(const f32* values, u32 len,
 KERNEL_BOUNDS(digest_non_finite_bf16, DIGEST_THREADS)(const bf16* values, u32 len, u32 packs, u64* count) {
     digest_non_finite(values, len, packs, count);
 }
+KERNEL_BOUNDS(digest_non_finite_f16, DIGEST_THREADS)(const f16* values, u32 len, u32 packs, u64* count) {
+    digest_non_finite(values, len, packs, count);
+}
 
 // A range of a tensor to check.
 struct DigestPart {

@@ -28,3 +28,6 @@ KERNEL(dropout_apply_f32)(f32* values, u32 len, DropoutMask mask, const StepStat
 KERNEL(dropout_apply_bf16)(bf16* values, u32 len, DropoutMask mask, const StepState* state, u32 wide) {
     dropout_apply(values, len, mask, state, wide);
 }
+KERNEL(dropout_apply_f16)(f16* values, u32 len, DropoutMask mask, const StepState* state, u32 wide) {
+    dropout_apply(values, len, mask, state, wide);
+}

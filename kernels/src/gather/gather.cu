@@ -53,10 +53,17 @@ KERNEL(gather_batch_bf16)(
     GatherSource source, const StepState* state, bf16* x, u8* labels, u32 batch, u32 wide, u32 part, u32 parts) {
     gather(source, (state->position * parts + part) * batch, x, labels, batch, wide);
 }
+KERNEL(gather_batch_f16)(
+    GatherSource source, const StepState* state, f16* x, u8* labels, u32 batch, u32 wide, u32 part, u32 parts) {
+    gather(source, (state->position * parts + part) * batch, x, labels, batch, wide);
+}
 
 KERNEL(gather_range_f32)(GatherSource source, u64 first, f32* x, u8* labels, u32 count, u32 wide) {
     gather(source, first, x, labels, count, wide);
 }
 KERNEL(gather_range_bf16)(GatherSource source, u64 first, bf16* x, u8* labels, u32 count, u32 wide) {
+    gather(source, first, x, labels, count, wide);
+}
+KERNEL(gather_range_f16)(GatherSource source, u64 first, f16* x, u8* labels, u32 count, u32 wide) {
     gather(source, first, x, labels, count, wide);
 }

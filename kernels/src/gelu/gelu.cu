@@ -24,6 +24,7 @@ __device__ void gelu_forward(const T* x, T* y, u32 len, u32 packs) {
 
 KERNEL(gelu_forward_f32)(const f32* x, f32* y, u32 len, u32 packs) { gelu_forward(x, y, len, packs); }
 KERNEL(gelu_forward_bf16)(const bf16* x, bf16* y, u32 len, u32 packs) { gelu_forward(x, y, len, packs); }
+KERNEL(gelu_forward_f16)(const f16* x, f16* y, u32 len, u32 packs) { gelu_forward(x, y, len, packs); }
 
 template <class T>
 __device__ void gelu_backward(const T* x, T* gradient, u32 len, u32 packs) {
@@ -43,5 +44,8 @@ __device__ void gelu_backward(const T* x, T* gradient, u32 len, u32 packs) {
 
 KERNEL(gelu_backward_f32)(const f32* x, f32* gradient, u32 len, u32 packs) { gelu_backward(x, gradient, len, packs); }
 KERNEL(gelu_backward_bf16)(const bf16* x, bf16* gradient, u32 len, u32 packs) {
+    gelu_backward(x, gradient, len, packs);
+}
+KERNEL(gelu_backward_f16)(const f16* x, f16* gradient, u32 len, u32 packs) {
     gelu_backward(x, gradient, len, packs);
 }

@@ -28,9 +28,22 @@ pub fn gradient(logits: &[f32], labels: &[u8], gradient: &mut [f32]) -> Report {
 /// # Panics
 /// As [`gradient`].
 pub fn gradient_over(logits: &[f32], labels: &[u8], samples: f64, gradient: &mut [f32]) -> Report {
+    gradient_scaled(logits, labels, (samples, 1.0), gradient)
+}
+
+/// As [`gradient_over`], multiplied by a loss scale. The report is not scaled.
+///
+/// # Panics
+/// As [`gradient`].
+pub fn gradient_scaled(
+    logits: &[f32],
+    labels: &[u8],
+    (samples, scale): (f64, f32),
+    gradient: &mut [f32],
+) -> Report {
     assert_eq!(gradient.len(), logits.len());
     let mut report = Report::default();
-    let share = 1.0 / samples;
+    let share = 1.0 / samples * f64::from(scale);
     let classes = (logits.len() / labels.len().max(1)).max(1);
     let rows = rows(logits, labels).zip(gradient.chunks_exact_mut(classes));
     for ((row, gradient), &label) in rows.zip(labels) {

@@ -4,7 +4,7 @@
 use super::Report;
 use crate::DType;
 use crate::cuda::elements::{THREADS, check, count, run, typed};
-use crate::cuda::{Arg, Grid, Result, Source, Stream, View};
+use crate::cuda::{Arg, Grid, Result, Source, StepState, Stream, View};
 
 /// The kernels.
 pub static SOURCE: Source = Source { name: "loss", text: include_str!("loss.cu") };
@@ -112,10 +112,32 @@ pub fn gradient_over(
     scratch: View<'_>,
     score: View<'_>,
 ) -> Result<()> {
+    gradient_scaled(stream, logits, labels, (samples, None), gradient, scratch, score)
+}
+
+/// As [`gradient_over`], multiplied by the loss scale of a [`StepState`]. The score is not scaled.
+///
+/// # Errors
+/// As [`gradient`].
+///
+/// # Panics
+/// As [`gradient`]; if the state is not the memory of a [`StepState`].
+pub fn gradient_scaled(
+    stream: &Stream,
+    logits: View<'_>,
+    labels: View<'_>,
+    (samples, state): (f64, Option<View<'_>>),
+    gradient: View<'_>,
+    scratch: View<'_>,
+    score: View<'_>,
+) -> Result<()> {
     let Samples { arguments: [a, b, c, d], grid } = Samples::new(logits, labels, scratch, score);
     check("the gradient of logits", gradient, logits.dtype(), logits.len());
+    if let Some(state) = state {
+        StepState::check(state);
+    }
     let share = 1.0 / samples;
-    let arguments = [a, b, c, d, share.into(), gradient.into(), scratch.into(), score.into()];
+    let arguments = [a, b, c, d, share.into(), gradient.into(), scratch.into(), score.into(), state.into()];
     // SAFETY: the lengths fit the numbers of samples and classes.
     unsafe { run(stream, &SOURCE, &typed("loss_gradient", logits), grid, &arguments) }
 }

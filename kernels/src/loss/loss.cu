@@ -50,10 +50,11 @@ __device__ LossBest loss_best(const T* row, u32 classes) {
 template <class T, bool GRADIENT>
 __device__ void loss_rows(
     const T* logits, const u8* labels, u32 samples, u32 classes, f64 share, T* gradient, LossScratch* scratch,
-    Score* score) {
+    Score* score, const StepState* state) {
     const u32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     f64 loss_sum = 0.0;
     u32 correct = 0;
+    if (GRADIENT && state) share *= (f64)state->loss_scale;
     for (u32 n = blockIdx.x * LOSS_WARPS + warp; n < samples; n += gridDim.x * LOSS_WARPS) {
         const T* row = logits + n * classes;
         const u32 label = labels[n];
@@ -105,20 +106,29 @@ __device__ void loss_rows(
 
 KERNEL_BOUNDS(loss_gradient_f32, LOSS_THREADS)(
     const f32* logits, const u8* labels, u32 samples, u32 classes, f64 share, f32* gradient, LossScratch* scratch,
-    Score* score) {
-    loss_rows<f32, true>(logits, labels, samples, classes, share, gradient, scratch, score);
+    Score* score, const StepState* state) {
+    loss_rows<f32, true>(logits, labels, samples, classes, share, gradient, scratch, score, state);
 }
 KERNEL_BOUNDS(loss_gradient_bf16, LOSS_THREADS)(
     const bf16* logits, const u8* labels, u32 samples, u32 classes, f64 share, bf16* gradient, LossScratch* scratch,
-    Score* score) {
-    loss_rows<bf16, true>(logits, labels, samples, classes, share, gradient, scratch, score);
+    Score* score, const StepState* state) {
+    loss_rows<bf16, true>(logits, labels, samples, classes, share, gradient, scratch, score, state);
+}
+KERNEL_BOUNDS(loss_gradient_f16, LOSS_THREADS)(
+    const f16* logits, const u8* labels, u32 samples, u32 classes, f64 share, f16* gradient, LossScratch* scratch,
+    Score* score, const StepState* state) {
+    loss_rows<f16, true>(logits, labels, samples, classes, share, gradient, scratch, score, state);
 }
 
 KERNEL_BOUNDS(loss_score_f32, LOSS_THREADS)(
     const f32* logits, const u8* labels, u32 samples, u32 classes, LossScratch* scratch, Score* score) {
-    loss_rows<f32, false>(logits, labels, samples, classes, 0.0, nullptr, scratch, score);
+    loss_rows<f32, false>(logits, labels, samples, classes, 0.0, nullptr, scratch, score, nullptr);
 }
 KERNEL_BOUNDS(loss_score_bf16, LOSS_THREADS)(
     const bf16* logits, const u8* labels, u32 samples, u32 classes, LossScratch* scratch, Score* score) {
-    loss_rows<bf16, false>(logits, labels, samples, classes, 0.0, nullptr, scratch, score);
+    loss_rows<bf16, false>(logits, labels, samples, classes, 0.0, nullptr, scratch, score, nullptr);
+}
+KERNEL_BOUNDS(loss_score_f16, LOSS_THREADS)(
+    const f16* logits, const u8* labels, u32 samples, u32 classes, LossScratch* scratch, Score* score) {
+    loss_rows<f16, false>(logits, labels, samples, classes, 0.0, nullptr, scratch, score, nullptr);
 }

@@ -3,7 +3,8 @@
 //! Contract: for logits `z` \[N, K\] and labels `t` \[N\] the loss of a sample is `log Σ_k exp(z[n,k]) − z[n,t]`,
 //! computed relative to the row's maximum so that nothing overflows. The gradient of the *mean* over the N samples is
 //! `(softmax(z)[n,k] − [k = t]) / N`. If a step's batches have unequal sizes, all are divided by the same number
-//! instead (`gradient_over`), so that their sum weighs each sample equally. Probabilities below [`NEGLIGIBLE`] are zero in
+//! instead (`gradient_over`), so that their sum weighs each sample equally. `gradient_scaled` multiplies the gradient by
+//! the [loss scale](crate::loss_scale) too. Probabilities below [`NEGLIGIBLE`] are zero in
 //! gradients. Losses are reported as an `f64` sum, so that
 //! the sum over batches and ranks is divided by the true number of samples in the end. A sample counts as correct if its
 //! label's logit is the row's first maximum.

@@ -127,6 +127,9 @@ KERNEL_BOUNDS(norm_sum_inputs_f32, NORM_THREADS)(NormShape shape, const f32* x, 
 KERNEL_BOUNDS(norm_sum_inputs_bf16, NORM_THREADS)(NormShape shape, const bf16* x, NormTotals totals, u32 wide) {
     norm_sum_inputs(shape, x, totals, wide);
 }
+KERNEL_BOUNDS(norm_sum_inputs_f16, NORM_THREADS)(NormShape shape, const f16* x, NormTotals totals, u32 wide) {
+    norm_sum_inputs(shape, x, totals, wide);
+}
 
 // The second sum lacks its factor, the inverse deviation, which the last block applies.
 template <class T, u32 N>
@@ -170,6 +173,10 @@ KERNEL_BLOCKS(norm_sum_gradients_f32, NORM_THREADS, 3)(
 }
 KERNEL_BOUNDS(norm_sum_gradients_bf16, NORM_THREADS)(
     NormShape shape, const f32* statistics, const bf16* x, const bf16* dy, NormTotals totals, u32 wide) {
+    norm_sum_gradients(shape, statistics, x, dy, totals, wide);
+}
+KERNEL_BOUNDS(norm_sum_gradients_f16, NORM_THREADS)(
+    NormShape shape, const f32* statistics, const f16* x, const f16* dy, NormTotals totals, u32 wide) {
     norm_sum_gradients(shape, statistics, x, dy, totals, wide);
 }
 
@@ -261,6 +268,10 @@ KERNEL_BOUNDS(norm_normalise_bf16, NORM_THREADS)(
     NormShape shape, NormBatch batch, const f32* gamma, const f32* beta, const bf16* x, bf16* y, u32 wide) {
     norm_normalise(shape, batch, gamma, beta, x, y, wide);
 }
+KERNEL_BOUNDS(norm_normalise_f16, NORM_THREADS)(
+    NormShape shape, NormBatch batch, const f32* gamma, const f32* beta, const f16* x, f16* y, u32 wide) {
+    norm_normalise(shape, batch, gamma, beta, x, y, wide);
+}
 
 // `before` is the slope of the activation whose output is the input `x`: 1 without one.
 template <class T, u32 N>
@@ -315,6 +326,11 @@ KERNEL_BOUNDS(norm_backward_input_f32, NORM_THREADS)(
 }
 KERNEL_BLOCKS(norm_backward_input_bf16, NORM_THREADS, 3)(
     NormShape shape, const f32* statistics, const f64* sums, const f32* gamma, const bf16* x, bf16* gradient,
+    f32 before, u32 wide) {
+    norm_backward_input(shape, statistics, sums, gamma, x, gradient, before, wide);
+}
+KERNEL_BLOCKS(norm_backward_input_f16, NORM_THREADS, 3)(
+    NormShape shape, const f32* statistics, const f64* sums, const f32* gamma, const f16* x, f16* gradient,
     f32 before, u32 wide) {
     norm_backward_input(shape, statistics, sums, gamma, x, gradient, before, wide);
 }

@@ -1,4 +1,4 @@
-//! Optimizers on a GPU: one launch updates all parameters, their moving average and their copy in bf16.
+//! Optimizers on a GPU: one launch updates all parameters, their moving average and their copy in bf16 or f16.
 //!
 //! Values that depend on the step are computed on the GPU once per step ([`begin_step`]), in f64 as on the CPU, and
 //! each operation of the update is rounded separately: parameters are bitwise equal to those that a CPU computes from
@@ -7,8 +7,9 @@
 use super::Optimizer;
 use super::chunk::Chunk;
 use crate::DType;
-use crate::cuda::elements::{THREADS, blocks, check, count, run};
+use crate::cuda::elements::{THREADS, blocks, check, count, half_float, run};
 use crate::cuda::{Arg, Grid, Result, Source, StepState, Stream, View};
+use crate::loss_scale::LossScaler;
 use crate::schedule::{Decay, Schedule};
 
 /// The kernels.
@@ -24,6 +25,8 @@ pub struct UpdatePlan {
     pub steps_per_epoch: u64,
     /// The factor of the optimizer's learning rate in each step.
     pub schedule: Schedule,
+    /// How the loss scale follows the gradients, if there is one.
+    pub loss_scaler: Option<LossScaler>,
 }
 
 /// `struct UpdatePlan` of the kernels.
@@ -38,10 +41,12 @@ struct Parameters {
     decays: [f64; 2],
     epsilon: f64,
     weight_decay: f64,
+    growth: f64,
+    backoff: f64,
+    growth_interval: u32,
     rule: u32,
     nesterov: u32,
     decay: u32,
-    unused: u32,
 }
 
 impl Parameters {
@@ -59,6 +64,7 @@ impl Parameters {
             Decay::Cosine { floor, .. } => (2, floor),
             Decay::Step { factor, .. } => (3, factor),
         };
+        let scaler = plan.loss_scaler;
         Parameters {
             steps_per_epoch: plan.steps_per_epoch,
             warm_up,
@@ -68,25 +74,29 @@ impl Parameters {
             decays,
             epsilon,
             weight_decay: optimizer.weight_decay(),
+            growth: scaler.map_or(0.0, |scaler| scaler.growth),
+            backoff: scaler.map_or(0.0, |scaler| scaler.backoff),
+            growth_interval: scaler.map_or(0, |scaler| scaler.growth_interval),
             rule,
             nesterov: u32::from(nesterov),
             decay,
-            unused: 0,
         }
     }
 }
 
-/// Advances `state` to the next step: its index, position, learning rate and the optimizer's constants.
+/// Advances `state` to the next step: its index, position, learning rate and the optimizer's constants. With a loss
+/// scaler, first its loss scale after the step before; steps that were skipped are none for the optimizer.
 ///
 /// # Errors
 /// If the kernel cannot be launched.
 ///
 /// # Panics
-/// If `state` is not the memory of a [`StepState`], if an epoch has no steps, or if the schedule's decay has no
-/// steps.
+/// If `state` is not the memory of a [`StepState`], if an epoch has no steps, if the schedule's decay has no steps, or
+/// if the loss scaler has a [problem](LossScaler::problem).
 pub fn begin_step(stream: &Stream, optimizer: &Optimizer, plan: UpdatePlan, state: View<'_>) -> Result<()> {
     StepState::check(state);
     assert!(plan.steps_per_epoch > 0 && plan.schedule.decay.steps() > 0, "{plan:?}");
+    assert_eq!(plan.loss_scaler.and_then(|scaler| scaler.problem()), None);
     let arguments = [state.into(), Arg::of(&Parameters::new(optimizer, plan))];
     // SAFETY: the kernel writes the state.
     unsafe { run(stream, &SOURCE, "step_begin", Grid::new(1, 32), &arguments) }
@@ -106,7 +116,7 @@ pub struct Arenas<'a> {
     pub second: Option<View<'a>>,
     /// Moving average of the parameters, f32, and its decay.
     pub average: Option<(View<'a>, f64)>,
-    /// Copy of the parameters in bf16.
+    /// Copy of the parameters in bf16 or f16.
     pub copy: Option<View<'a>>,
 }
 
@@ -123,7 +133,7 @@ struct Addresses {
     len: u32,
     state_len: u32,
     towards: f32,
-    unused: u32,
+    copies_f16: u32,
 }
 
 impl Arenas<'_> {
@@ -154,12 +164,12 @@ impl Arenas<'_> {
             first: state("first state", self.first, states > 0),
             second: state("second state", self.second, states > 1),
             average: state("a moving average", average, average.is_some()),
-            copy: self.copy.map_or(0, |view| address("a copy of parameters", view, DType::Bf16, len)),
+            copy: self.copy.map_or(0, |view| address("a copy of parameters", view, half_float(view), len)),
             len: count(len),
             // Without state arenas, a chunk's index in them is not used.
             state_len: state_len.map_or(u32::MAX, count),
             towards: self.average.map_or(0.0, |(_, decay)| (1.0 - decay) as f32),
-            unused: 0,
+            copies_f16: u32::from(self.copy.is_some_and(|copy| copy.dtype() == DType::F16)),
         }
     }
 }
@@ -259,8 +269,8 @@ pub fn total_squares(stream: &Stream, sums: View<'_>, state: View<'_>) -> Result
     unsafe { run(stream, &SOURCE, "optimizer_squares_total", Grid::new(1, NORM_THREADS), &arguments) }
 }
 
-/// Computes the norm from the state's sum of squares, and the scale for clipping: `most / (norm + 10⁻⁶)` if that is
-/// below 1.
+/// Computes the norm from the state's sum of squares and its scale (the loss scale's inverse), and multiplies the scale
+/// by `most / (norm + 10⁻⁶)` if that is below 1.
 ///
 /// # Errors
 /// If the kernel cannot be launched.

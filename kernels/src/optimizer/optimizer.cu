@@ -36,10 +36,12 @@ struct UpdatePlan {
     f64 decays[2];  // Adam's beta1 and beta2, RMSprop's rho and momentum, SGD's momentum and dampening
     f64 epsilon;
     f64 weight_decay;
+    f64 growth;   // of the loss scale
+    f64 backoff;
+    u32 growth_interval;  // 0 without a loss scale
     u32 rule;
     u32 nesterov;
     u32 decay;
-    u32 unused;
 };
 
 // Indices of the constants, which step_begin writes and the rules read.
@@ -73,21 +75,45 @@ __device__ inline f64 schedule_factor(const UpdatePlan& plan, u64 step) {
     return 1.0;
 }
 
+#define LEAST_LOSS_SCALE SMALLEST_NORMAL
+
+// Changes the loss scale after the last step that began with this state, see loss_scale.rs. At the smallest scale,
+// non-finite gradients are no matter of the scale.
+__device__ inline void advance_loss_scale(StepState* state, const UpdatePlan& plan) {
+    const bool overflowed = state->non_finite != 0;
+    if (!state->begun || (overflowed && state->loss_scale <= LEAST_LOSS_SCALE)) return;
+    const f32 scale = (f32)mul((f64)state->loss_scale, overflowed ? plan.backoff : plan.growth);
+    if (overflowed) {
+        state->loss_scale = most(scale, LEAST_LOSS_SCALE);
+        state->good_steps = 0;
+        state->skipped++;
+        state->non_finite = 0;
+    } else if (state->good_steps + 1 < plan.growth_interval) {
+        state->good_steps++;
+    } else {
+        if (bits_of(scale) < 0x7f800000u) state->loss_scale = scale;
+        state->good_steps = 0;
+    }
+}
+
 // Advances the state to the next step. One thread: all other kernels of the step wait for it anyway.
 KERNEL(step_begin)(StepState* state, UpdatePlan plan) {
     if (grid_thread() > 0) return;
+    if (plan.growth_interval > 0) advance_loss_scale(state, plan);
     if (state->non_finite) {
         state->halted = 1;
         return;
     }
     const u64 step = state->step + 1;
+    // The optimizer does not count steps that were skipped.
+    const u64 updates = step - state->skipped;
     const f64 rate = mul(plan.learning_rate, schedule_factor(plan, step));
     const f64 first = plan.decays[0], second = plan.decays[1];
     f32 constants[8] = {};
     f64 step_size = rate;
     constants[WEIGHT_DECAY] = (f32)plan.weight_decay;
     if (plan.rule == RULE_ADAM || plan.rule == RULE_ADAM_W) {
-        const f64 t = (f64)(step + 1);
+        const f64 t = (f64)(updates + 1);
         const f64 correction1 = 1.0 - pow(first, t), correction2 = 1.0 - pow(second, t);
         step_size = rate / correction1;
         constants[ADAM_ROOT] = (f32)(1.0 / sqrt(correction2));
@@ -101,16 +127,17 @@ KERNEL(step_begin)(StepState* state, UpdatePlan plan) {
         constants[RMS_EPSILON] = (f32)plan.epsilon;
         constants[RMS_MOMENTUM] = (f32)second;
     } else {
-        // In the first step the momentum is the gradient itself.
-        constants[SGD_OLD] = step == 0 ? 0.0f : (f32)first;
-        constants[SGD_NEW] = step == 0 ? 1.0f : (f32)(1.0 - second);
+        // In the first update the momentum is the gradient itself.
+        constants[SGD_OLD] = updates == 0 ? 0.0f : (f32)first;
+        constants[SGD_NEW] = updates == 0 ? 1.0f : (f32)(1.0 - second);
         constants[SGD_AHEAD] = plan.nesterov ? 1.0f : 0.0f;
         constants[SGD_ALONG] = plan.nesterov ? (f32)first : 1.0f;
     }
     state->step = step;
     state->position = step % plan.steps_per_epoch;
     state->learning_rate = rate;
-    state->scale = 1.0f;
+    state->scale = plan.growth_interval > 0 ? (f32)(1.0 / (f64)state->loss_scale) : 1.0f;
+    state->begun = 1;
     state->step_size = step_size;
     state->shrink = mul(rate, plan.weight_decay);
     for (u32 i = 0; i < 8; i++) state->constants[i] = constants[i];
@@ -215,18 +242,18 @@ struct SgdRule {
 };
 
 // Matching arenas of `len` elements, those of states and average of `state_len`. States that the rule does not use,
-// the average and the copy may be null.
+// the average and the copy may be null. The copy is of bf16 or f16.
 struct Arenas {
     const f32* gradients;
     f32* params;
     f32* first;
     f32* second;
     f32* average;
-    bf16* copy;
+    u16* copy;
     u32 len;
     u32 state_len;
     f32 towards;  // weight of the parameters in their moving average
-    u32 unused;
+    u32 copies_f16;
 };
 
 // With a table made for other arenas, nothing outside of these is accessed.
@@ -257,8 +284,11 @@ __device__ void optimizer_pack(
         store_pack<N>(arenas.average + own, average);
     }
     if (arenas.copy) {
-        Pack<bf16, N> copy;
-        for (u32 j = 0; j < N; j++) copy.at[j] = from_f32<bf16>(params.at[j]);
+        Pack<u16, N> copy;
+        for (u32 j = 0; j < N; j++) {
+            const f32 param = params.at[j];
+            copy.at[j] = arenas.copies_f16 ? from_f32<f16>(param).bits : from_f32<bf16>(param).bits;
+        }
         store_pack<N>(arenas.copy + at, copy);
     }
 }
@@ -336,10 +366,11 @@ KERNEL_BOUNDS(optimizer_squares_total, NORM_THREADS)(const f64* sums, u32 count,
     if (threadIdx.x == 0) state->squares = total;
 }
 
-// Scales gradients with a norm above `most` down to it. The small constant is that of PyTorch's clip_grad_norm_.
+// Scales gradients with a norm above `most` down to it, besides dividing them by the loss scale. The small constant is
+// that of PyTorch's clip_grad_norm_.
 KERNEL(optimizer_clip)(StepState* state, f64 most) {
     if (grid_thread() > 0) return;
-    const f64 norm = sqrt(state->squares), factor = most / (norm + 1e-6);
+    const f64 norm = mul(sqrt(state->squares), (f64)state->scale), factor = most / (norm + 1e-6);
     state->norm = norm;
-    state->scale = factor < 1.0 ? (f32)factor : 1.0f;
+    if (factor < 1.0) state->scale = mul(state->scale, (f32)factor);
 }

@@ -97,6 +97,9 @@ KERNEL(pool_forward_f32)(PoolShape shape, const f32* x, f32* y, u8* chosen, u32 
 KERNEL(pool_forward_bf16)(PoolShape shape, const bf16* x, bf16* y, u8* chosen, u32 wide) {
     pool_forward<bf16, false>(shape, x, nullptr, 1.0f, y, chosen, wide);
 }
+KERNEL(pool_forward_f16)(PoolShape shape, const f16* x, f16* y, u8* chosen, u32 wide) {
+    pool_forward<f16, false>(shape, x, nullptr, 1.0f, y, chosen, wide);
+}
 
 KERNEL(pool_forward_fused_f32)(
     PoolShape shape, const f32* x, const f32* bias, f32 slope, f32* y, u8* chosen, u32 wide) {
@@ -105,6 +108,10 @@ KERNEL(pool_forward_fused_f32)(
 KERNEL(pool_forward_fused_bf16)(
     PoolShape shape, const bf16* x, const f32* bias, f32 slope, bf16* y, u8* chosen, u32 wide) {
     pool_forward<bf16, true>(shape, x, bias, slope, y, chosen, wide);
+}
+KERNEL(pool_forward_fused_f16)(
+    PoolShape shape, const f16* x, const f32* bias, f32 slope, f16* y, u8* chosen, u32 wide) {
+    pool_forward<f16, true>(shape, x, bias, slope, y, chosen, wide);
 }
 
 // Writes the windows of N channels of dx, and returns the gradient of their outputs, before the activation if FUSED.
@@ -169,6 +176,9 @@ KERNEL(pool_backward_f32)(PoolShape shape, const f32* dy, const u8* chosen, f32*
 KERNEL(pool_backward_bf16)(PoolShape shape, const bf16* dy, const u8* chosen, bf16* dx, u32 wide) {
     pool_backward(shape, dy, chosen, dx, wide);
 }
+KERNEL(pool_backward_f16)(PoolShape shape, const f16* dy, const u8* chosen, f16* dx, u32 wide) {
+    pool_backward(shape, dy, chosen, dx, wide);
+}
 
 // Also the activation and, as the sum of the pooled gradient, the gradient of the bias. A thread keeps its channels; the
 // blocks of a row of the grid share the windows.
@@ -207,5 +217,9 @@ KERNEL_BOUNDS(pool_backward_fused_f32, POOL_THREADS)(
 }
 KERNEL_BOUNDS(pool_backward_fused_bf16, POOL_THREADS)(
     PoolShape shape, const bf16* dy, const bf16* y, const u8* chosen, f32 slope, bf16* dx, ColumnSums bias, u32 wide) {
+    pool_backward_fused(shape, dy, y, chosen, slope, dx, bias, wide);
+}
+KERNEL_BOUNDS(pool_backward_fused_f16, POOL_THREADS)(
+    PoolShape shape, const f16* dy, const f16* y, const u8* chosen, f32 slope, f16* dx, ColumnSums bias, u32 wide) {
     pool_backward_fused(shape, dy, y, chosen, slope, dx, bias, wide);
 }

@@ -1,5 +1,6 @@
-//! Conversions of 16-bit floats. f16 uses the processor's own instructions if the caller is compiled for them; bf16,
-//! which is the upper half of an f32, uses integer arithmetic without branches, which the compiler vectorises.
+//! Conversions of 16-bit floats. Vectors of f16 use the processor's own instructions if the caller is compiled for them;
+//! single ones and bf16, which is the upper half of an f32, use integer arithmetic without branches, which the compiler
+//! vectorises.
 //!
 //! All round to nearest even, so results do not depend on the level. (The bf16 instructions of AVX-512 are not
 //! suitable: they flush denormals to zero.)
@@ -69,6 +70,32 @@ pub(crate) fn narrow_bf16(value: f32) -> bf16 {
     bf16::from_bits(if value.is_nan() { quiet } else { rounded } as u16)
 }
 
+/// Widens to f32, exactly. NaN becomes quiet.
+#[inline(always)]
+pub(crate) fn widen_one_f16(element: f16) -> f32 {
+    let bits = u32::from(element.to_bits());
+    let (sign, rest) = ((bits & 0x8000) << 16, bits & 0x7fff);
+    // Below the smallest normal number all are multiples of 2⁻²⁴.
+    let subnormal = (rest as f32 * f32::from_bits(0x3380_0000)).to_bits();
+    let normal = (rest << 13) + if rest < 0x7c00 { 0x3800_0000 } else { 0x7000_0000 };
+    let quiet = if rest > 0x7c00 { 0x40_0000 } else { 0 };
+    f32::from_bits(sign | if rest < 0x400 { subnormal } else { normal | quiet })
+}
+
+/// Rounds to nearest even; from 65,520 on to infinity. NaN stays NaN and becomes quiet.
+#[inline(always)]
+pub(crate) fn narrow_one_f16(value: f32) -> f16 {
+    let bits = value.to_bits();
+    let (sign, rest) = (bits >> 16 & 0x8000, bits & 0x7fff_ffff);
+    // Below 2⁻¹⁴ the results are multiples of 2⁻²⁴, as are the numbers from 0.5 to 1: the addition rounds.
+    let subnormal = (f32::from_bits(rest) + 0.5).to_bits().wrapping_sub(0x3f00_0000);
+    let normal = rest.wrapping_sub(0x3800_0000).wrapping_add(0xfff + (rest >> 13 & 1)) >> 13;
+    let quiet = 0x7e00 | rest >> 13 & 0x1ff;
+    let large = if rest > 0x7f80_0000 { quiet } else { 0x7c00 };
+    let small = if rest < 0x3880_0000 { subnormal } else { normal };
+    f16::from_bits((sign | if rest >= 0x477f_f000 { large } else { small }) as u16)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -82,6 +109,26 @@ mod tests {
             for lower in [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
                 let value = f32::from_bits(widened | lower);
                 assert_eq!(narrow_bf16(value).to_bits(), bf16::from_f32(value).to_bits(), "{value:e}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_f16_and_its_neighbourhood_convert_as_in_the_half_crate() {
+        for bits in 0..=u16::MAX {
+            let element = f16::from_bits(bits);
+            let widened = widen_one_f16(element).to_bits();
+            assert_eq!(widened, element.to_f32().to_bits(), "{bits:04x}");
+            for lower in [0, 1, 0xfff, 0x1000, 0x1001, 0x1fff] {
+                let value = f32::from_bits(widened | lower);
+                assert_eq!(narrow_one_f16(value).to_bits(), f16::from_f32(value).to_bits(), "{value:e}");
+            }
+        }
+        // Around numbers too small or too large for f16, in every exponent of f32.
+        for upper in 0..=0xffff_u32 {
+            for lower in [0, 1, 0x7fff, 0x8000, 0xffff] {
+                let value = f32::from_bits(upper << 16 | lower);
+                assert_eq!(narrow_one_f16(value).to_bits(), f16::from_f32(value).to_bits(), "{value:e}");
             }
         }
     }

@@ -1,20 +1,20 @@
-//! AVX2 with FMA: 8 lanes, 16 registers.
+//! AVX2 with FMA and F16C: 8 lanes, 16 registers.
 
 use std::arch::x86_64::*;
 
-use half::bf16;
+use half::{bf16, f16};
 
 use super::{Simd, Task};
 
-/// Exists only if the processor has AVX2 and FMA.
+/// Exists only if the processor has AVX2, FMA and F16C.
 #[derive(Clone, Copy)]
 pub(super) struct Avx2(());
 
-/// Runs `task` with AVX2 and FMA.
+/// Runs `task` with AVX2, FMA and F16C.
 ///
 /// # Safety
-/// The processor has AVX2 and FMA.
-#[target_feature(enable = "avx2,fma")]
+/// The processor has AVX2, FMA and F16C.
+#[target_feature(enable = "avx2,fma,f16c")]
 pub(super) unsafe fn run<T: Task>(task: T) -> T::Output {
     task.run(Avx2(()))
 }
@@ -24,7 +24,7 @@ pub(super) unsafe fn run<T: Task>(task: T) -> T::Output {
 /// # Safety
 /// As for [`run`].
 #[inline(never)]
-#[target_feature(enable = "avx2,fma")]
+#[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn outlined<T: Task>(task: T) -> T::Output {
     task.run(Avx2(()))
 }
@@ -114,6 +114,16 @@ impl Simd for Avx2 {
             let (low, high) = (_mm256_castsi256_si128(rounded), _mm256_extracti128_si256::<1>(rounded));
             _mm_storeu_si128(to.cast(), _mm_packus_epi32(low, high));
         }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(self, from: *const f16) -> __m256 {
+        // SAFETY: above; 16 bytes.
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn store_f16(self, values: __m256, to: *mut f16) {
+        // SAFETY: above; 16 bytes.
+        unsafe { _mm_storeu_si128(to.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(values)) }
     }
     #[inline(always)]
     unsafe fn store_bytes(self, values: __m256, to: *mut u8) {

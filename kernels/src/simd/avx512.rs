@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use half::bf16;
+use half::{bf16, f16};
 
 use super::{Simd, Task};
 
@@ -128,6 +128,29 @@ impl Simd for Avx512 {
     unsafe fn store_first_bf16(self, values: __m512, to: *mut bf16, count: usize) {
         // SAFETY: above; masked lanes are not accessed.
         unsafe { _mm256_mask_storeu_epi16(to.cast(), first(count), narrow(values)) }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(self, from: *const f16) -> __m512 {
+        // SAFETY: above; 32 bytes.
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(from.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn load_first_f16(self, from: *const f16, count: usize) -> __m512 {
+        // SAFETY: above; masked lanes are not accessed.
+        unsafe { _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(count), from.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn store_f16(self, values: __m512, to: *mut f16) {
+        // SAFETY: above; 32 bytes.
+        unsafe { _mm256_storeu_si256(to.cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(values)) }
+    }
+    #[inline(always)]
+    unsafe fn store_first_f16(self, values: __m512, to: *mut f16, count: usize) {
+        // SAFETY: above; masked lanes are not accessed.
+        unsafe {
+            let narrow = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(values);
+            _mm256_mask_storeu_epi16(to.cast(), first(count), narrow);
+        }
     }
     #[inline(always)]
     unsafe fn store_bytes(self, values: __m512, to: *mut u8) {

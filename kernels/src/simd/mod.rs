@@ -15,7 +15,7 @@ mod avx2;
 mod avx512;
 mod portable;
 
-use half::bf16;
+use half::{bf16, f16};
 
 use crate::level;
 
@@ -121,6 +121,56 @@ pub trait Simd: Copy + Send + Sync {
                 return self.store_bf16(values, to);
             }
             self.store_bf16(values, all.as_mut_ptr());
+            for (lane, value) in all.into_iter().enumerate().take(count) {
+                to.add(lane).write(value);
+            }
+        }
+    }
+
+    /// As [`load_bf16`](Self::load_bf16).
+    ///
+    /// # Safety
+    /// They can be read.
+    unsafe fn load_f16(self, from: *const f16) -> Self::F32;
+
+    /// As [`load_first_bf16`](Self::load_first_bf16).
+    ///
+    /// # Safety
+    /// They can be read.
+    #[inline(always)]
+    unsafe fn load_first_f16(self, from: *const f16, count: usize) -> Self::F32 {
+        let mut all = [f16::ZERO; MAX_LANES];
+        // SAFETY: the caller guarantees `count` elements, and `all` has room for a whole vector.
+        unsafe {
+            if count == Self::LANES {
+                return self.load_f16(from);
+            }
+            for (lane, value) in all.iter_mut().enumerate().take(count) {
+                *value = from.add(lane).read();
+            }
+            self.load_f16(all.as_ptr())
+        }
+    }
+
+    /// As [`store_bf16`](Self::store_bf16).
+    ///
+    /// # Safety
+    /// The elements can be written.
+    unsafe fn store_f16(self, values: Self::F32, to: *mut f16);
+
+    /// As [`store_first_bf16`](Self::store_first_bf16).
+    ///
+    /// # Safety
+    /// The elements can be written.
+    #[inline(always)]
+    unsafe fn store_first_f16(self, values: Self::F32, to: *mut f16, count: usize) {
+        let mut all = [f16::ZERO; MAX_LANES];
+        // SAFETY: the caller guarantees `count` elements, and `all` has room for a whole vector.
+        unsafe {
+            if count == Self::LANES {
+                return self.store_f16(values, to);
+            }
+            self.store_f16(values, all.as_mut_ptr());
             for (lane, value) in all.into_iter().enumerate().take(count) {
                 to.add(lane).write(value);
             }
@@ -242,17 +292,59 @@ mod tests {
         }
     }
 
+    /// Tests the conversions of f16 against the half crate: all numbers, and f32 between them.
+    struct F16Conversions;
+
+    impl Task for F16Conversions {
+        type Output = ();
+        #[inline(always)]
+        fn run<S: Simd>(self, simd: S) {
+            let all: Vec<f16> = (0..=u16::MAX).map(f16::from_bits).collect();
+            let mut wide = vec![0.0f32; all.len()];
+            let mut narrow = vec![f16::ZERO; all.len()];
+            // SAFETY: whole vectors within slices of 65,536 elements, and `first` elements of `few`.
+            unsafe {
+                for at in (0..all.len()).step_by(S::LANES) {
+                    simd.store(simd.load_f16(all.as_ptr().add(at)), wide.as_mut_ptr().add(at));
+                }
+                for lower in [0, 1, 0xfff, 0x1000, 0x1001] {
+                    let values: Vec<f32> =
+                        all.iter().map(|half| f32::from_bits(half.to_f32().to_bits() | lower)).collect();
+                    for at in (0..all.len()).step_by(S::LANES) {
+                        simd.store_f16(simd.load(values.as_ptr().add(at)), narrow.as_mut_ptr().add(at));
+                    }
+                    let expected = values.iter().map(|value| f16::from_f32(*value).to_bits());
+                    assert!(narrow.iter().map(|half| half.to_bits()).eq(expected));
+                }
+                for count in 0..=S::LANES {
+                    let few: Vec<f16> = (0..count).map(|lane| f16::from_f32(lane as f32 + 0.5)).collect();
+                    let mut out = vec![f16::ONE; S::LANES];
+                    simd.store_first_f16(simd.load_first_f16(few.as_ptr(), count), out.as_mut_ptr(), count);
+                    assert_eq!(out[..count], few);
+                    assert!(out[count..].iter().all(|value| *value == f16::ONE));
+                    simd.store_f16(simd.load_first_f16(few.as_ptr(), count), out.as_mut_ptr());
+                    assert!(out[count..].iter().all(|value| *value == f16::ZERO));
+                }
+            }
+            let expected = all.iter().map(|half| half.to_f32().to_bits());
+            assert!(wide.iter().map(|value| value.to_bits()).eq(expected));
+        }
+    }
+
     #[test]
     fn every_level_computes_the_same() {
         Operations.run(portable::Portable);
+        F16Conversions.run(portable::Portable);
         #[cfg(target_arch = "x86_64")]
         // SAFETY: each runs only if the processor has the instructions.
         unsafe {
             if level::best() >= level::AVX2 {
                 avx2::run(Operations);
+                avx2::run(F16Conversions);
             }
             if level::best() >= level::AVX512 {
                 avx512::run(Operations);
+                avx512::run(F16Conversions);
             }
         }
     }

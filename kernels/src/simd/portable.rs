@@ -1,9 +1,9 @@
 //! Plain Rust with four lanes, as in SSE2 and NEON: for any processor.
 
-use half::bf16;
+use half::{bf16, f16};
 
 use super::{Simd, Task};
-use crate::reduce::half_floats::{narrow_bf16, widen_bf16};
+use crate::reduce::half_floats::{narrow_bf16, narrow_one_f16, widen_bf16, widen_one_f16};
 
 /// Needs no special instructions.
 #[derive(Clone, Copy)]
@@ -78,6 +78,16 @@ impl Simd for Portable {
     unsafe fn store_bf16(self, values: [f32; LANES], to: *mut bf16) {
         // SAFETY: the caller guarantees four elements.
         unsafe { to.cast::<[bf16; LANES]>().write_unaligned(values.map(narrow_bf16)) }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(self, from: *const f16) -> [f32; LANES] {
+        // SAFETY: the caller guarantees four elements.
+        unsafe { from.cast::<[f16; LANES]>().read_unaligned() }.map(widen_one_f16)
+    }
+    #[inline(always)]
+    unsafe fn store_f16(self, values: [f32; LANES], to: *mut f16) {
+        // SAFETY: the caller guarantees four elements.
+        unsafe { to.cast::<[f16; LANES]>().write_unaligned(values.map(narrow_one_f16)) }
     }
     #[inline(always)]
     unsafe fn store_bytes(self, values: [f32; LANES], to: *mut u8) {

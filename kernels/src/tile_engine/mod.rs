@@ -32,7 +32,7 @@ use std::sync::OnceLock;
 
 use half::bf16;
 
-use crate::{Storage, level};
+use crate::{DType, Storage, level};
 
 /// Rows and columns of a tile of sums, and the columns of a panel.
 pub(crate) const SIDE: usize = 16;
@@ -122,7 +122,7 @@ pub fn choose() -> Option<Engine> {
 
 /// The engine for a layer of a network whose activations are stored as `E`: none if they are f32.
 pub fn of_storage<E: Storage>() -> Option<Engine> {
-    if E::wide(&[]).is_some() { None } else { choose() }
+    if E::DTYPE == DType::Bf16 { choose() } else { None }
 }
 
 /// The contract of an engine. Each is a type that exists only if the processor has its instructions.

@@ -28,7 +28,7 @@ const CHUNK: usize = 1 << 20;
 /// Writes all files of `snapshot` into the empty folder `path`. When this returns, the files and the folder are
 /// flushed to disk.
 pub(super) fn write(path: &Path, snapshot: Snapshot) -> Result<()> {
-    let Snapshot { step, position, state, arenas } = snapshot;
+    let Snapshot { step, position, state, loss_scale, arenas } = snapshot;
     let mut files = BTreeMap::new();
     for arena in arenas {
         let name = format!("{}.safetensors", arena.name);
@@ -41,7 +41,7 @@ pub(super) fn write(path: &Path, snapshot: Snapshot) -> Result<()> {
         }
         files.insert(name, write_arena(&file, arena)?);
     }
-    let manifest = Manifest::new(step, position, state, files).to_json();
+    let manifest = Manifest::new(step, position, state, loss_scale, files).to_json();
     let file = path.join(MANIFEST);
     if manifest.len() > MAX_MANIFEST_BYTES {
         let problem = format!(

@@ -13,6 +13,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::{damaged, failed};
 use crate::Result;
+use crate::optimizer::LossScale;
 
 /// The version of this crate.
 const VERSION: &str = env!("CARGO_PKG_VERSION");
@@ -47,10 +48,21 @@ pub struct Manifest {
     pub position: Option<Position>,
     /// Any other state of the program, such as hyper-parameters, number of ranks, precision.
     pub state: Value,
+    /// The loss scale, if gradients are scaled.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    loss_scale: Option<SavedLossScale>,
     /// Version of this crate that wrote it.
     pub version: String,
     /// Size and checksum of each file.
     pub(super) files: BTreeMap<String, FileEntry>,
+}
+
+/// A [`LossScale`]. The scale is an f64, whose text is exact.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+struct SavedLossScale {
+    scale: f64,
+    good_steps: u32,
+    skipped: u64,
 }
 
 /// Size and checksum of a file.
@@ -67,9 +79,25 @@ impl Manifest {
         step: u64,
         position: Option<Position>,
         state: Value,
+        loss_scale: Option<LossScale>,
         files: BTreeMap<String, FileEntry>,
     ) -> Self {
-        Manifest { format: FORMAT, step, position, state, version: VERSION.to_owned(), files }
+        let loss_scale = loss_scale.map(|LossScale { scale, good_steps, skipped }| SavedLossScale {
+            scale: scale.into(),
+            good_steps,
+            skipped,
+        });
+        Manifest { format: FORMAT, step, position, state, loss_scale, version: VERSION.to_owned(), files }
+    }
+
+    /// The loss scale of the next step, and what it depends on, if gradients were scaled; for
+    /// [`DataParallel::restore_loss_scale`](crate::DataParallel::restore_loss_scale).
+    pub fn loss_scale(&self) -> Option<LossScale> {
+        self.loss_scale.map(|SavedLossScale { scale, good_steps, skipped }| LossScale {
+            scale: scale as f32,
+            good_steps,
+            skipped,
+        })
     }
 
     /// The text of the file.
@@ -126,12 +154,21 @@ mod tests {
         let entry = FileEntry { bytes: 120, xxh3: hexadecimal(7) };
         let position = Position { seed: u64::MAX, epoch: 3, step: 14 };
         let state = json!({"lr": 0.1, "nets": ["a"], "third": 1.0 / 3.0});
-        Manifest::new(45, Some(position), state, BTreeMap::from([("weights.safetensors".to_owned(), entry)]))
+        let loss_scale = LossScale { scale: 0.1, good_steps: 1999, skipped: u64::MAX };
+        let files = BTreeMap::from([("weights.safetensors".to_owned(), entry)]);
+        Manifest::new(45, Some(position), state, Some(loss_scale), files)
     }
 
     #[test]
     fn manifests_round_trip() {
-        assert_eq!(parse(&manifest().to_json()).unwrap(), manifest());
+        let parsed = parse(&manifest().to_json()).unwrap();
+        assert_eq!(parsed, manifest());
+        let expected = LossScale { scale: 0.1, good_steps: 1999, skipped: u64::MAX };
+        assert_eq!(parsed.loss_scale(), Some(expected));
+        let without = Manifest { loss_scale: None, ..manifest() };
+        let text = without.to_json();
+        assert!(!String::from_utf8_lossy(&text).contains("loss_scale"));
+        assert_eq!(parse(&text).unwrap().loss_scale(), None);
     }
 
     #[test]

@@ -279,7 +279,7 @@ mod tests {
     fn list(path: &Path, bytes: u64, xxh3: u64) {
         let entry = FileEntry { bytes, xxh3: hexadecimal(xxh3) };
         let files = BTreeMap::from([("weights.safetensors".to_owned(), entry)]);
-        let manifest = Manifest::new(20, None, json!(null), files);
+        let manifest = Manifest::new(20, None, json!(null), None, files);
         fs::write(path.join("manifest.json"), manifest.to_json()).unwrap();
     }
 

@@ -5,6 +5,7 @@ use std::fmt;
 use serde_json::Value;
 
 use super::Position;
+use crate::optimizer::LossScale;
 use crate::{DataParallel, Layout, Result};
 
 /// The content of a checkpoint.
@@ -15,6 +16,7 @@ pub struct Snapshot {
     pub(super) step: u64,
     pub(super) position: Option<Position>,
     pub(super) state: Value,
+    pub(super) loss_scale: Option<LossScale>,
     pub(super) arenas: Vec<SnapshotArena>,
 }
 
@@ -55,23 +57,24 @@ impl fmt::Debug for Values {
 impl Snapshot {
     /// An empty snapshot after `step` training steps.
     pub fn new(step: u64) -> Self {
-        Snapshot { step, position: None, state: Value::Null, arenas: Vec::new() }
+        Snapshot { step, position: None, state: Value::Null, loss_scale: None, arenas: Vec::new() }
     }
 
-    /// The weights and optimizer states of `model`, complete, on rank 0; `None` on the other ranks. Collective if the
+    /// The weights, optimizer states and loss scale of `model`, complete, on rank 0; `None` on the other ranks. Collective if the
     /// optimizer is sharded.
     ///
-    /// [`DataParallel::restore`] loads them again, on any number of ranks.
+    /// [`DataParallel::restore`] and [`DataParallel::restore_loss_scale`] load them again, on any number of ranks.
     ///
     /// # Errors
     /// As [`DataParallel::arenas`].
     pub fn of(model: &mut DataParallel) -> Result<Option<Self>> {
         let (layout, step, rank) = (model.layout().clone(), model.steps(), model.comm().rank());
+        let loss_scale = model.loss_scale();
         let arenas = model.arenas()?;
         if rank > 0 {
             return Ok(None);
         }
-        let mut snapshot = Snapshot::new(step);
+        let mut snapshot = Snapshot::new(step).with_loss_scale(loss_scale);
         for (name, values) in arenas {
             snapshot.add(name, &layout, values);
         }
@@ -82,6 +85,12 @@ impl Snapshot {
     #[must_use]
     pub fn with_position(self, position: Position) -> Self {
         Snapshot { position: Some(position), ..self }
+    }
+
+    /// Adds the loss scale of the next step, if gradients are scaled.
+    #[must_use]
+    pub fn with_loss_scale(self, scale: Option<LossScale>) -> Self {
+        Snapshot { loss_scale: scale, ..self }
     }
 
     /// Adds other state of the program, such as hyper-parameters, number of ranks, precision.

@@ -4,7 +4,6 @@
 //! shard of a bucket or all of it: all placements, and a sharded optimizer, clip to the same bits. (Pascanu, Mikolov and
 //! Bengio 2013; the epsilon in the denominator is that of PyTorch's `clip_grad_norm_`.)
 
-use mgpu_kernels::arena::cpu::scale;
 use mgpu_kernels::digest::cpu::sum_of_squares;
 
 use super::gradient_bucket::{GradientBucket, Owner};
@@ -67,8 +66,7 @@ fn scale_down_to(buckets: &mut [GradientBucket], norm: f64, most: f64) -> f64 {
     let factor = most / (norm + EPSILON);
     if factor < 1.0 {
         for bucket in buckets {
-            let reduced = bucket.reduced();
-            scale(&mut bucket.values_mut()[reduced], factor as f32);
+            bucket.scale_reduced(factor as f32);
         }
     }
     norm

@@ -1,6 +1,6 @@
 //! Configuration of a [`Reducer`](super::Reducer) and of a [`DataParallel`](super::DataParallel).
 
-use crate::optimizer::OptimizerConfig;
+use crate::optimizer::{LossScaler, OptimizerConfig};
 use crate::{Error, Result};
 
 /// Size of the first bucket in bytes: small, so that communication starts early.
@@ -202,6 +202,13 @@ pub struct DataParallelConfig {
     /// [world-size-invariant](ReducerConfig::world_size_invariant) reduction; `Shared` is incompatible with sharding, and
     /// `Host` with less than sharding everything.
     pub placement: Placement,
+    /// How the loss scale follows the gradients, for a model that stores gradients in f16; `None` for gradients that are
+    /// not scaled. With it, the model multiplies the gradient of its loss by the [scale](super::DataParallel::loss_scale), and
+    /// the step divides the reduced gradients by it, before they are clipped. A step whose gradients are not finite then
+    /// is no error: no parameter and no state of the optimizer changes, on any rank, and the scale falls. Such a step
+    /// counts for the schedule, but not for the optimizer. Needs
+    /// [`check_finite`](ReducerConfig::check_finite).
+    pub loss_scaler: Option<LossScaler>,
     /// Number of steps between two comparisons of all ranks' weights by checksum. They fail with rank and tensor
     /// ([`Error::Diverged`](crate::Error::Diverged)). With `None`, only
     /// [`DataParallel::verify`](super::DataParallel::verify) compares.
@@ -218,6 +225,7 @@ impl DataParallelConfig {
             threads,
             shard_from: ShardFrom::Auto,
             placement: Placement::Replicated,
+            loss_scaler: None,
             verify_every: Some(VERIFY_EVERY),
         }
     }
@@ -240,6 +248,12 @@ impl DataParallelConfig {
         DataParallelConfig { placement, ..self }
     }
 
+    /// Scales the gradient of the loss as this [scaler](Self::loss_scaler) says; `None` for not at all.
+    #[must_use]
+    pub fn with_loss_scaler(self, scaler: impl Into<Option<LossScaler>>) -> Self {
+        DataParallelConfig { loss_scaler: scaler.into(), ..self }
+    }
+
     /// Compares weights [every](Self::verify_every) so many steps; `None` for never.
     #[must_use]
     pub fn with_verify_every(self, steps: impl Into<Option<u64>>) -> Self {
@@ -254,6 +268,7 @@ impl DataParallelConfig {
             threads: _,
             shard_from,
             placement,
+            loss_scaler,
             verify_every,
         } = self;
         let mut settings = vec![
@@ -263,6 +278,7 @@ impl DataParallelConfig {
             ("schedule", format!("{schedule:?}")),
             ("shard_from", shard_from.to_string()),
             ("placement", format!("{placement:?}")),
+            ("loss_scaler", loss_scaler.map_or_else(|| "none".to_owned(), |scaler| format!("{scaler:?}"))),
             ("verify_every", format!("{verify_every:?}")),
         ];
         settings.extend(reducer.settings());
@@ -279,6 +295,10 @@ impl DataParallelConfig {
             "a schedule's learning rate falls over at least one step".to_owned()
         } else if let Some(problem) = self.placement_problem() {
             problem.to_owned()
+        } else if let Some(problem) = self.loss_scaler.and_then(|scaler| scaler.problem()) {
+            problem
+        } else if self.loss_scaler.is_some() && !self.reducer.check_finite {
+            "a loss scale follows the check for non-finite gradients: enable `check_finite`".to_owned()
         } else {
             return self.reducer.check(ranks);
         };

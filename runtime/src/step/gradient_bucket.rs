@@ -120,7 +120,7 @@ impl GradientBucket {
             Gradient::Local(buffer) => Ok(buffer),
             Gradient::Reducing { pending, scale } => {
                 let mut gradient = pending.wait()?;
-                self.scale_reduced(&mut gradient, scale);
+                self.scale_buffer(&mut gradient, scale);
                 Ok(gradient)
             }
             Gradient::Compressed { pending, mut gradient, scale } => {
@@ -131,7 +131,7 @@ impl GradientBucket {
                     &mut gradient.as_mut_slice()[reduced],
                 );
                 self.compressed = Some(compressed);
-                self.scale_reduced(&mut gradient, scale);
+                self.scale_buffer(&mut gradient, scale);
                 Ok(gradient)
             }
             Gradient::Lost => {
@@ -142,10 +142,16 @@ impl GradientBucket {
         }
     }
 
-    fn scale_reduced(&self, gradient: &mut Buffer, scale: f32) {
+    fn scale_buffer(&self, gradient: &mut Buffer, scale: f32) {
         if scale != 1.0 {
             arena::scale(&mut gradient.as_mut_slice()[self.reduced()], scale);
         }
+    }
+
+    /// Multiplies this rank's part of the reduced gradients by `scale`.
+    pub(super) fn scale_reduced(&mut self, scale: f32) {
+        let reduced = self.reduced();
+        arena::scale(&mut self.values_mut()[reduced], scale);
     }
 
     /// Starts the reduction. `number` is the index of the bucket.

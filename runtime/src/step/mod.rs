@@ -38,7 +38,7 @@ pub use sink::GradientSink;
 pub use state::NamedArena;
 
 use crate::comm::{Buffer, Communicator, DType, gather_segments};
-use crate::optimizer::{Optimizer, OptimizerConfig};
+use crate::optimizer::{LossScale, LossScaler, Optimizer, OptimizerConfig};
 use crate::replicate::{checksum, replicate, verify_equal, verify_settings};
 use crate::{Error, Layout, Result};
 
@@ -90,6 +90,7 @@ pub struct DataParallel {
     /// The model's buffers, such as running statistics.
     buffers: Vec<f32>,
     optimizer: Optimizer,
+    loss_scaling: Option<(LossScaler, LossScale)>,
     /// Number of threads for updates.
     threads: usize,
     /// Number of steps between two comparisons of the ranks' weights.
@@ -149,6 +150,7 @@ impl DataParallel {
             parameters,
             buffers: Vec::new(),
             optimizer,
+            loss_scaling: config.loss_scaler.map(|scaler| (scaler, scaler.initial())),
             block: BLOCK * config.threads,
             update_time: Duration::ZERO,
             threads: config.threads,
@@ -212,7 +214,8 @@ impl DataParallel {
     /// names it. If weights differ between ranks ([`Error::Diverged`], with rank and tensor).
     ///
     /// After the following errors, parameters and optimizer are unchanged and another step may be made, but
-    /// [`buffers`](Self::buffers) are as `compute` has left them: non-finite gradients of a rank
+    /// [`buffers`](Self::buffers) are as `compute` has left them: without a
+    /// [loss scaler](DataParallelConfig::loss_scaler), non-finite gradients of a rank
     /// ([`Error::NotFinite`], with rank and tensor); non-finite reduced gradients only ([`Error::ReducedNotFinite`]);
     /// different numbers of micro-batches or different learning rates on the ranks ([`Error::Disagreement`],
     /// [`Error::SettingMismatch`]).
@@ -274,12 +277,18 @@ impl DataParallel {
         self.apply_gradient_order()?;
         let Self { reducer, parameters, buffers, .. } = self;
         let parameters = parameters.as_slice();
-        reducer.run(participation, buffers, |index, buffers, gradients| {
+        let unscale = self.loss_scaling.map_or(1.0, |(_, scale)| scale.inverse());
+        let reduced = reducer.run(participation, unscale, buffers, |index, buffers, gradients| {
             compute(MicroBatch { index, parameters, buffers, gradients })
-        })?;
+        });
         let updating = self.reducer.comm.observer().begin();
         let range = nvtx::range("optimizer", None);
-        self.update()?;
+        if self.overflows(&reduced) {
+            self.optimizer.skip_step();
+        } else {
+            reduced?;
+            self.update()?;
+        }
         drop(range);
         self.reducer.comm.observer().end(updating, "optimizer", None);
         if self.verify_every.is_some_and(|every| self.steps().is_multiple_of(every)) {
@@ -287,6 +296,18 @@ impl DataParallel {
         }
         self.reducer.comm.observer().end(begin, "step", Some(self.steps() as u32));
         Ok(true)
+    }
+
+    /// Whether gradients have overflowed because of the loss scale, which then falls. The same on all ranks, since all have
+    /// compared what they found.
+    fn overflows(&mut self, reduced: &Result<()>) -> bool {
+        let Some((scaler, scale)) = &mut self.loss_scaling else { return false };
+        let not_finite = matches!(reduced, Err(Error::NotFinite { .. } | Error::ReducedNotFinite { .. }));
+        let overflows = not_finite && scale.may_fall();
+        if overflows || reduced.is_ok() {
+            *scale = scaler.after(*scale, overflows);
+        }
+        overflows
     }
 
     /// Agrees with the other ranks on who has data; a rank without data adopts their learning rate.

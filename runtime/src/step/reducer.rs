@@ -198,7 +198,7 @@ impl Reducer {
         if let Some(buckets) = self.next_buckets()? {
             self.rebuild_buckets(buckets)?;
         }
-        self.run(participation, buffers, compute)?;
+        self.run(participation, 1.0, buffers, compute)?;
         self.reductions += 1;
         Ok(true)
     }
@@ -215,10 +215,11 @@ impl Reducer {
         if self.config.join { mine.agree(&mut self.comm) } else { Ok(Some(mine)) }
     }
 
-    /// Computes, averages, checks and clips the gradients of a step.
+    /// Computes, averages and checks the gradients of a step, multiplies them by `unscale`, and clips them.
     pub(super) fn run(
         &mut self,
         participation: Participation,
+        unscale: f32,
         buffers: &mut [f32],
         mut compute: impl FnMut(usize, &mut [f32], &mut dyn GradientSink) -> Result<()>,
     ) -> Result<()> {
@@ -252,6 +253,9 @@ impl Reducer {
             BufferMean::finish(&mut self.comm, &self.readiness.counter, buffers)?;
         }
         self.compare_reports(&participation, non_finite)?;
+        if unscale != 1.0 {
+            self.buckets.all.iter_mut().for_each(|bucket| bucket.scale_reduced(unscale));
+        }
         self.clip()
     }
 

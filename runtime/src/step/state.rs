@@ -4,9 +4,10 @@ use std::borrow::Cow;
 
 use super::gradient_buckets::Ownership;
 use super::{DataParallel, Reducer};
-use crate::optimizer::{AVERAGE, Optimizer};
+use crate::comm::Communicator;
+use crate::optimizer::{AVERAGE, LossScale, Optimizer};
 use crate::replicate::{replicate, verify_same};
-use crate::{Layout, Result};
+use crate::{Error, Layout, Result};
 
 /// The name of an arena in a checkpoint, and its values.
 pub type NamedArena<'a> = (&'static str, Cow<'a, [f32]>);
@@ -80,7 +81,28 @@ impl DataParallel {
         for (name, local) in optimizer.state_mut() {
             buckets.copy_own(&whole(name)?, local);
         }
-        self.optimizer.set_steps(steps);
+        self.optimizer.set_steps(steps, 0);
+        self.loss_scaling = self.loss_scaling.map(|(scaler, _)| (scaler, scaler.initial()));
+        Ok(())
+    }
+
+    /// The scale of the next step's loss, and what it depends on; `None` without a
+    /// [loss scaler](crate::DataParallelConfig::loss_scaler).
+    pub fn loss_scale(&self) -> Option<LossScale> {
+        self.loss_scaling.map(|(_, scale)| scale)
+    }
+
+    /// Continues with the loss scale of a checkpoint, after [`restore`](Self::restore), which begins with the scaler's
+    /// first scale. All ranks adopt rank 0's; with `None` there, or without a loss scaler, nothing changes. Collective.
+    ///
+    /// # Errors
+    /// If it is no loss scale, or more steps were skipped than made; as the communicator.
+    pub fn restore_loss_scale(&mut self, saved: Option<LossScale>) -> Result<()> {
+        let Some((scaler, _)) = self.loss_scaling else { return Ok(()) };
+        if let Some(scale) = loss_scale_of_rank_0(&mut self.reducer.comm, saved, self.optimizer.steps())? {
+            self.optimizer.set_steps(self.optimizer.steps(), scale.skipped);
+            self.loss_scaling = Some((scaler, scale));
+        }
         Ok(())
     }
 
@@ -97,11 +119,37 @@ impl DataParallel {
         reducer.rebuild_buckets(buckets)?;
         let (config, buckets) = (optimizer.config(), &reducer.buckets);
         let mut renewed = Optimizer::new(config, &reducer.layout, buckets.states, self.threads)?;
-        renewed.set_steps(optimizer.steps());
+        renewed.set_steps(optimizer.steps(), optimizer.skipped_steps());
         for ((_, local), whole) in renewed.state_mut().zip(states) {
             buckets.copy_own(&whole, local);
         }
         *optimizer = renewed;
         Ok(())
     }
+}
+
+/// Rank 0's `saved` on all ranks, if it is the state after `steps` steps. Collective.
+pub(super) fn loss_scale_of_rank_0(
+    comm: &mut Communicator,
+    saved: Option<LossScale>,
+    steps: u64,
+) -> Result<Option<LossScale>> {
+    let mut words = saved.map_or([0; 4], |LossScale { scale, good_steps, skipped }| {
+        [1, i64::from(scale.to_bits()), i64::from(good_steps), skipped.cast_signed()]
+    });
+    comm.broadcast_slice(&mut words, 0)?;
+    let [is_saved, scale, good_steps, skipped] = words;
+    if is_saved == 0 {
+        return Ok(None);
+    }
+    let scale = LossScale {
+        scale: f32::from_bits(scale as u32),
+        good_steps: good_steps as u32,
+        skipped: skipped.cast_unsigned(),
+    };
+    if scale.is_valid() && scale.skipped <= steps {
+        return Ok(Some(scale));
+    }
+    let problem = format!("{scale:?} is no loss scale after {steps} steps");
+    Err(Error::InvalidArgument { operation: "restore loss scale", problem })
 }

@@ -1,13 +1,15 @@
 //! A rank with a GPU that trains a model with gradients from formulas. `t-device-step same` compares steps in every
 //! configuration with the steps of a single CPU rank; `resume` continues from the state of another configuration;
 //! `guards` makes mistakes that must be detected; `groups` trains a model in each of two groups; `uneven` has parameter
-//! groups and uneven ranks; `trace` takes times; `access [SHARDS]` prints how NCCL accesses gradients, and the checksum of
-//! the weights; `parts PRECISION` trains networks that are cut over ranks.
+//! groups and uneven ranks; `scaled` has a loss scale; `trace` takes times; `access [SHARDS]` prints how NCCL accesses
+//! gradients, and the checksum of the weights; `parts PRECISION` trains networks that are cut over ranks.
 
 #[path = "device_step/groups.rs"]
 mod groups;
 #[path = "device_step/parts.rs"]
 mod parts;
+#[path = "device_step/scaled.rs"]
+mod scaled;
 #[path = "device_step/trace.rs"]
 mod trace;
 #[path = "device_step/uneven.rs"]
@@ -35,6 +37,7 @@ fn main() -> ExitCode {
         "guards" => guards(&mut world),
         "groups" => groups::check(&mut world),
         "parts" => parts::train(&mut world, &std::env::args().nth(2).unwrap_or_default()),
+        "scaled" => scaled::check(&mut world),
         "trace" => trace::check(&mut world),
         "access" => access(&mut world, std::env::args().nth(2).is_some()),
         "uneven" => uneven::check(&mut world),
@@ -551,11 +554,12 @@ fn settings_that_differ(world: &mut World, config: DeviceConfig) -> Result<()> {
     let (last, ranks) = (world.rank() + 1 == world.size(), world.size());
     let mut other = config;
     type Change = fn(&mut DeviceConfig);
-    let changes: [(Change, &str); 4] = [
+    let changes: [(Change, &str); 5] = [
         (|config| config.parallel.reducer.bucket = Some(50_000), "bucket 50000 where rank 0 has 40000"),
         (|config| config.parallel.reducer.micro_batches = 3, "micro_batches 3 where rank 0 has 2"),
         (|config| config.steps_per_epoch = 7, "steps_per_epoch 7 where rank 0 has 3"),
         (|config| config.bf16_copy = true, "bf16_copy true where rank 0 has false"),
+        (|config| config.f16_copy = true, "f16_copy true where rank 0 has false"),
     ];
     for (change, text) in changes {
         change(&mut other);

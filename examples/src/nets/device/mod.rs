@@ -449,7 +449,8 @@ impl DeviceNet {
         let (scratch, score) = (self.scratch.view(), self.score.view());
         let gradient = self.gradients[0].slice(0..logits.len());
         let (labels, divisor) = (self.labels.view(), self.loss_divisor.unwrap_or(self.max_batch as f64));
-        loss::cuda::gradient_over(model.stream(), logits, labels, divisor, gradient, scratch, score)?;
+        let scaled = (divisor, Some(model.state()));
+        loss::cuda::gradient_scaled(model.stream(), logits, labels, scaled, gradient, scratch, score)?;
         model.end_span(begin, TimelineSpans::LOSS)
     }
 

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use mgpu::checkpoint::{Checkpoint, Snapshot};
-use mgpu::optimizer::OptimizerConfig;
+use mgpu::optimizer::{LossScale, OptimizerConfig};
 use mgpu::replicate::replicate;
 use mgpu::timeline::{Name, Timeline};
 use mgpu::{Communicator, DataParallel, MicroBatch, Sampler};
@@ -16,7 +16,7 @@ use super::super::step_images::StepImages;
 use super::super::trainer::WARM_UP;
 use super::{
     Engine, Evaluated, PIECE, StepObserver, StopCheck, Stretch, TrainingConfig, check_finite,
-    evaluate_in_parts, over_ranks, read,
+    evaluate_in_parts, over_ranks, read, saved_loss_scale,
 };
 use crate::data::{Dataset, IMAGE_LEN, Samples};
 use crate::nets::{DropoutKey, LossReport, Mode, Net};
@@ -73,6 +73,7 @@ impl<E: Storage> Cpu<E> {
         let (layout, parameters) = (net.layout().clone(), net.initial_parameters(training_config.seed));
         let optimizer = training_config.optimizer(&spec);
         let config = args.parallel.config(optimizer, threads, (comm.size(), division.micro_batches()));
+        let config = config.with_loss_scaler(args.loss_scaler());
         let model = DataParallel::with_config(comm, layout, parameters, config)?;
         let model = model.with_buffers(net.initial_buffers())?;
         Ok(Cpu {
@@ -131,6 +132,7 @@ impl<E: Storage> Engine for Cpu<E> {
             gathered += reading.elapsed();
 
             let mut report = LossReport::default();
+            net.scale_loss_by(model.loss_scale().map_or(1.0, |scale| scale.scale));
             model.step_accumulated(|batch| {
                 let MicroBatch { index, parameters, buffers, gradients } = batch;
                 let part = division.micro_batch(index);
@@ -171,6 +173,10 @@ impl<E: Storage> Engine for Cpu<E> {
 
     fn l2_loss(&mut self) -> mgpu::Result<Option<f64>> {
         Ok(self.optimizer.l2_penalty(self.net.layout(), self.model.parameters()))
+    }
+
+    fn loss_scale(&self) -> Option<LossScale> {
+        self.model.loss_scale()
     }
 
     fn evaluate(
@@ -218,6 +224,7 @@ impl<E: Storage> Engine for Cpu<E> {
 
     fn restore(&mut self, step: u64, checkpoint: Option<&Checkpoint>) -> mgpu::Result<()> {
         self.model.restore(step, |name, layout| read(checkpoint, name, layout))?;
+        self.model.restore_loss_scale(saved_loss_scale(checkpoint))?;
         let layout = self.net.buffers_layout();
         let mut buffers = read(checkpoint, "buffers", layout)?;
         replicate(self.model.comm(), layout, &mut buffers)?;

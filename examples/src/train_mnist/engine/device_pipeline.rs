@@ -6,7 +6,6 @@ use mgpu::optimizer::OptimizerConfig;
 use mgpu::replicate::verify_equal;
 use mgpu::timeline::Timeline;
 use mgpu::{Communicator, DeviceCommunicator, ReduceOp, Sampler};
-use mgpu_kernels::Precision;
 use mgpu_kernels::cuda::Device;
 
 use super::super::args::{Args, DataOn};
@@ -65,7 +64,7 @@ impl DevicePipeline {
             kernels: options.choice,
             stage: DeviceConfig::new(parallel)
                 .with_steps_per_epoch(steps_per_epoch * EPOCHS)
-                .with_bf16_copy(options.precision == Precision::Bf16),
+                .with_copy_in(options.precision.storage()),
             seed,
         };
         let mut stage = DeviceStage::new((device, &mut comm), &spec, config, timeline)?;

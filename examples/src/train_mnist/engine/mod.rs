@@ -14,7 +14,7 @@ pub(super) use cpu::Cpu;
 pub(super) use device_pipeline::DevicePipeline;
 pub(super) use gpu::{Gpu, Options, resident_bytes};
 use mgpu::checkpoint::{Checkpoint, Snapshot};
-use mgpu::optimizer::{OptimizerConfig, Schedule};
+use mgpu::optimizer::{LossScale, OptimizerConfig, Schedule};
 use mgpu::{Communicator, Layout, ReduceOp, Sampler};
 use mgpu_kernels::cuda::Device;
 pub(super) use pipeline::{Pipeline, PipelineReport};
@@ -133,6 +133,11 @@ pub(super) trait Engine {
     /// Errors of the communicator and of the GPU.
     fn l2_loss(&mut self) -> mgpu::Result<Option<f64>>;
 
+    /// The loss scale after the steps so far, if gradients are scaled. The same on all ranks.
+    fn loss_scale(&self) -> Option<LossScale> {
+        None
+    }
+
     /// Evaluates the samples `shard`, the same on all ranks of a [replica](Self::replica), and again with the moving
     /// average of the weights if there is one. `None` if `should_stop` said so on the way. Collective.
     ///
@@ -209,6 +214,11 @@ fn read(checkpoint: Option<&Checkpoint>, name: &str, layout: &Layout) -> mgpu::R
         Some(checkpoint) => checkpoint.load(name, layout),
         None => Ok(vec![0.0; layout.len()]),
     }
+}
+
+/// The loss scale in the checkpoint on rank 0, if it has one.
+fn saved_loss_scale(checkpoint: Option<&Checkpoint>) -> Option<LossScale> {
+    checkpoint.and_then(|checkpoint| checkpoint.manifest().loss_scale())
 }
 
 /// Returns an error that names the tensor if a weight is not finite.

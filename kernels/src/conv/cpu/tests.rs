@@ -1,5 +1,6 @@
 //! All passes compared with their definition, and the algorithms with each other.
 
+use half::f16;
 use proptest::prelude::*;
 
 use super::*;
@@ -394,5 +395,23 @@ proptest! {
         prop_assert_eq!(&passes.chosen, &wide.chosen);
         prop_assert_eq!(&passes.dw, &wide.dw);
         prop_assert_eq!(&passes.db, &wide.db);
+    }
+
+    /// The same for f16. No engine multiplies it.
+    #[test]
+    fn f16_images_are_rounded_f32_results(shape in shapes(9, 20), epilogue in epilogues(), images in 1usize..4) {
+        let halves = |values: &[f32]| values.iter().copied().map(f16::from_f32).collect::<Vec<_>>();
+        let wide = |values: &[f16]| values.iter().map(|value| value.to_f32()).collect::<Vec<_>>();
+        let [x, w, b, dy] = inputs(&shape, &epilogue, images);
+        let (x, dy) = (halves(&x), halves(&dy));
+        let layer = (shape, epilogue, (ConvPolicy::Auto, None));
+        let passes = compute_from(layer, 2, (&x, &w, &b, &dy), None);
+        let (x, dy, y) = (wide(&x), wide(&dy), wide(&passes.y));
+        let exact = compute_from(layer, 2, (&x, &w, &b, &dy), Some(&y));
+        prop_assert_eq!(&passes.y, &halves(&exact.y));
+        prop_assert_eq!(&passes.dx, &halves(&exact.dx));
+        prop_assert_eq!(&passes.chosen, &exact.chosen);
+        prop_assert_eq!(&passes.dw, &exact.dw);
+        prop_assert_eq!(&passes.db, &exact.db);
     }
 }

@@ -114,6 +114,7 @@ impl CudnnPlan {
             Precision::F32 => (DataType::CUDNN_DATA_FLOAT, Math::CUDNN_FMA_MATH),
             Precision::Tf32 => (DataType::CUDNN_DATA_FLOAT, Math::CUDNN_DEFAULT_MATH),
             Precision::Bf16 => (DataType::CUDNN_DATA_BFLOAT16, Math::CUDNN_TENSOR_OP_MATH),
+            Precision::F16 => (DataType::CUDNN_DATA_HALF, Math::CUDNN_TENSOR_OP_MATH),
         };
         let nhwc = Format::CUDNN_TENSOR_NHWC;
         let float = DataType::CUDNN_DATA_FLOAT;
@@ -240,7 +241,7 @@ impl CudnnPlan {
     fn own_len(&self, form: Form, parts: usize) -> usize {
         match form {
             Form::Plain => 0,
-            Form::Fused if self.precision != Precision::Bf16 => 0,
+            Form::Fused if !self.precision.is_half() => 0,
             Form::Fused => self.shape.filters,
             Form::Narrow => parts * self.shape.weights_len(),
             Form::Transposed => self.shape.weights_len(),
@@ -348,7 +349,7 @@ impl LibraryLayer for CudnnPlan {
     fn candidates(&self, pass: Pass, deterministic: bool, limit: usize) -> (Vec<Candidate>, Vec<Note>) {
         let mut forms = vec![(Form::Plain, 1)];
         match (pass, self.precision) {
-            (Pass::BackwardWeights, Precision::Bf16) => {
+            (Pass::BackwardWeights, Precision::Bf16 | Precision::F16) => {
                 forms.push((Form::Narrow, 1));
                 forms.extend(self.parts.iter().map(|(parts, _)| (Form::Narrow, *parts)));
             }
@@ -419,7 +420,7 @@ impl LibraryLayer for CudnnPlan {
         let &Operands { pass, bias, workspace, .. } = operands;
         let operands = operands.views();
         match (algorithm.form, bias) {
-            (Form::Fused, Some(bias)) if self.precision == Precision::Bf16 => {
+            (Form::Fused, Some(bias)) if self.precision.is_half() => {
                 let (narrow, rest) = self.split(algorithm, workspace);
                 arena::cuda::narrow(stream, bias, narrow)?;
                 self.convolve_fused(stream, algorithm, operands, narrow, rest)

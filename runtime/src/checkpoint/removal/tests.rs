@@ -369,7 +369,7 @@ fn checkpoints_without_a_mark_are_removed_by_their_checksums() {
         let xxh3 = format!("{:016x}", xxhash_rust::xxh3::xxh3_64(&bytes));
         entries.insert(name.to_owned(), FileEntry { bytes: bytes.len() as u64, xxh3 });
     }
-    let manifest = Manifest::new(1, None, serde_json::Value::Null, entries).to_json();
+    let manifest = Manifest::new(1, None, serde_json::Value::Null, None, entries).to_json();
     fs::write(path.join(MANIFEST), manifest).unwrap();
     // A file of the same size with other content.
     let changed = path.join("exp_avg.safetensors");

@@ -1,7 +1,8 @@
 //! Configuration of a [`DeviceDataParallel`](super::DeviceDataParallel).
 
-use super::super::config::DataParallelConfig;
+use super::super::config::{DataParallelConfig, Placement};
 use super::UpdatePlan;
+use crate::comm::DType;
 use crate::{Error, Result};
 
 /// Default size of a bucket in bytes: large enough for the links between GPUs, small enough that several are in
@@ -20,12 +21,14 @@ pub struct DeviceConfig {
     pub steps_per_epoch: u64,
     /// Keep a copy of the parameters in bf16, for kernels that read it.
     pub bf16_copy: bool,
+    /// Keep a copy of the parameters in f16 instead.
+    pub f16_copy: bool,
 }
 
 impl DeviceConfig {
-    /// `parallel` with one step per epoch and without a copy in bf16.
+    /// `parallel` with one step per epoch and without a copy of the parameters.
     pub fn new(parallel: DataParallelConfig) -> Self {
-        DeviceConfig { parallel, steps_per_epoch: 1, bf16_copy: false }
+        DeviceConfig { parallel, steps_per_epoch: 1, bf16_copy: false, f16_copy: false }
     }
 
     /// Sets the number of [steps per epoch](Self::steps_per_epoch).
@@ -40,26 +43,47 @@ impl DeviceConfig {
         DeviceConfig { bf16_copy: copy, ..self }
     }
 
-    /// What kernels derive from the index of a step.
+    /// Keeps a copy of the parameters in `dtype`: [bf16](Self::bf16_copy) or [f16](Self::f16_copy); none if it is another
+    /// type, such as f32.
+    #[must_use]
+    pub fn with_copy_in(self, dtype: DType) -> Self {
+        DeviceConfig { bf16_copy: dtype == DType::Bf16, f16_copy: dtype == DType::F16, ..self }
+    }
+
+    /// The element type of the copy of the parameters, if there is one.
+    pub(super) fn copy(&self) -> Option<DType> {
+        if self.f16_copy { Some(DType::F16) } else { self.bf16_copy.then_some(DType::Bf16) }
+    }
+
+    /// What kernels derive from the index of a step, and from the gradients of the one before.
     pub(super) fn plan(&self) -> UpdatePlan {
-        UpdatePlan { steps_per_epoch: self.steps_per_epoch, schedule: self.parallel.optimizer.schedule }
+        let DataParallelConfig { optimizer, placement, loss_scaler, .. } = self.parallel;
+        // Where the host updates the parameters, it scales the loss.
+        let loss_scaler = loss_scaler.filter(|_| placement != Placement::Host);
+        UpdatePlan { steps_per_epoch: self.steps_per_epoch, schedule: optimizer.schedule, loss_scaler }
     }
 
     /// All settings that must be the same on all ranks, by name.
     pub(super) fn settings(&self) -> Vec<(&'static str, String)> {
-        let DeviceConfig { parallel, steps_per_epoch, bf16_copy } = self;
+        let DeviceConfig { parallel, steps_per_epoch, bf16_copy, f16_copy } = self;
         let mut settings = parallel.settings();
-        settings
-            .extend([("steps_per_epoch", steps_per_epoch.to_string()), ("bf16_copy", bf16_copy.to_string())]);
+        settings.extend([
+            ("steps_per_epoch", steps_per_epoch.to_string()),
+            ("bf16_copy", bf16_copy.to_string()),
+            ("f16_copy", f16_copy.to_string()),
+        ]);
         settings
     }
 
     /// Checks that the settings are compatible with each other and with `ranks` ranks.
     pub(super) fn check(&self, ranks: u32) -> Result<()> {
-        if self.steps_per_epoch == 0 {
-            let problem = "an epoch has at least one step".to_owned();
-            return Err(Error::InvalidArgument { operation: "data parallel", problem });
-        }
-        self.parallel.check(ranks)
+        let problem = if self.steps_per_epoch == 0 {
+            "an epoch has at least one step"
+        } else if self.bf16_copy && self.f16_copy {
+            "there is one copy of the parameters, in bf16 or in f16"
+        } else {
+            return self.parallel.check(ranks);
+        };
+        Err(Error::InvalidArgument { operation: "data parallel", problem: problem.to_owned() })
     }
 }

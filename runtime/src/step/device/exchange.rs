@@ -167,7 +167,7 @@ impl DeviceDataParallel {
         for bucket in &self.buckets {
             self.wait_for_exchange(bucket)?;
             let [own, rest] = bucket.chunks.clone();
-            // The bf16 copy of what other ranks update is made after it has arrived.
+            // The copy of what other ranks update is made after it has arrived.
             let copy = self.copy.as_ref().filter(|_| !is_sent(bucket));
             self.update_chunks(self.chunks.slice(own.start..rest.end), copy)?;
             if is_sent(bucket) {

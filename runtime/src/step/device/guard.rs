@@ -4,7 +4,7 @@
 //!   and the tensor in the [`StepState`]. The largest mark of all ranks is reduced together with the last bucket.
 //!   Then each rank checks every element of the reduced gradients that it updates, because finite gradients may have
 //!   an infinite sum. So all ranks know the result before any parameter changes: that update and all later ones are
-//!   skipped.
+//!   skipped. With a loss scale only that update is, and the next step begins with a smaller scale.
 //! - *Diverged weights*: every `verify_every` steps each rank hashes its weights on the GPU, and the hashes are
 //!   gathered.
 //!
@@ -18,10 +18,13 @@ use mgpu_kernels::optimizer::Factors;
 use mgpu_kernels::optimizer::chunk::chunks;
 use mgpu_kernels::optimizer::cuda as optimizer;
 
+use super::super::DataParallel;
 use super::super::config::DataParallelConfig;
+use super::super::state::loss_scale_of_rank_0;
 use super::device_bucket::{DeviceBucket, DeviceBuckets};
 use super::{CHUNK, DeviceDataParallel, STEP};
 use crate::comm::{DType, ReduceOp};
+use crate::optimizer::LossScale;
 use crate::{Error, Layout, Result};
 
 /// GPU memory of the checks.
@@ -236,7 +239,7 @@ impl DeviceDataParallel {
     /// read the status at the same points.
     ///
     /// # Errors
-    /// [`Error::NotFinite`] if a rank had non-finite gradients, [`Error::ReducedNotFinite`] if only the reduced
+    /// Without a loss scaler, [`Error::NotFinite`] if a rank had non-finite gradients, [`Error::ReducedNotFinite`] if only the reduced
     /// gradients are non-finite: parameters, optimizer and [`steps`](Self::steps) are as before that step, and
     /// another one may be made, but buffers are as the model has left them. [`Error::Diverged`] if weights differ
     /// between ranks. As [`wait`](Self::wait).
@@ -254,7 +257,11 @@ impl DeviceDataParallel {
 
     /// Returns the error that a state and hashes of this generation show, if any.
     fn check_status(&mut self, state: &StepState, hashes: &[i64]) -> Result<()> {
-        if state.non_finite != 0 {
+        let scaler = self.config.plan().loss_scaler;
+        if let Some(scaler) = scaler {
+            self.loss_scale = Some(state.next_loss_scale(&scaler));
+        }
+        if state.non_finite != 0 && !(scaler.is_some() && state.is_skipped()) {
             self.reset_to_step(state.step)?;
             let ((rank, tensor), step) =
                 (marked(state.non_finite, self.ranks(), &self.layout), state.step + 1);
@@ -284,10 +291,12 @@ impl DeviceDataParallel {
         self.check_status(&state, &hashes)
     }
 
-    /// Continues after `steps` steps, and discards the status until now.
+    /// Continues after `steps` steps with the current loss scale, and discards the status until now.
     pub(super) fn reset_to_step(&mut self, steps: u64) -> Result<()> {
         self.wait(STEP)?;
-        self.compute.upload(bytemuck::bytes_of(&StepState::after(steps)), self.state.view())?;
+        let state = StepState::after(steps);
+        let state = self.loss_scale().map_or(state, |scale| state.with_loss_scale(scale));
+        self.compute.upload(bytemuck::bytes_of(&state), self.state.view())?;
         self.compute.zero(self.guard.hashes.view())?;
         self.guard.generation += 1;
         (self.steps, self.open) = (steps, false);
@@ -306,7 +315,33 @@ impl DeviceDataParallel {
             return Ok(());
         }
         self.guard.generation += 1;
-        Ok(self.compute.upload(bytemuck::bytes_of(&StepState::after(self.steps)), self.state.view())?)
+        // If the step has not even begun, the scale has yet to follow the step before.
+        let scaler = self.config.plan().loss_scaler.filter(|_| state.step != self.steps);
+        let scale = scaler.map_or(state.loss_scale(), |scaler| state.next_loss_scale(&scaler));
+        let state = StepState::after(self.steps).with_loss_scale(scale);
+        Ok(self.compute.upload(bytemuck::bytes_of(&state), self.state.view())?)
+    }
+
+    /// The scale of the next step's loss, and what it depends on, after the steps whose status was read last
+    /// ([`read_status`](Self::read_status), [`check`](Self::check)); `None` without a
+    /// [loss scaler](crate::DataParallelConfig::loss_scaler). Kernels read the scale of the current step from the
+    /// [`state`](Self::state).
+    pub fn loss_scale(&self) -> Option<LossScale> {
+        self.host.model().map_or(self.loss_scale, DataParallel::loss_scale)
+    }
+
+    /// As [`DataParallel::restore_loss_scale`]. Collective.
+    ///
+    /// # Errors
+    /// As [`DataParallel::restore_loss_scale`], and as [`wait`](Self::wait).
+    pub fn restore_loss_scale(&mut self, saved: Option<LossScale>) -> Result<()> {
+        if let Some(host) = self.host.model_mut() {
+            host.restore_loss_scale(saved)?;
+        } else if self.loss_scale.is_some() {
+            let saved = loss_scale_of_rank_0(self.host.comm(), saved, self.steps)?;
+            self.loss_scale = saved.or(self.loss_scale);
+        }
+        self.reset_to_step(self.steps)
     }
 
     /// The Euclidean norm of the last step's reduced gradients before clipping; `None` without clipping, or before

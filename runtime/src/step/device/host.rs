@@ -10,7 +10,7 @@
 
 use std::sync::Arc;
 
-use mgpu_kernels::cuda::Device;
+use mgpu_kernels::cuda::{Device, StepState};
 
 use super::super::config::DataParallelConfig;
 use super::super::{DataParallel, NamedArena};
@@ -18,6 +18,7 @@ use super::DeviceDataParallel;
 use super::device_bucket::DeviceBucket;
 use super::graph::{Readback, Upload};
 use crate::comm::Communicator;
+use crate::optimizer::LossScale;
 use crate::{Error, Layout, Result};
 
 /// What a model on a GPU has on the host.
@@ -69,6 +70,7 @@ pub(super) struct HostModel {
     /// The gradients of each bucket of the device.
     gradients: Vec<Readback>,
     parameters: Upload,
+    loss_scale: Upload,
 }
 
 impl HostModel {
@@ -92,6 +94,7 @@ impl HostModel {
         Ok(HostModel {
             gradients: buckets.iter().map(readback).collect::<Result<_>>()?,
             parameters: Upload::new(device, size_of::<f32>() * layout.len())?,
+            loss_scale: Upload::new(device, StepState::LOSS_SCALE.len())?,
             model: DataParallel::with_config(comm, layout.clone(), parameters, config)?,
             has_data: true,
         })
@@ -134,14 +137,17 @@ impl DeviceDataParallel {
         self.upload_from_host()
     }
 
-    /// Enqueues a copy of the host's parameters to the GPU.
+    /// Enqueues a copy of the host's parameters to the GPU, and of the next step's loss scale.
     pub(super) fn upload_from_host(&mut self) -> Result<()> {
-        let Self { host: HostSide::Model(host), comm, compute, parameters, layout, .. } = self else {
+        let Self { host: HostSide::Model(host), comm, compute, parameters, layout, state, .. } = self else {
             return Ok(());
         };
-        let HostModel { model, parameters: upload, .. } = &mut **host;
+        let HostModel { model, parameters: upload, loss_scale, .. } = &mut **host;
         upload.enqueue(comm, compute, model.parameters(), parameters.slice(0..layout.len()))?;
-        self.refresh_bf16_copy()
+        if let Some(LossScale { scale, .. }) = model.loss_scale() {
+            loss_scale.enqueue(comm, compute, &[scale], state.slice(StepState::LOSS_SCALE))?;
+        }
+        self.refresh_copy()
     }
 }
 

@@ -43,16 +43,17 @@ use sums::{Buffers, DeviceAccumulator};
 pub use trace::{DeviceClock, DeviceSpan, StepTrace, TracePoint};
 
 use super::accumulate::Counter;
-use super::config::{Compression, Placement, check_micro_batches, check_sums};
+use super::config::{Compression, DataParallelConfig, Placement, check_micro_batches, check_sums};
 use super::describe_buffers;
 use super::readiness::Readiness;
 use crate::bucket;
 use crate::comm::nccl::RegisteredMemory;
 use crate::comm::{BufferAccess, Communicator, DType, DeviceCommunicator, ReduceOp};
+use crate::optimizer::LossScale;
 use crate::replicate::{replicate, verify_same, verify_settings};
 use crate::{Error, Layout, Result, TensorSpec};
 
-/// Required alignment of every tensor's offset in elements: 256 bytes of f32, 128 of bf16.
+/// Required alignment of every tensor's offset in elements: 256 bytes of f32, 128 of bf16 and f16.
 pub const ALIGNMENT: usize = 64;
 
 /// Largest number of elements in all tensors together that kernels can index.
@@ -82,6 +83,12 @@ fn check_layout(layout: &Layout) -> Result<()> {
         Some(problem) => Err(Error::InvalidArgument { operation: "data parallel", problem }),
         None => Ok(()),
     }
+}
+
+/// The state before the first step.
+fn first_state(config: &DataParallelConfig) -> StepState {
+    let state = StepState::after(0);
+    config.loss_scaler.map_or(state, |scaler| state.with_loss_scale(scaler.initial()))
 }
 
 /// Data-parallel training on GPUs: every rank computes with all parameters on its GPU. The
@@ -159,6 +166,8 @@ pub struct DeviceDataParallel {
     steps: u64,
     /// Steps are being captured, not executed.
     capturing: bool,
+    /// The loss scale after the steps whose status was read, if the gradients are scaled on the GPU.
+    loss_scale: Option<LossScale>,
     /// Identifies this model, for its captured graphs.
     identity: Arc<()>,
     /// The trace that is being recorded.
@@ -235,7 +244,7 @@ impl DeviceDataParallel {
             sums: DeviceAccumulator::new(&device, len, &counter)?,
             buffers: Buffers::new(&compute, &[], &counter, invariant)?,
             guard: Guard::new(&compute, &buckets, &layout, &parallel, comm.size())?,
-            state: StepState::after(0).upload(&compute)?,
+            state: first_state(&parallel).upload(&compute)?,
             chunks: Memory::from_slice(&compute, bytemuck::cast_slice::<_, u8>(&buckets.chunks))?,
             gradients: registered(!is_compressed, DType::F32)?,
             compressed: is_compressed.then(|| registered(true, DType::Bf16)).transpose()?,
@@ -244,7 +253,7 @@ impl DeviceDataParallel {
             second: arena(rule.states() > 1, DType::F32, buckets.states)?,
             average: arena(parallel.optimizer.average.is_some(), DType::F32, buckets.states)?,
             saved_parameters: None,
-            copy: arena(config.bf16_copy, DType::Bf16, len)?,
+            copy: config.copy().map(|dtype| Memory::zeroed(&device, dtype, len)).transpose()?,
             parameters: registered(is_divided, DType::F32)?,
             buckets: buckets.all,
             readiness,
@@ -258,6 +267,7 @@ impl DeviceDataParallel {
             exchange,
             steps: 0,
             capturing: false,
+            loss_scale: config.plan().loss_scaler.map(|scaler| scaler.initial()),
             identity: Arc::default(),
             trace: RefCell::default(),
         };
@@ -265,7 +275,7 @@ impl DeviceDataParallel {
         if let Some(average) = &model.average {
             copy_own(&model.compute, &model.buckets, &model.parameters, average)?;
         }
-        model.refresh_bf16_copy()?;
+        model.refresh_copy()?;
         Ok(model)
     }
 
@@ -281,8 +291,8 @@ impl DeviceDataParallel {
         Ok(self)
     }
 
-    /// Updates the bf16 copy of the parameters.
-    fn refresh_bf16_copy(&self) -> Result<()> {
+    /// Updates the copy of the parameters in a narrower type.
+    fn refresh_copy(&self) -> Result<()> {
         if let Some(copy) = &self.copy {
             arena::narrow(&self.compute, self.parameters.view(), copy.view())?;
         }
@@ -317,14 +327,14 @@ impl DeviceDataParallel {
         self.parameters.slice(self.layout.range(tensor))
     }
 
-    /// The parameters of `tensor` as `dtype`: the parameters themselves for f32, their copy for bf16.
+    /// The parameters of `tensor` as `dtype`: the parameters themselves for f32, their copy for bf16 or f16.
     ///
     /// # Panics
     /// If there is no such tensor, or no copy.
     pub fn parameter_as(&self, tensor: usize, dtype: DType) -> View<'_> {
         match (dtype, &self.copy) {
             (DType::F32, _) => self.parameter(tensor),
-            (DType::Bf16, Some(copy)) => copy.slice(self.layout.range(tensor)),
+            (_, Some(copy)) if copy.view().dtype() == dtype => copy.slice(self.layout.range(tensor)),
             _ => panic!("there is no copy of the parameters in {dtype}"),
         }
     }

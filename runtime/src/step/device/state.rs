@@ -98,7 +98,7 @@ impl DeviceDataParallel {
                 self.gather(average, &self.parameters, Receivers::All)?;
             }
         }
-        self.refresh_bf16_copy()
+        self.refresh_copy()
     }
 
     /// Gathers an arena of which this rank holds its own elements. Collective if the optimizer is sharded, or if all
@@ -239,6 +239,7 @@ impl DeviceDataParallel {
             return self.reset_to_step(steps);
         }
         verify_same(self.host.comm(), "steps to resume from", steps as i64)?;
+        self.loss_scale = self.config.plan().loss_scaler.map(|scaler| scaler.initial());
         let states: Vec<&'static str> = self.states().into_iter().map(|(name, _)| name).collect();
         let mut whole = |model: &mut Self, name: &str| -> Result<Vec<f32>> {
             let mut values = read(name, &model.layout)?;
@@ -256,7 +257,7 @@ impl DeviceDataParallel {
             self.wait(STEP)?;
         }
         self.saved_parameters = None;
-        self.refresh_bf16_copy()?;
+        self.refresh_copy()?;
         self.reset_to_step(steps)
     }
 

@@ -86,9 +86,8 @@ fn train_part(
     };
     let rule = Rule::Sgd(Sgd { lr: 0.05, ..Sgd::default() });
     let parallel = DataParallelConfig::new(OptimizerConfig::new(rule), 1).with_micro_batches(micro_batches);
-    let config = DeviceConfig::new(parallel)
-        .with_steps_per_epoch(STEPS as u64)
-        .with_bf16_copy(precision == Precision::Bf16);
+    let config =
+        DeviceConfig::new(parallel).with_steps_per_epoch(STEPS as u64).with_copy_in(precision.storage());
     let parameters = net.to_device(&net.initial_parameters(1));
     let model =
         DeviceDataParallel::new(Arc::new(column), host_column, net.layout().clone(), parameters, config)?;

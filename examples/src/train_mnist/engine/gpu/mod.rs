@@ -20,7 +20,7 @@ use std::sync::Arc;
 use launches::{LaunchMark, TotalScore};
 use mgpu::checkpoint::{Checkpoint, Snapshot};
 use mgpu::device::{DeviceConfig, DeviceDataParallel, StepGraph};
-use mgpu::optimizer::OptimizerConfig;
+use mgpu::optimizer::{LossScale, OptimizerConfig};
 use mgpu::replicate::{checksum, replicate, verify_equal};
 use mgpu::timeline::Timeline;
 use mgpu::{BufferAccess, Communicator, DeviceCommunicator, Layout, ReduceOp, Sampler};
@@ -32,7 +32,10 @@ use traces::Traces;
 
 use super::super::args::{Args, DataOn};
 use super::super::profile::StepProfile;
-use super::{Engine, Evaluated, PIECE, StepObserver, StopCheck, Stretch, TrainingConfig, check_finite, read};
+use super::{
+    Engine, Evaluated, PIECE, StepObserver, StopCheck, Stretch, TrainingConfig, check_finite, read,
+    saved_loss_scale,
+};
 use crate::data::{Dataset, IMAGE_LEN, Samples};
 use crate::nets::{DeviceData, DeviceNet, LossReport};
 use crate::print::errln;
@@ -123,9 +126,9 @@ impl Gpu {
         let parameters = net.to_device(&net.initial_parameters(training_config.seed));
         let optimizer = training_config.optimizer(&spec);
         let parallel = args.parallel.config(optimizer, threads, (device.size(), division.micro_batches()));
-        let config = DeviceConfig::new(parallel)
-            .with_steps_per_epoch(ring)
-            .with_bf16_copy(options.precision == Precision::Bf16);
+        let parallel = parallel.with_loss_scaler(args.loss_scaler());
+        let config =
+            DeviceConfig::new(parallel).with_steps_per_epoch(ring).with_copy_in(options.precision.storage());
         let total = TotalScore::new(Arc::clone(&device))?;
         let model = DeviceDataParallel::new(device, host, net.layout().clone(), parameters, config)?;
         let model = model.with_buffers(&net.initial_buffers())?;
@@ -259,6 +262,10 @@ impl Engine for Gpu {
         Ok(self.optimizer.l2_penalty(self.model.layout(), &parameters))
     }
 
+    fn loss_scale(&self) -> Option<LossScale> {
+        self.model.loss_scale()
+    }
+
     fn evaluate(
         &mut self,
         data: &Samples,
@@ -302,7 +309,7 @@ impl Engine for Gpu {
         if self.model.rank() > 0 {
             return Ok(None);
         }
-        let mut snapshot = Snapshot::new(self.model.steps());
+        let mut snapshot = Snapshot::new(self.model.steps()).with_loss_scale(self.model.loss_scale());
         for (name, values) in arenas {
             let to_host = self.net.host_order();
             let values = values.into_owned();
@@ -317,6 +324,7 @@ impl Engine for Gpu {
         let Gpu { model, net, .. } = self;
         let layout = net.host_layout();
         model.restore(step, |name, _| Ok(net.to_device(&read(checkpoint, name, layout)?)))?;
+        model.restore_loss_scale(saved_loss_scale(checkpoint))?;
         self.reported = step;
         let layout = net.buffers_layout();
         let mut buffers = read(checkpoint, "buffers", layout)?;

@@ -1,0 +1,54 @@
+// Entry points of convolutions of f16 with sums in f32. Included after conv.cuh. Unlike those of bfloat16, tensor cores of
+// f16 are older than sm_80.
+
+#ifdef MGPU_SHIM
+#include "tiles.cuh"
+#include "extents.cuh"
+#include "results.cuh"
+#include "conv.cuh"
+#endif
+
+#ifdef F16_TENSOR_CORES
+#define F16_TENSOR TensorProduct
+#else
+#define F16_TENSOR PlainProduct
+#endif
+
+KERNEL_BOUNDS(conv_forward_f16_large, LARGE) FORWARD(f16) {
+    forward<f16, F16_TENSOR, Large, true>(x, w, bias, y, shape, after);
+}
+KERNEL_BOUNDS(conv_forward_f16_small, SMALL) FORWARD(f16) {
+    forward<f16, F16_TENSOR, Small, true>(x, w, bias, y, shape, after);
+}
+KERNEL_BOUNDS(conv_forward_f16_narrow, SMALL) FORWARD(f16) {
+    forward<f16, F16_TENSOR, Small, true, true>(x, w, bias, y, shape, after);
+}
+KERNEL_BOUNDS(conv_forward_f16_scalar, SMALL) FORWARD(f16) {
+    forward<f16, F16_TENSOR, Small, false>(x, w, bias, y, shape, after);
+}
+
+KERNEL_BOUNDS(conv_backward_input_f16_large, LARGE) BACKWARD_INPUT(f16) {
+    backward_input<f16, F16_TENSOR, Large, true>(w, dy, dx, shape, before);
+}
+KERNEL_BOUNDS(conv_backward_input_f16_small, SMALL) BACKWARD_INPUT(f16) {
+    backward_input<f16, F16_TENSOR, Small, true>(w, dy, dx, shape, before);
+}
+KERNEL_BOUNDS(conv_backward_input_f16_narrow, SMALL) BACKWARD_INPUT(f16) {
+    backward_input<f16, F16_TENSOR, Small, true, true>(w, dy, dx, shape, before);
+}
+KERNEL_BOUNDS(conv_backward_input_f16_scalar, SMALL) BACKWARD_INPUT(f16) {
+    backward_input<f16, F16_TENSOR, Small, false>(w, dy, dx, shape, before);
+}
+
+KERNEL_BOUNDS(conv_backward_weights_f16_large, LARGE) BACKWARD_WEIGHTS(f16) {
+    backward_weights<f16, F16_TENSOR, Large, true>(x, dy, shape, sums);
+}
+KERNEL_BOUNDS(conv_backward_weights_f16_small, SMALL) BACKWARD_WEIGHTS(f16) {
+    backward_weights<f16, F16_TENSOR, Small, true>(x, dy, shape, sums);
+}
+KERNEL_BOUNDS(conv_backward_weights_f16_narrow, SMALL) BACKWARD_WEIGHTS(f16) {
+    backward_weights<f16, F16_TENSOR, Small, true, true>(x, dy, shape, sums);
+}
+KERNEL_BOUNDS(conv_backward_weights_f16_scalar, SMALL) BACKWARD_WEIGHTS(f16) {
+    backward_weights<f16, F16_TENSOR, Small, false>(x, dy, shape, sums);
+}
