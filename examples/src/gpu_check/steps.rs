@@ -301,6 +301,8 @@ fn hash_launches(stream: &Stream, parameters: usize) -> mgpu::Result<Vec<(String
     let (weights, hash) = (Memory::zeroed(gpu, DType::F32, parameters)?, Memory::zeroed(gpu, DType::I64, 1)?);
     gpu.record_launches();
     digest::hash(stream, weights.view(), hash.view())?;
+    // Before the memory is freed.
+    stream.synchronize()?;
     Ok(gpu.recorded_launches().into_iter().map(|launch| (launch.kernel, launch.bytes)).collect())
 }
 

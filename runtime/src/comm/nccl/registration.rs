@@ -364,10 +364,11 @@ impl Link {
         Ok(number.map(entry).map_err(BufferAccess::Failed))
     }
 
-    /// Whether this rank can open windows. They are only of use between GPUs of one host.
+    /// Whether this rank can open windows. They are only of use between several GPUs of one host.
     fn may_have_windows(&self) -> bool {
         let failed = self.registration.no_windows.load(Ordering::Relaxed);
-        !failed && !self.has_remote_members() && self.owner.library().has_windows()
+        let is_of_use = self.members.size() > 1 && !self.has_remote_members();
+        is_of_use && !failed && self.owner.library().has_windows()
     }
 
     /// Replaces the communicator, which a window has made unusable on all ranks, by a new one without windows. Returns an
