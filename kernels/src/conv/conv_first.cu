@@ -390,7 +390,7 @@ KERNEL_BOUNDS(conv_first_backward_f32_k5_x1, 256) FIRST_BACKWARD(f32) {
 KERNEL_BOUNDS(conv_first_backward_pooled_f32_k5_x1, 256) FIRST_BACKWARD(f32) {
     first_backward<f32, 5, 1, 2, WARP>(x, y, dy, chosen, sums, shape);
 }
-KERNEL_BOUNDS(conv_first_backward_f32_k5_x2, 256) FIRST_BACKWARD(f32) {
+KERNEL_BLOCKS(conv_first_backward_f32_k5_x2, 256, 1) FIRST_BACKWARD(f32) {
     first_backward<f32, 5, 2, 1, WARP>(x, y, dy, chosen, sums, shape);
 }
 KERNEL_BOUNDS(conv_first_backward_pooled_f32_k5_x2, 256) FIRST_BACKWARD(f32) {
