@@ -302,12 +302,14 @@ __device__ inline void backward_weights(const T* x, const T* dy, const Convoluti
 #define TENSOR PlainProduct
 #endif
 
-// Threads per block and, if the compiler would otherwise use too many registers, the minimum number of blocks per
-// multiprocessor.
+// Threads per block and, if the compiler would otherwise use too many registers or too few, the minimum number of blocks
+// per multiprocessor.
 #ifdef MGPU_SHIM
 #define LARGE 256
+#define NARROW 128
 #else
 #define LARGE 256, 2
+#define NARROW 128, 2
 #endif
 #define SMALL 128
 

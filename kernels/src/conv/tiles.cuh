@@ -457,9 +457,10 @@ struct TensorProduct {
         return threadIdx.x / WARP / (TILE::SIDE / TILE::WARP_ROWS) * TILE::WARP_COLUMNS;
     }
 
+    // Without asynchronous copies operands take registers, and there are too few of them for both iterations at once.
     template <class LEFT, class RIGHT>
     __device__ void add(const u32* left, const u32* right) {
-#pragma unroll
+#pragma unroll(ASYNC_COPIES ? 2 : 1)
         for (u32 word = 0; word < TILE_WORDS; word += 8) {
             u32 b[ACROSS / 2][4];
 #pragma unroll
