@@ -99,6 +99,8 @@ def part_b(s):
     yield Item("layers", f"layers at {layer_batches[0]} images", 50, lambda s: layers(s, layer_batches[0]), required=True)
     yield Item("throughput", f"{nets[0]} {large} bf16 narrow", 7, lambda s: throughput(s, nets[0], large, "bf16", "narrow"))
     yield once_more(nets[0], large)
+    if not s.fake:
+        yield Item("throughput", f"{nets[0]} {large} fp16 auto", 7, lambda s: throughput(s, nets[0], large, "fp16", "auto"))
     for net in nets[:5]:
         yield Item("profile", f"profile of {net}", 3, lambda s, net=net: profile(s, net))
     yield from ours(large, "builtin")
