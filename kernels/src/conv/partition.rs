@@ -298,8 +298,8 @@ mod tests {
         assert_eq!(units(6, 16, Precision::Tf32), Units::Elements, "six channels are 24 bytes");
         assert_eq!(units(4, 16, Precision::Tf32), Units::Whole);
         assert_eq!(units(8, 16, Precision::Bf16), Units::Whole);
-        let lenet5 = conv(6, 14, 16, 5);
-        let (tile, slices) = partition_weights(&lenet5, 1024, Precision::Bf16, Units::Narrow);
+        let shape = conv(6, 14, 16, 5);
+        let (tile, slices) = partition_weights(&shape, 1024, Precision::Bf16, Units::Narrow);
         assert_eq!(
             (tile, slices.count),
             (Tile::Narrow, 132),
