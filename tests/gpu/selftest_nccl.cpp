@@ -2,6 +2,7 @@
 #include "fake_nccl.h"
 #include "selftest.h"
 
+#include <atomic>
 #include <csignal>
 #include <sys/wait.h>
 #include <thread>
@@ -281,7 +282,7 @@ void registration(int rank, int world, const ncclUniqueId& id) {
     OK(ncclMemFree(memory));
 }
 
-// Each case but the last ends the process.
+// Each case ends the process.
 void misuse(int rank, int world, const ncclUniqueId& id) {
     ncclComm_t comm = begin(world, id, rank);
     OK(settled(comm));
@@ -305,9 +306,13 @@ void misuse(int rank, int world, const ncclUniqueId& id) {
         OK(cuStreamSynchronize(stream));
     } else if (what == "unfinished") {
         CUstream stream = new_stream();
+        static std::atomic<bool> freed = false;
+        OK(cuLaunchHostFunc(stream, [](void* freed) { ((std::atomic<bool>*)freed)->wait(false); }, &freed));
         EXPECT(ncclInProgress, ncclAllReduce(memory, memory, 100, ncclFloat32, ncclSum, comm, stream));
         OK(settled(comm));
         OK(ncclMemFree(memory));
+        freed = true;
+        freed.notify_all();
         OK(cuStreamSynchronize(stream));
     }
     OK(ncclCommAbort(comm));
