@@ -96,8 +96,10 @@ impl LossScaler {
             let scale = times(self.backoff).max(Self::LEAST);
             return LossScale { scale, good_steps: 0, skipped: skipped + 1 };
         }
-        if good_steps + 1 < self.growth_interval {
-            return LossScale { good_steps: good_steps + 1, ..before };
+        // A number from a file may be the largest one.
+        let good_steps = good_steps.saturating_add(1);
+        if good_steps < self.growth_interval {
+            return LossScale { good_steps, ..before };
         }
         let grown = times(self.growth);
         LossScale { scale: if grown.is_finite() { grown } else { scale }, good_steps: 0, skipped }

@@ -24,7 +24,8 @@ fn run(command: &mut Command) -> Finished {
 fn lines<'a>(finished: &'a Finished, kind: &str) -> Vec<&'a str> {
     let ours = |line: &&str| line.contains(kind) && !line.contains("of 1x");
     let lines: Vec<_> = finished.stdout.lines().filter(ours).collect();
-    assert_eq!(lines.len(), 9, "lines about `{kind}` in {finished:#?}");
+    // Three slopes in four precisions.
+    assert_eq!(lines.len(), 12, "lines about `{kind}` in {finished:#?}");
     lines
 }
 

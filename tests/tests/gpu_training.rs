@@ -426,7 +426,7 @@ fn gpu_only_precisions_are_refused_on_a_cpu() {
 #[test]
 fn fp16_skips_steps_within_graphs_and_resumes() {
     let folder = tempfile::tempdir().unwrap();
-    let common = ["--precision", "fp16", "--loss-scale", "1e12", "--schedule", "constant"];
+    let common = ["--precision", "fp16", "--loss-scale", "1e12", "--schedule", "constant", "--skip-test"];
     for (ranks, more) in [
         (1, &[][..]),
         (2, &[]),
@@ -435,20 +435,20 @@ fn fp16_skips_steps_within_graphs_and_resumes() {
         (2, &["--placement", "host"]),
     ] {
         let run_with = |of_run: &[&str]| train(ranks, &[&common[..], more, of_run].concat());
-        let graphs = run_with(&["--steps", "37"]);
+        let graphs = run_with(&["--steps", "27"]);
         let json = graphs.json();
         let skipped = json["skipped_steps"].as_u64().unwrap();
-        assert!((5..37).contains(&skipped), "{ranks} ranks, {more:?}: {json:#}");
+        assert!((5..27).contains(&skipped), "{ranks} ranks, {more:?}: {json:#}");
         assert_eq!(json["loss_scale"].as_f64(), Some(f64::from(1e12f32) / 2f64.powi(skipped as i32)));
-        let single = run_with(&["--steps", "37", "--no-graph"]);
+        let single = run_with(&["--steps", "27", "--no-graph"]);
         assert_eq!(single.weights(), graphs.weights(), "{ranks} ranks, {more:?}");
         assert_eq!(single.json()["skipped_steps"], skipped);
         let kept = folder.path().join(format!("{ranks}{}", more.join("")));
         let kept = ["--resume", "--checkpoint-dir", kept.to_str().unwrap()];
-        for steps in ["4", "20", "37"] {
+        for steps in ["4", "27"] {
             let resumed = run_with(&[&["--steps", steps][..], &kept].concat());
             resumed.expect(0, &[]);
-            if steps == "37" {
+            if steps == "27" {
                 assert_eq!(resumed.weights(), graphs.weights(), "{ranks} ranks, {more:?}");
                 assert_eq!(resumed.json()["skipped_steps"], skipped);
             }
@@ -462,15 +462,15 @@ fn fp16_learns_generated_digits_as_bf16_does() {
     let accuracy = |precision: &str| {
         let metrics = folder.path().join(precision);
         let mut program = on_gpus(1, TRAIN);
-        program.args(SMALL).args(["--skip-test", "--steps", "300", "--precision", precision, "--metrics"]);
+        program.args(SMALL).args(["--skip-test", "--steps", "120", "--precision", precision, "--metrics"]);
         assert_eq!(run(program.arg(&metrics)).code, Some(0));
         let line: serde_json::Value =
             serde_json::from_str(&std::fs::read_to_string(&metrics).unwrap()).unwrap();
         line["train_acc"].as_f64().unwrap()
     };
     let [fp16, bf16, f32] = ["fp16", "bf16", "f32"].map(accuracy);
-    // Of 2,400 images, from the first step on.
-    assert!(fp16 > 0.5 && (fp16 - bf16).abs() < 0.02, "{fp16} in fp16, {bf16} in bf16, {f32} in f32");
+    // Of 960 images, from the first step on.
+    assert!(fp16 > 0.3 && (fp16 - bf16).abs() < 0.02, "{fp16} in fp16, {bf16} in bf16, {f32} in f32");
     assert!((fp16 - f32).abs() < 0.01, "{fp16} in fp16, {f32} in f32");
 }
 

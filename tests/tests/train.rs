@@ -93,7 +93,7 @@ fn training_on_bf16_images_is_equal_on_all_ranks() {
 fn training_in_fp16_skips_steps_that_overflow_and_learns() {
     let folder = tempfile::tempdir().unwrap();
     let metrics = folder.path().join("metrics.jsonl");
-    let mut skipped_steps = |scale: &str, steps: &str| {
+    let skipped_steps = |scale: &str, steps: &str| {
         let mut program = TRAIN.launched(2);
         program.arg("--metrics").arg(&metrics);
         let finished = train(program, &["--precision", "fp16", "--loss-scale", scale, "--steps", steps]);

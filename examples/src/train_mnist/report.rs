@@ -49,13 +49,14 @@ pub(super) struct EpochReport {
 /// The loss scale after some steps, and how many of all steps so far were skipped because gradients had overflowed.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub(super) struct LossScaleReport {
-    loss_scale: f32,
+    /// As f64, whose text is exact.
+    loss_scale: f64,
     skipped_steps: u64,
 }
 
 impl From<LossScale> for LossScaleReport {
     fn from(LossScale { scale, skipped, .. }: LossScale) -> Self {
-        LossScaleReport { loss_scale: scale, skipped_steps: skipped }
+        LossScaleReport { loss_scale: scale.into(), skipped_steps: skipped }
     }
 }
 

@@ -231,13 +231,16 @@ pub(crate) fn describe(
     passes: &[Option<Selection>; 3],
     notes: &[Note],
 ) -> String {
+    // An algorithm that rounds its result is named after bf16, whatever the layer rounds to.
+    let named =
+        |text: String| if precision == Precision::F16 { text.replace(" bf16", " fp16") } else { text };
     let of_pass = |(pass, selection): (Pass, &Option<Selection>)| {
-        Some(format!("{} {}", pass.name(), selection.as_ref()?))
+        Some(named(format!("{} {}", pass.name(), selection.as_ref()?)))
     };
     let passes = Pass::ALL.into_iter().zip(passes).filter_map(of_pass);
     let mut line = format!("{layer}, {precision}: {}", passes.collect::<Vec<_>>().join(", "));
     if !notes.is_empty() {
-        let notes: Vec<_> = notes.iter().map(Note::to_string).collect();
+        let notes: Vec<_> = notes.iter().map(|note| named(note.to_string())).collect();
         line.push_str(&format!(" ({})", notes.join("; ").replace('\n', " ")));
     }
     line

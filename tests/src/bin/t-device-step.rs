@@ -535,7 +535,7 @@ fn settings_that_differ(world: &mut World, config: DeviceConfig) -> Result<()> {
     let (last, ranks) = (world.rank() + 1 == world.size(), world.size());
     let mut other = config;
     type Change = fn(&mut DeviceConfig);
-    let changes: [(Change, &str); 4] = [
+    let changes: [(Change, &str); 5] = [
         (|config| config.parallel.reducer.bucket = Some(50_000), "bucket 50000 where rank 0 has 40000"),
         (|config| config.parallel.reducer.micro_batches = 3, "micro_batches 3 where rank 0 has 2"),
         (|config| config.steps_per_epoch = 7, "steps_per_epoch 7 where rank 0 has 3"),

@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use half::bf16;
+use half::{bf16, f16};
 use mgpu_kernels::Precision;
 use mgpu_kernels::Scratch;
 use mgpu_kernels::conv::cpu::{self, Backward, ConvPolicy, Epilogue};
@@ -101,7 +101,11 @@ fn random(len: usize, seed: u64, precision: Precision) -> Vec<f32> {
     let next = || {
         state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         let value = ((state >> 40) as f32 / (1u64 << 23) as f32) - 1.0;
-        if precision == Precision::Bf16 { bf16::from_f32(value).to_f32() } else { value }
+        match precision {
+            Precision::Bf16 => bf16::from_f32(value).to_f32(),
+            Precision::F16 => f16::from_f32(value).to_f32(),
+            _ => value,
+        }
     };
     std::iter::repeat_with(next).take(len).collect()
 }
@@ -122,6 +126,10 @@ fn upload(stream: &Stream, values: &[f32], dtype: DType, skip: usize) -> Result<
             let padded: Vec<bf16> = padded.iter().map(|value| bf16::from_f32(*value)).collect();
             Memory::from_slice(stream, &padded)
         }
+        DType::F16 => {
+            let padded: Vec<f16> = padded.iter().map(|value| f16::from_f32(*value)).collect();
+            Memory::from_slice(stream, &padded)
+        }
         _ => Memory::from_slice(stream, &padded),
     }
 }
@@ -129,6 +137,7 @@ fn upload(stream: &Stream, values: &[f32], dtype: DType, skip: usize) -> Result<
 fn download(stream: &Stream, view: View<'_>) -> Result<Vec<f32>> {
     match view.dtype() {
         DType::Bf16 => Ok(view.to_vec::<bf16>(stream)?.iter().map(|value| value.to_f32()).collect()),
+        DType::F16 => Ok(view.to_vec::<f16>(stream)?.iter().map(|value| value.to_f32()).collect()),
         _ => view.to_vec(stream),
     }
 }
@@ -137,7 +146,7 @@ fn download(stream: &Stream, view: View<'_>) -> Result<Vec<f32>> {
 fn assert_close(what: &str, found: &[f32], expected: &[f32], precision: Precision) {
     let tolerance = match precision {
         Precision::F32 => 1e-5,
-        Precision::Tf32 => 3e-3,
+        Precision::Tf32 | Precision::F16 => 3e-3,
         Precision::Bf16 => 1e-2,
     };
     let largest = expected.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));

@@ -125,7 +125,8 @@ fn skips_and_resumes(world: &mut World, plain: DeviceConfig) -> Result<()> {
         assert_eq!(found.loss_scale(), Some(scale), "{what}, step {index}");
         assert!(found.parameters()? == expected.parameters()?, "{what}, step {index}: other weights");
         assert_eq!(found.steps(), index as u64 + 1);
-        if overflow.is_none() {
+        // After a model's first step its buckets follow the order of gradients, and with them the shards.
+        if overflow.is_none() && made > 1 {
             assert!(found.gradients()? == expected.gradients()?, "{what}, step {index}: other gradients");
             assert_eq!(found.gradient_norm()?, expected.gradient_norm()?, "{what}, step {index}");
         }
