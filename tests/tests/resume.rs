@@ -92,8 +92,10 @@ fn a_run_killed_within_an_epoch_resumes_at_the_next_step() {
     // With this scale, gradients overflow in the first steps.
     for (precision, scale) in [("f32", &[][..]), ("bf16", &[]), ("fp16", &["--loss-scale", "1e7"])] {
         let tiny = Tiny::new();
-        mnist::write_digits(&tiny.folder.path().join("data"), 64);
-        let all = [&["--net", "keras", "--precision", precision, "--skip-test"][..], scale].concat();
+        let digits = tiny.folder.path().join("digits");
+        mnist::write_digits(&digits, 64);
+        let data = ["--data", digits.to_str().unwrap()];
+        let all = [&["--net", "keras", "--precision", precision, "--skip-test"][..], &data, scale].concat();
         let whole = tiny.run(TRAIN.launched(2), &all);
         let every = [&all[..], &["--checkpoint-every", "3"]].concat();
         let killed =
