@@ -17,7 +17,7 @@
 ///
 /// ```
 /// use mgpu_kernels::loss_scale::LossScaler;
-/// let scaler = LossScaler { growth_interval: 2, ..LossScaler::default() };
+/// let scaler = LossScaler::default().with_growth_interval(2);
 /// let mut state = scaler.initial();
 /// assert_eq!(state.scale, 65536.0);
 /// for (overflow, scale) in [(true, 32768.0), (false, 32768.0), (false, 65536.0)] {
