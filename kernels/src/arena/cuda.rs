@@ -81,7 +81,7 @@ pub fn widen(stream: &Stream, from: View<'_>, to: View<'_>) -> Result<()> {
 }
 
 fn cast(stream: &Stream, name: &str, from: View<'_>, to: View<'_>) -> Result<()> {
-    // Of the narrower type.
+    // A pack has as many elements as fit in 16 bytes of the narrower of the two types.
     let pack = pack(from.dtype()).max(pack(to.dtype()));
     let arguments = [from.into(), to.into(), count(from.len()).into(), packs(pack, &[from, to]).into()];
     // SAFETY: the kernel visits as many elements as both views have.

@@ -22,6 +22,32 @@ use crate::level;
 /// Maximum number of lanes of any implementation.
 pub(crate) const MAX_LANES: usize = 16;
 
+/// A copy of `count` elements, at most [`MAX_LANES`], followed by zeros.
+///
+/// # Safety
+/// They can be read.
+#[inline(always)]
+unsafe fn padded<T: Copy + Default>(from: *const T, count: usize) -> [T; MAX_LANES] {
+    let mut all = [T::default(); MAX_LANES];
+    for (lane, value) in all.iter_mut().enumerate().take(count) {
+        // SAFETY: the caller's promise.
+        *value = unsafe { from.add(lane).read() };
+    }
+    all
+}
+
+/// Writes the first `count` elements of `all`.
+///
+/// # Safety
+/// The elements can be written.
+#[inline(always)]
+unsafe fn write_first<T: Copy>(all: &[T; MAX_LANES], to: *mut T, count: usize) {
+    for (lane, value) in all.iter().enumerate().take(count) {
+        // SAFETY: the caller's promise.
+        unsafe { to.add(lane).write(*value) };
+    }
+}
+
 /// Instructions on vectors of [`LANES`](Simd::LANES) `f32`.
 ///
 /// All methods must be inlined into a [`Task`], where the instructions are enabled.
@@ -89,16 +115,13 @@ pub trait Simd: Copy + Send + Sync {
     /// They can be read.
     #[inline(always)]
     unsafe fn load_first_bf16(self, from: *const bf16, count: usize) -> Self::F32 {
-        let mut all = [bf16::ZERO; MAX_LANES];
-        // SAFETY: the caller guarantees `count` elements, and `all` has room for a whole vector.
+        // SAFETY: the caller guarantees `count` elements, and a padded copy has those of a whole vector.
         unsafe {
             if count == Self::LANES {
-                return self.load_bf16(from);
+                self.load_bf16(from)
+            } else {
+                self.load_bf16(padded(from, count).as_ptr())
             }
-            for (lane, value) in all.iter_mut().enumerate().take(count) {
-                *value = from.add(lane).read();
-            }
-            self.load_bf16(all.as_ptr())
         }
     }
 
@@ -121,9 +144,7 @@ pub trait Simd: Copy + Send + Sync {
                 return self.store_bf16(values, to);
             }
             self.store_bf16(values, all.as_mut_ptr());
-            for (lane, value) in all.into_iter().enumerate().take(count) {
-                to.add(lane).write(value);
-            }
+            write_first(&all, to, count);
         }
     }
 
@@ -139,16 +160,13 @@ pub trait Simd: Copy + Send + Sync {
     /// They can be read.
     #[inline(always)]
     unsafe fn load_first_f16(self, from: *const f16, count: usize) -> Self::F32 {
-        let mut all = [f16::ZERO; MAX_LANES];
-        // SAFETY: the caller guarantees `count` elements, and `all` has room for a whole vector.
+        // SAFETY: the caller guarantees `count` elements, and a padded copy has those of a whole vector.
         unsafe {
             if count == Self::LANES {
-                return self.load_f16(from);
+                self.load_f16(from)
+            } else {
+                self.load_f16(padded(from, count).as_ptr())
             }
-            for (lane, value) in all.iter_mut().enumerate().take(count) {
-                *value = from.add(lane).read();
-            }
-            self.load_f16(all.as_ptr())
         }
     }
 
@@ -171,9 +189,7 @@ pub trait Simd: Copy + Send + Sync {
                 return self.store_f16(values, to);
             }
             self.store_f16(values, all.as_mut_ptr());
-            for (lane, value) in all.into_iter().enumerate().take(count) {
-                to.add(lane).write(value);
-            }
+            write_first(&all, to, count);
         }
     }
 
