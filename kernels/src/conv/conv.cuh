@@ -66,13 +66,7 @@ struct GatherByPixel {
         return (u32)(y[i] + down) < side.height && (u32)(x[i] + right) < side.width;
     }
 
-    __device__ auto source(u32 i) const {
-        if constexpr (NARROW) {
-            return NarrowSource<T>{pixel[i] + offset, inside(i) ? side.channels / 2 : 0};
-        } else {
-            return Source<T>{pixel[i] + offset, inside(i)};
-        }
-    }
+    __device__ auto source(u32 i) const { return source_of<T, NARROW>(pixel[i] + offset, inside(i), side.channels); }
 
     __device__ T element(u32 line, u32 depth) {
         find_line(0, line);
@@ -97,13 +91,7 @@ struct Filters {
     __device__ void find_depth(u32 found) { depth = NARROW ? found / Elements<T>::QUAD * channels : found; }
 
     __device__ auto source(u32 i) const {
-        const T* from = values + (at[i] + depth);
-        const bool inside = at[i] >> 31 == 0;
-        if constexpr (NARROW) {
-            return NarrowSource<T>{from, inside ? channels / 2 : 0};
-        } else {
-            return Source<T>{from, inside};
-        }
+        return source_of<T, NARROW>(values + (at[i] + depth), at[i] >> 31 == 0, channels);
     }
 
     __device__ T element(u32 line, u32 at) const { return line < filters ? values[line * length + at] : T{}; }
@@ -127,11 +115,8 @@ struct Channels {
     }
 
     __device__ auto source(u32 depth) const {
-        if constexpr (NARROW) {
-            return NarrowSource<T>{address(0, depth), channel == 0 ? shape.input.channels / 2 : 0};
-        } else {
-            return Source<T>{address(channel, depth), channel < shape.input.channels};
-        }
+        const u32 channels = shape.input.channels;
+        return source_of<T, NARROW>(address(channel, depth), channel < channels, channels);
     }
 
     __device__ T element(u32 line, u32 depth) const {
@@ -183,11 +168,7 @@ struct GatherByTap {
         const u64 pixel = (image * shape.input.height + y) * shape.input.width + x;
         const T* from = values + (pixel * shape.input.channels + channel);
         const bool inside = y < shape.input.height && x < shape.input.width;
-        if constexpr (NARROW) {
-            return NarrowSource<T>{from, inside ? shape.input.channels / 2 : 0};
-        } else {
-            return Source<T>{from, inside};
-        }
+        return source_of<T, NARROW>(from, inside, shape.input.channels);
     }
 
     __device__ T element(u32 line, u32 depth) {

@@ -181,6 +181,16 @@ struct NarrowSource {
     }
 };
 
+// The source of 16 bytes, or with NARROW of an input's `channels`, of which two are a word.
+template <class T, bool NARROW>
+__device__ inline auto source_of(const T* at, bool inside, u32 channels) {
+    if constexpr (NARROW) {
+        return NarrowSource<T>{at, inside ? channels / 2 : 0};
+    } else {
+        return Source<T>{at, inside};
+    }
+}
+
 __device__ inline u32 bits_of(bf16 value) { return value.bits; }
 __device__ inline u32 bits_of(f16 value) { return value.bits; }
 
