@@ -55,6 +55,20 @@ def of_layer(row):
             "candidates": [{key: value for key, value in entry.items() if value is not None} for entry in candidates]}
 
 
+def steps(s):
+    """Kernels, bytes and time of a step with this project's kernels, beside the least possible."""
+    path = os.path.join(s.scratch, "steps.json")
+    only = ["--only", "lenet5"] if s.fake else []
+    run = s.run("steps", [s.program("gpu_check"), "--steps", *only, "--json", path], limit=60,
+                env={"MGPU_BACKEND": "nccl"})
+    if run and os.path.exists(path):
+        with open(path) as file:
+            rows = json.load(file)["steps"]
+        kept = ("net", "batch", "kernels", "bytes", "least_bytes", "least_us", "expected_us", "seen_us")
+        run["result"] = {"steps": len(rows)}
+        s.add("steps", [{key: row[key] for key in kept} for row in rows])
+
+
 def profile(s, net):
     """Time by stage."""
     length = ["--batch", 8, "--steps", 5] if s.fake else ["--batch", 1024, "--steps", 103]
@@ -104,6 +118,7 @@ def part_b(s):
     for net in nets[:5]:
         yield Item("profile", f"profile of {net}", 3, lambda s, net=net: profile(s, net))
     yield from ours(large, "builtin")
+    yield Item("steps", "steps", 15, steps)
     for batch in layer_batches[1:]:
         yield Item("layers", f"layers at {batch} images", 15, lambda s, batch=batch: layers(s, batch))
     yield once_more("lenet5" if s.fake else "deep", small)
