@@ -86,6 +86,8 @@ fn a_wrong_kernel_is_detected() {
         ("conv_backward_weights_bf16_narrow", "conv backward_weights"),
         ("conv_bias_f32", "conv backward_bias"),
         ("conv_first_backward_pooled_f32_k5_few", "fused backward_first"),
+        ("conv_first_forward_bf16_k3_x1", "fused forward"),
+        ("conv_first_backward_pooled_bf16_k3_x1", "fused backward_first"),
         ("conv_backward_input_bf16_small", "fused backward_input"),
         ("conv_forward_f32_small", "fused forward"),
         ("conv_flip_f32", "conv flip"),

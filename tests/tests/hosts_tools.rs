@@ -88,14 +88,15 @@ fn every_host_gets_the_same_words_in_the_same_folder() {
     let Some(site) = Site::start(2) else { return };
     let folder = site.folder.path().join("it's a folder");
     std::fs::create_dir(&folder).unwrap();
-    let script =
-        "printf '%s/%s on %s in %s:' $RANK $WORLD_SIZE $(uname -n) \"$PWD\"; printf ' <%s>' \"$@\"; echo";
+    // A line for each rank: the lines of two ranks may alternate.
+    let script = "{ printf '%s/%s on %s in %s:' $RANK $WORLD_SIZE $(uname -n) \"$PWD\"; printf ' <%s>' \"$@\"; } \
+                  | tr '\\n' '~'; echo";
     let arguments = ["two  words", "it's", "a\nline", "$HOME `x` \\", "", "--hosts", "*"];
     let mut starter =
         site.mgpurun(&["-n", "1", "--no-prefix", "--hosts", "a,b", "--", "sh", "-c", script, "sh"]);
     let finished = run(starter.args(arguments).current_dir(&folder));
     site.expect_no_processes(&finished);
-    let tail = "it's a folder: <two  words> <it's> <a\nline> <$HOME `x` \\> <> <--hosts> <*>\n";
+    let tail = "it's a folder: <two  words> <it's> <a~line> <$HOME `x` \\> <> <--hosts> <*>\n";
     for (rank, host) in ["a", "b"].into_iter().enumerate() {
         let at = format!("{rank}/2 on {host} in {}/", site.folder.path().display());
         finished.expect(0, &[&format!("{at}{tail}")]);

@@ -104,10 +104,10 @@ fn pass(harness: &mut Harness, conv: &Conv, precision: Precision, pass: LayerPas
         LayerPass::BackwardActivation => "backward_activation",
     };
     let &Conv { shape, images } = conv;
-    // Kernels for images of one channel do not use tensor cores.
+    // Kernels for images of one channel use tensor cores for elements of 16 bits only.
     let first = shape.channels == 1 && [3, 5].contains(&shape.kernel) && pass != LayerPass::BackwardInput;
-    let tensor_cores = harness.tensor_cores(precision) && !first;
     let dtype = precision.storage();
+    let tensor_cores = harness.tensor_cores(precision) && (!first || dtype != DType::F32);
     let sum = |terms, stored| {
         let cut = if tensor_cores && precision != Precision::F32 { bound::cut(terms) } else { 0.0 };
         bound::sum(terms, stored) + cut

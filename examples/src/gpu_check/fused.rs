@@ -23,7 +23,9 @@ pub(super) fn check(harness: &mut Harness) -> Outcome {
     }
     // Addresses that rule out 16-byte accesses.
     harness.skew = 1;
-    let outcome = each(harness, &Conv::new(2, 8, 6, 16, 3, Padding::Same));
+    let outcome = [Conv::new(2, 8, 6, 16, 3, Padding::Same), Conv::new(2, 1, 6, 32, 3, Padding::Same)]
+        .iter()
+        .try_for_each(|conv| each(harness, conv));
     harness.skew = 0;
     outcome
 }
@@ -38,6 +40,8 @@ fn convs(harness: &Harness) -> Vec<Conv> {
         Conv::new(1, 1, 8, 8, 3, Padding::Same),
         Conv::new(1, 1, 11, 33, 5, Padding::Valid),
         Conv::new(1, 1, 9, 20, 5, Padding::Same),
+        // More images than blocks.
+        Conv::new(270, 1, 5, 32, 3, Padding::Same),
         Conv::dense(5, 72, 16),
         Conv::dense(9, 24, 10),
     ];
@@ -47,6 +51,7 @@ fn convs(harness: &Harness) -> Vec<Conv> {
             Conv::new(3, 128, 7, 128, 3, Padding::Same),
             Conv::new(3, 6, 14, 16, 5, Padding::Valid),
             Conv::new(5, 1, 27, 64, 5, Padding::Same),
+            Conv::new(600, 1, 9, 72, 5, Padding::Same),
             Conv::dense(40, 400, 120),
         ]);
     }
@@ -290,10 +295,12 @@ fn backward_first(
         let (dy, y, chosen, channels) = (dy.view(), y.view(), chosen.view(), shape.filters);
         pool::cuda::backward_fused(stream, &window, channels, slope, dy, y, chosen, before, Some(&bias))
     })?;
-    // These kernels do not use tensor cores.
+    // These kernels use tensor cores for elements of 16 bits only.
     let x = multiplied(precision, false, &x);
     let before: Vec<f64> = found.floats(2).into_iter().map(f64::from).collect();
-    let bound = bound::sum(before.len() / shape.filters, DType::F32);
+    let terms = before.len() / shape.filters;
+    let cut = if dtype != DType::F32 && harness.tensor_cores(precision) { bound::cut(terms) } else { 0.0 };
+    let bound = bound::sum(terms, DType::F32) + cut;
     let sums = reference::backward_weights(&shape, images, &x, &before);
     verdict.close("gradient", found.floats(0), &sums.values, |i| sums.scale(i), bound);
     let sums = reference::backward_bias(&shape, &before);

@@ -1,317 +1,28 @@
-// Convolutions of images with one channel, as in a first layer, with kernels of 3x3 and 5x5. Bias, activation and
-// max-pooling of 2x2 are part of the forward pass; activation, pooling and the gradient of the bias are part of the
-// backward pass.
-//
-// With one channel a matrix product would gather single elements and have a depth of 9 or 25. Here a lane owns one or
-// two filters, whose weights (or gradients) stay in its registers, and a warp processes the image in strips of four
-// pixels of a row, or of two rows if they are pooled. The input is in shared memory and the same for all lanes: eight
-// values of a row serve all pixels of a strip. Neighbouring lanes write neighbouring filters, so writes are coalesced.
-// With few filters, each quarter of a warp processes strips of its own.
-//
-// A band is a number of output rows of an image (or of pairs of rows that are pooled), together with the input rows
-// that they need; a block processes one band after another.
+// Entry points of convolutions of images with one channel. Included after first_tensors.cuh.
 
-#define FIRST_THREADS 256u
-#define FEW_FILTERS 8u            // up to this number of filters a quarter of a warp is enough
-#define STRIP 4u
-#define BAND_VALUES 4096u   // maximum number of input values of a band
+#ifdef MGPU_SHIM
+#include "first.cuh"
+#include "first_tensors.cuh"
+#endif
 
-struct alignas(16) Four {
-    f32 value[4];
-};
-
-struct OneChannel {
-    u32 images, height, width;
-    u32 filters, out_height, out_width;
-    u32 pad;
-    u32 rows, bands;   // rows of strips in a band, and bands of all images
-    f32 slope;
-    u32 pooled_height, pooled_width;   // only if the output is pooled
-};
-
-// The sums of the gradients, in slices: those of all weights, then those of the biases.
-struct FirstSums {
-    f32* slices;   // one for each band of blocks, if there are several
-    f32* weights;
-    f32* bias;     // null if it is not wanted
-    u32* counters;
-};
-
-struct Band {
-    u32 image, first, rows;   // rows of strips from `first` on
-};
-
-// Values of a row in shared memory: the strips' pixels and four more, of which the kernel reads K - 1.
-__device__ inline u32 band_stride(const OneChannel& shape) { return (shape.out_width + 2 * STRIP - 1) / STRIP * STRIP; }
-
-// Loads a band into shared memory, with zeros outside the image. A row of strips has HIGH output rows.
-template <class T, u32 K, u32 HIGH>
-__device__ inline Band load_band(const T* x, const OneChannel& shape, u32 index, f32* input) {
-    const u32 height = HIGH == 1 ? shape.out_height : shape.pooled_height;
-    const u32 each = (height + shape.rows - 1) / shape.rows, first = index % each * shape.rows;
-    const Band band = {index / each, first, least(shape.rows, height - first)};
-    const u32 stride = band_stride(shape), count = (HIGH * band.rows + K - 1) * stride;
-    const T* image = x + (u64)band.image * shape.height * shape.width;
-    __syncthreads();
-    for (u32 i = threadIdx.x; i < count; i += FIRST_THREADS) {
-        const u32 row = HIGH * band.first + i / stride - shape.pad, column = i % stride - shape.pad;
-        input[i] = row < shape.height && column < shape.width ? to_f32(image[row * shape.width + column]) : 0.0f;
-    }
-    __syncthreads();
-    return band;
-}
-
-// Calls `strip(row, column)` for those strips of a band that belong to this thread's group of LANES lanes.
-template <u32 LANES, class STRIP_FUNCTION>
-__device__ inline void each_strip(const OneChannel& shape, const Band& band, const STRIP_FUNCTION& strip) {
-    const u32 strips = (shape.out_width + STRIP - 1) / STRIP;
-    u32 row = 0, at = threadIdx.x / LANES;
-    while (true) {
-        while (at >= strips) at -= strips, row++;
-        if (row >= band.rows) return;
-        strip(row, at * STRIP);
-        at += FIRST_THREADS / LANES;
-    }
-}
-
-// The input of four pixels in kernel row u: STRIP + K - 1 of these eight values.
-__device__ inline void load_strip(const f32* input, u32 stride, u32 row, u32 column, f32 values[2 * STRIP]) {
-    const Four* from = (const Four*)(input + row * stride + column);
-#pragma unroll
-    for (u32 i = 0; i < 2; i++) {
-        const Four four = from[i];
-#pragma unroll
-        for (u32 j = 0; j < 4; j++) values[4 * i + j] = four.value[j];
-    }
-}
-
-// The e-th filter of this lane; a lane's filters are LANES apart.
-template <u32 EACH, u32 LANES>
-__device__ inline u32 own_filter(u32 e) {
-    return blockIdx.y * (EACH * LANES) + e * LANES + threadIdx.x % LANES;
-}
-
-// Calls `product(e, tap, pixel, value)` for every filter, tap, and pixel of a strip of HIGH rows, with the input that
-// the tap reads for the pixel. The pixels of the second row follow those of the first.
-template <u32 K, u32 EACH, u32 HIGH, class PRODUCT_FUNCTION>
-__device__ inline void each_product(
-    const f32* input, u32 stride, u32 row, u32 column, const PRODUCT_FUNCTION& product) {
-#pragma unroll
-    for (u32 line = 0; line < K + HIGH - 1; line++) {
-        f32 values[2 * STRIP];
-        load_strip(input, stride, row * HIGH + line, column, values);
-#pragma unroll
-        for (u32 high = 0; high < HIGH; high++) {
-            if (line < high || line - high >= K) continue;
-#pragma unroll
-            for (u32 v = 0; v < K; v++) {
-#pragma unroll
-                for (u32 p = 0; p < STRIP; p++) {
-#pragma unroll
-                    for (u32 e = 0; e < EACH; e++) product(e, (line - high) * K + v, high * STRIP + p, values[p + v]);
-                }
-            }
-        }
-    }
-}
-
-// Dropout after a layer.
-struct FirstDropout {
-    const StepState* state;   // null if there is none
-    DropoutMask mask;
-
-    // `position` is that of the output within its channel.
-    template <class T>
-    __device__ T apply(u32 image, u32 channel, u32 position, T value) const {
-        if (!state) return value;
-        const u64 element = ((mask.first_sample + image) * mask.channels + channel) * mask.plane + position;
-        return mask.apply(mask.base(state), element, value);
-    }
-};
-
-// The pooled output of the windows of a strip of two rows; `values` are those before the activation. Every value is
-// rounded before it is compared, as when the layers are computed one by one. `column` is that of the first window, and
-// `store(q, value, place)` gets the q-th window's maximum.
-template <class T, class STORE>
-__device__ inline void pool_strip(
-    const f32 values[2 * STRIP], u32 row, u32 column, const OneChannel& shape, const STORE& store) {
-#pragma unroll
-    for (u32 q = 0; q < STRIP / 2; q++) {
-        if (column + q >= shape.pooled_width) return;
-        const bool right = 2 * (column + q) + 1 < shape.out_width, below = 2 * row + 1 < shape.out_height;
-        T best = from_f32<T>(rectify(values[2 * q], shape.slope));
-        u8 place = 0;
-#pragma unroll
-        for (u32 other = 1; other < 4; other++) {
-            const T value = from_f32<T>(rectify(values[other / 2 * STRIP + 2 * q + other % 2], shape.slope));
-            const bool known = (other % 2 == 0 || right) && (other / 2 == 0 || below);
-            if (known && to_f32(value) > to_f32(best)) best = value, place = (u8)other;
-        }
-        store(q, best, place);
+template <class T, u32 K, u32 EACH, u32 HIGH, u32 LANES>
+__device__ inline void forward(
+    const T* x, const T* w, const f32* bias, T* y, u8* chosen, const OneChannel& shape, const FirstDropout& dropout) {
+    if constexpr (FirstTensors<T>::KNOWN) {
+        first_forward_tensors<T, K, EACH * LANES / 8, HIGH>(x, w, bias, y, chosen, shape, dropout);
+    } else {
+        first_forward<T, K, EACH, HIGH, LANES>(x, w, bias, y, chosen, shape, dropout);
     }
 }
 
 template <class T, u32 K, u32 EACH, u32 HIGH, u32 LANES>
-__device__ inline void first_forward(
-    const T* x, const T* w, const f32* bias, T* y, u8* chosen, const OneChannel& shape,
-    const FirstDropout& dropout) {
-    __shared__ Four shared[BAND_VALUES / 4];
-    f32* input = shared->value;
-    f32 weights[EACH][K * K], biases[EACH];
-#pragma unroll
-    for (u32 e = 0; e < EACH; e++) {
-        const u32 filter = own_filter<EACH, LANES>(e);
-        const bool known = filter < shape.filters;
-        biases[e] = known ? bias[filter] : 0.0f;
-#pragma unroll
-        for (u32 tap = 0; tap < K * K; tap++) weights[e][tap] = known ? to_f32(w[filter * (K * K) + tap]) : 0.0f;
-    }
-    const u32 stride = band_stride(shape);
-    for (u32 index = blockIdx.x; index < shape.bands; index += gridDim.x) {
-        const Band band = load_band<T, K, HIGH>(x, shape, index, input);
-        const u32 height = HIGH == 1 ? shape.out_height : shape.pooled_height;
-        const u32 width = HIGH == 1 ? shape.out_width : shape.pooled_width;
-        const u64 begin = ((u64)band.image * height + band.first) * width * shape.filters;
-        each_strip<LANES>(shape, band, [&](u32 row, u32 column) {
-            f32 sums[EACH][HIGH * STRIP];
-#pragma unroll
-            for (u32 e = 0; e < EACH; e++) {
-#pragma unroll
-                for (u32 p = 0; p < HIGH * STRIP; p++) sums[e][p] = biases[e];
-            }
-            each_product<K, EACH, HIGH>(input, stride, row, column, [&](u32 e, u32 tap, u32 p, f32 value) {
-                sums[e][p] += weights[e][tap] * value;
-            });
-            const u64 at = begin + (row * width + column / HIGH) * shape.filters;
-#pragma unroll
-            for (u32 e = 0; e < EACH; e++) {
-                const u32 filter = own_filter<EACH, LANES>(e);
-                if (filter >= shape.filters) continue;
-                const u32 position = (band.first + row) * width + column / HIGH;
-                const auto store = [&](u32 q, T value) {
-                    value = dropout.apply(band.image, filter, position + q, value);
-                    y[at + q * shape.filters + filter] = value;
-                };
-                if constexpr (HIGH == 2) {
-                    pool_strip<T>(sums[e], band.first + row, column / 2, shape, [&](u32 q, T value, u8 place) {
-                        store(q, value);
-                        chosen[at + q * shape.filters + filter] = place;
-                    });
-                } else {
-#pragma unroll
-                    for (u32 p = 0; p < STRIP; p++) {
-                        if (column + p < shape.out_width) store(p, from_f32<T>(rectify(sums[e][p], shape.slope)));
-                    }
-                }
-            }
-        });
-    }
-}
-
-// The gradients before the activation of a strip's pixels, for one filter, and their sum. `at` is the index of the
-// strip's first output; with pooling a window's gradient belongs to the pixel that was chosen.
-template <class T, u32 HIGH>
-__device__ inline f32 strip_gradients(
-    const T* y, const T* dy, const u8* chosen, const OneChannel& shape, u64 at, u32 column, f32 gradients[HIGH * STRIP]) {
-    const u32 width = HIGH == 1 ? shape.out_width : shape.pooled_width;
-    f32 sum = 0.0f;
-#pragma unroll
-    for (u32 q = 0; q < STRIP / HIGH; q++) {
-        const bool known = column / HIGH + q < width;
-        const u64 from = at + q * shape.filters;
-        T gradient = known ? dy[from] : from_f32<T>(0.0f);
-        if (known && y) gradient = rectify_gradient(y[from], gradient, shape.slope);
-        const f32 value = to_f32(gradient);
-        sum += value;
-        if constexpr (HIGH == 1) {
-            gradients[q] = value;
-        } else {
-            const u32 place = known ? chosen[from] : 0;
-#pragma unroll
-            for (u32 other = 0; other < 4; other++) {
-                gradients[other / 2 * STRIP + 2 * q + other % 2] = place == other ? value : 0.0f;
-            }
-        }
-    }
-    return sum;
-}
-
-// Adds up what the groups of lanes of a block have for each filter, a number of values at a time (TAPS), in the shared
-// memory that held the bands, and writes the sums to `to[filter * stride + value]`.
-template <u32 EACH, u32 LANES, u32 VALUES>
-__device__ inline void add_groups(const f32 sums[EACH][VALUES], f32* partial, u32 filters, f32* to) {
-    constexpr u32 FILTERS = EACH * LANES, GROUPS = FIRST_THREADS / LANES, AT_ONCE = BAND_VALUES / (GROUPS * FILTERS);
-    const u32 lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
-#pragma unroll
-    for (u32 first = 0; first < VALUES; first += AT_ONCE) {
-        __syncthreads();
-#pragma unroll
-        for (u32 i = 0; i < AT_ONCE; i++) {
-#pragma unroll
-            for (u32 e = 0; e < EACH; e++) {
-                if (first + i < VALUES) partial[(i * GROUPS + group) * FILTERS + e * LANES + lane] = sums[e][first + i];
-            }
-        }
-        __syncthreads();
-        for (u32 i = threadIdx.x; i < least(AT_ONCE, VALUES - first) * FILTERS; i += FIRST_THREADS) {
-            const u32 value = i / FILTERS, filter = blockIdx.y * FILTERS + i % FILTERS;
-            f32 sum = 0.0f;
-#pragma unroll
-            for (u32 part = 0; part < GROUPS; part++) sum += partial[(value * GROUPS + part) * FILTERS + i % FILTERS];
-            if (filter < filters) to[filter * VALUES + first + value] = sum;
-        }
-    }
-}
-
-// The gradients of weights and bias. `y` is null if `dy` is the gradient before the activation. Each row of the grid
-// has some of the filters, each of its blocks some of the bands.
-template <class T, u32 K, u32 EACH, u32 HIGH, u32 LANES>
-__device__ inline void first_backward(
+__device__ inline void backward(
     const T* x, const T* y, const T* dy, const u8* chosen, const FirstSums& result, const OneChannel& shape) {
-    __shared__ Four shared[BAND_VALUES / 4];
-    f32* input = shared->value;
-    f32 sums[EACH][K * K] = {}, biases[EACH][1] = {};
-    const u32 stride = band_stride(shape);
-    for (u32 index = blockIdx.x; index < shape.bands; index += gridDim.x) {
-        const Band band = load_band<T, K, HIGH>(x, shape, index, input);
-        const u32 height = HIGH == 1 ? shape.out_height : shape.pooled_height;
-        const u32 width = HIGH == 1 ? shape.out_width : shape.pooled_width;
-        const u64 begin = ((u64)band.image * height + band.first) * width * shape.filters;
-        each_strip<LANES>(shape, band, [&](u32 row, u32 column) {
-            const u64 at = begin + (row * width + column / HIGH) * shape.filters;
-            f32 gradients[EACH][HIGH * STRIP];
-#pragma unroll
-            for (u32 e = 0; e < EACH; e++) {
-                const u32 filter = own_filter<EACH, LANES>(e);
-                // Beyond the last filter, no pixel is in the image.
-                const u32 from = filter < shape.filters ? column : ~0u / 2;
-                biases[e][0] += strip_gradients<T, HIGH>(y, dy, chosen, shape, at + filter, from, gradients[e]);
-            }
-            each_product<K, EACH, HIGH>(input, stride, row, column, [&](u32 e, u32 tap, u32 p, f32 value) {
-                sums[e][tap] += gradients[e][p] * value;
-            });
-        });
+    if constexpr (FirstTensors<T>::KNOWN) {
+        first_backward_tensors<T, K, EACH * LANES / 8, HIGH>(x, y, dy, chosen, result, shape);
+    } else {
+        first_backward<T, K, EACH, HIGH, LANES>(x, y, dy, chosen, result, shape);
     }
-    const bool alone = gridDim.x == 1;
-    const u32 len = shape.filters * (K * K), slice_len = len + shape.filters;
-    f32* slice = result.slices + (u64)blockIdx.x * slice_len;
-    add_groups<EACH, LANES, K * K>(sums, input, shape.filters, alone ? result.weights : slice);
-    if (result.bias) add_groups<EACH, LANES, 1>(biases, input, shape.filters, alone ? result.bias : slice + len);
-    if (alone) return;
-    constexpr u32 FILTERS = EACH * LANES;
-    const u32 first_filter = blockIdx.y * FILTERS, filters = least(FILTERS, shape.filters - first_filter);
-    u32* counters = result.counters + blockIdx.y * (slice_groups(gridDim.x) + 1);
-    add_slices(counters, blockIdx.x, gridDim.x, [&](u32 first, u32 step, u32 count, bool total) {
-        f32* from = result.slices + (u64)first * slice_len;
-        const u32 own_weights = filters * (K * K);
-        for (u32 i = threadIdx.x; i < own_weights + (result.bias ? filters : 0); i += FIRST_THREADS) {
-            const bool weight = i < own_weights;
-            const u32 place = weight ? first_filter * (K * K) + i : first_filter + i - own_weights;
-            f32* in_slice = from + (weight ? place : len + place);
-            f32* to = !total ? in_slice : (weight ? result.weights : result.bias) + place;
-            *to = sum_of_slices(in_slice, (u64)step * slice_len, count);
-        }
-    });
 }
 
 #define FIRST_FORWARD(T)                                                                                 \
@@ -321,226 +32,179 @@ __device__ inline void first_backward(
     (const T *x, const T *y, const T *dy, const u8 *chosen, \
      const __grid_constant__ FirstSums sums, const __grid_constant__ OneChannel shape)
 
-// For each type and side of the kernel: one or two filters per lane, or few filters; with pooling, or without.
+// For each type and side of the kernel: up to 8, 32 or 64 filters for each block; with pooling, or without. On tensor cores
+// 64 would take so many registers that a multiprocessor had one block only.
 
 KERNEL_BOUNDS(conv_first_forward_f32_k3_few, 256) FIRST_FORWARD(f32) {
-    first_forward<f32, 3, 1, 1, FEW_FILTERS>(x, w, bias, y, chosen, shape, dropout);
+    forward<f32, 3, 1, 1, FEW_FILTERS>(x, w, bias, y, chosen, shape, dropout);
 }
 KERNEL_BOUNDS(conv_first_forward_pooled_f32_k3_few, 256) FIRST_FORWARD(f32) {
-    first_forward<f32, 3, 1, 2, FEW_FILTERS>(x, w, bias, y, chosen, shape, dropout);
+    forward<f32, 3, 1, 2, FEW_FILTERS>(x, w, bias, y, chosen, shape, dropout);
 }
 KERNEL_BOUNDS(conv_first_forward_f32_k3_x1, 256) FIRST_FORWARD(f32) {
-    first_forward<f32, 3, 1, 1, WARP>(x, w, bias, y, chosen, shape, dropout);
+    forward<f32, 3, 1, 1, WARP>(x, w, bias, y, chosen, shape, dropout);
 }
 KERNEL_BOUNDS(conv_first_forward_pooled_f32_k3_x1, 256) FIRST_FORWARD(f32) {
-    first_forward<f32, 3, 1, 2, WARP>(x, w, bias, y, chosen, shape, dropout);
+    forward<f32, 3, 1, 2, WARP>(x, w, bias, y, chosen, shape, dropout);
 }
 KERNEL_BOUNDS(conv_first_forward_f32_k3_x2, 256) FIRST_FORWARD(f32) {
-    first_forward<f32, 3, 2, 1, WARP>(x, w, bias, y, chosen, shape, dropout);
+    forward<f32, 3, 2, 1, WARP>(x, w, bias, y, chosen, shape, dropout);
 }
 KERNEL_BOUNDS(conv_first_forward_pooled_f32_k3_x2, 256) FIRST_FORWARD(f32) {
-    first_forward<f32, 3, 2, 2, WARP>(x, w, bias, y, chosen, shape, dropout);
+    forward<f32, 3, 2, 2, WARP>(x, w, bias, y, chosen, shape, dropout);
 }
 KERNEL_BOUNDS(conv_first_forward_f32_k5_few, 256) FIRST_FORWARD(f32) {
-    first_forward<f32, 5, 1, 1, FEW_FILTERS>(x, w, bias, y, chosen, shape, dropout);
+    forward<f32, 5, 1, 1, FEW_FILTERS>(x, w, bias, y, chosen, shape, dropout);
 }
 KERNEL_BOUNDS(conv_first_forward_pooled_f32_k5_few, 256) FIRST_FORWARD(f32) {
-    first_forward<f32, 5, 1, 2, FEW_FILTERS>(x, w, bias, y, chosen, shape, dropout);
+    forward<f32, 5, 1, 2, FEW_FILTERS>(x, w, bias, y, chosen, shape, dropout);
 }
 KERNEL_BOUNDS(conv_first_forward_f32_k5_x1, 256) FIRST_FORWARD(f32) {
-    first_forward<f32, 5, 1, 1, WARP>(x, w, bias, y, chosen, shape, dropout);
+    forward<f32, 5, 1, 1, WARP>(x, w, bias, y, chosen, shape, dropout);
 }
 KERNEL_BOUNDS(conv_first_forward_pooled_f32_k5_x1, 256) FIRST_FORWARD(f32) {
-    first_forward<f32, 5, 1, 2, WARP>(x, w, bias, y, chosen, shape, dropout);
+    forward<f32, 5, 1, 2, WARP>(x, w, bias, y, chosen, shape, dropout);
 }
 KERNEL_BOUNDS(conv_first_forward_f32_k5_x2, 256) FIRST_FORWARD(f32) {
-    first_forward<f32, 5, 2, 1, WARP>(x, w, bias, y, chosen, shape, dropout);
+    forward<f32, 5, 2, 1, WARP>(x, w, bias, y, chosen, shape, dropout);
 }
 KERNEL_BOUNDS(conv_first_forward_pooled_f32_k5_x2, 256) FIRST_FORWARD(f32) {
-    first_forward<f32, 5, 2, 2, WARP>(x, w, bias, y, chosen, shape, dropout);
+    forward<f32, 5, 2, 2, WARP>(x, w, bias, y, chosen, shape, dropout);
 }
 
 KERNEL_BOUNDS(conv_first_backward_f32_k3_few, 256) FIRST_BACKWARD(f32) {
-    first_backward<f32, 3, 1, 1, FEW_FILTERS>(x, y, dy, chosen, sums, shape);
+    backward<f32, 3, 1, 1, FEW_FILTERS>(x, y, dy, chosen, sums, shape);
 }
 KERNEL_BOUNDS(conv_first_backward_pooled_f32_k3_few, 256) FIRST_BACKWARD(f32) {
-    first_backward<f32, 3, 1, 2, FEW_FILTERS>(x, y, dy, chosen, sums, shape);
+    backward<f32, 3, 1, 2, FEW_FILTERS>(x, y, dy, chosen, sums, shape);
 }
 KERNEL_BOUNDS(conv_first_backward_f32_k3_x1, 256) FIRST_BACKWARD(f32) {
-    first_backward<f32, 3, 1, 1, WARP>(x, y, dy, chosen, sums, shape);
+    backward<f32, 3, 1, 1, WARP>(x, y, dy, chosen, sums, shape);
 }
 KERNEL_BOUNDS(conv_first_backward_pooled_f32_k3_x1, 256) FIRST_BACKWARD(f32) {
-    first_backward<f32, 3, 1, 2, WARP>(x, y, dy, chosen, sums, shape);
+    backward<f32, 3, 1, 2, WARP>(x, y, dy, chosen, sums, shape);
 }
 KERNEL_BOUNDS(conv_first_backward_f32_k3_x2, 256) FIRST_BACKWARD(f32) {
-    first_backward<f32, 3, 2, 1, WARP>(x, y, dy, chosen, sums, shape);
+    backward<f32, 3, 2, 1, WARP>(x, y, dy, chosen, sums, shape);
 }
 KERNEL_BOUNDS(conv_first_backward_pooled_f32_k3_x2, 256) FIRST_BACKWARD(f32) {
-    first_backward<f32, 3, 2, 2, WARP>(x, y, dy, chosen, sums, shape);
+    backward<f32, 3, 2, 2, WARP>(x, y, dy, chosen, sums, shape);
 }
 KERNEL_BOUNDS(conv_first_backward_f32_k5_few, 256) FIRST_BACKWARD(f32) {
-    first_backward<f32, 5, 1, 1, FEW_FILTERS>(x, y, dy, chosen, sums, shape);
+    backward<f32, 5, 1, 1, FEW_FILTERS>(x, y, dy, chosen, sums, shape);
 }
 KERNEL_BOUNDS(conv_first_backward_pooled_f32_k5_few, 256) FIRST_BACKWARD(f32) {
-    first_backward<f32, 5, 1, 2, FEW_FILTERS>(x, y, dy, chosen, sums, shape);
+    backward<f32, 5, 1, 2, FEW_FILTERS>(x, y, dy, chosen, sums, shape);
 }
 KERNEL_BOUNDS(conv_first_backward_f32_k5_x1, 256) FIRST_BACKWARD(f32) {
-    first_backward<f32, 5, 1, 1, WARP>(x, y, dy, chosen, sums, shape);
+    backward<f32, 5, 1, 1, WARP>(x, y, dy, chosen, sums, shape);
 }
 KERNEL_BOUNDS(conv_first_backward_pooled_f32_k5_x1, 256) FIRST_BACKWARD(f32) {
-    first_backward<f32, 5, 1, 2, WARP>(x, y, dy, chosen, sums, shape);
+    backward<f32, 5, 1, 2, WARP>(x, y, dy, chosen, sums, shape);
 }
 KERNEL_BLOCKS(conv_first_backward_f32_k5_x2, 256, 1) FIRST_BACKWARD(f32) {
-    first_backward<f32, 5, 2, 1, WARP>(x, y, dy, chosen, sums, shape);
+    backward<f32, 5, 2, 1, WARP>(x, y, dy, chosen, sums, shape);
 }
 KERNEL_BOUNDS(conv_first_backward_pooled_f32_k5_x2, 256) FIRST_BACKWARD(f32) {
-    first_backward<f32, 5, 2, 2, WARP>(x, y, dy, chosen, sums, shape);
+    backward<f32, 5, 2, 2, WARP>(x, y, dy, chosen, sums, shape);
 }
 
 KERNEL_BOUNDS(conv_first_forward_bf16_k3_few, 256) FIRST_FORWARD(bf16) {
-    first_forward<bf16, 3, 1, 1, FEW_FILTERS>(x, w, bias, y, chosen, shape, dropout);
+    forward<bf16, 3, 1, 1, FEW_FILTERS>(x, w, bias, y, chosen, shape, dropout);
 }
 KERNEL_BOUNDS(conv_first_forward_pooled_bf16_k3_few, 256) FIRST_FORWARD(bf16) {
-    first_forward<bf16, 3, 1, 2, FEW_FILTERS>(x, w, bias, y, chosen, shape, dropout);
+    forward<bf16, 3, 1, 2, FEW_FILTERS>(x, w, bias, y, chosen, shape, dropout);
 }
-KERNEL_BOUNDS(conv_first_forward_bf16_k3_x1, 256) FIRST_FORWARD(bf16) {
-    first_forward<bf16, 3, 1, 1, WARP>(x, w, bias, y, chosen, shape, dropout);
+KERNEL_BLOCKS(conv_first_forward_bf16_k3_x1, 256, 2) FIRST_FORWARD(bf16) {
+    forward<bf16, 3, 1, 1, WARP>(x, w, bias, y, chosen, shape, dropout);
 }
-KERNEL_BOUNDS(conv_first_forward_pooled_bf16_k3_x1, 256) FIRST_FORWARD(bf16) {
-    first_forward<bf16, 3, 1, 2, WARP>(x, w, bias, y, chosen, shape, dropout);
-}
-KERNEL_BOUNDS(conv_first_forward_bf16_k3_x2, 256) FIRST_FORWARD(bf16) {
-    first_forward<bf16, 3, 2, 1, WARP>(x, w, bias, y, chosen, shape, dropout);
-}
-KERNEL_BOUNDS(conv_first_forward_pooled_bf16_k3_x2, 256) FIRST_FORWARD(bf16) {
-    first_forward<bf16, 3, 2, 2, WARP>(x, w, bias, y, chosen, shape, dropout);
+KERNEL_BLOCKS(conv_first_forward_pooled_bf16_k3_x1, 256, 2) FIRST_FORWARD(bf16) {
+    forward<bf16, 3, 1, 2, WARP>(x, w, bias, y, chosen, shape, dropout);
 }
 KERNEL_BOUNDS(conv_first_forward_bf16_k5_few, 256) FIRST_FORWARD(bf16) {
-    first_forward<bf16, 5, 1, 1, FEW_FILTERS>(x, w, bias, y, chosen, shape, dropout);
+    forward<bf16, 5, 1, 1, FEW_FILTERS>(x, w, bias, y, chosen, shape, dropout);
 }
 KERNEL_BOUNDS(conv_first_forward_pooled_bf16_k5_few, 256) FIRST_FORWARD(bf16) {
-    first_forward<bf16, 5, 1, 2, FEW_FILTERS>(x, w, bias, y, chosen, shape, dropout);
+    forward<bf16, 5, 1, 2, FEW_FILTERS>(x, w, bias, y, chosen, shape, dropout);
 }
-KERNEL_BOUNDS(conv_first_forward_bf16_k5_x1, 256) FIRST_FORWARD(bf16) {
-    first_forward<bf16, 5, 1, 1, WARP>(x, w, bias, y, chosen, shape, dropout);
+KERNEL_BLOCKS(conv_first_forward_bf16_k5_x1, 256, 2) FIRST_FORWARD(bf16) {
+    forward<bf16, 5, 1, 1, WARP>(x, w, bias, y, chosen, shape, dropout);
 }
-KERNEL_BOUNDS(conv_first_forward_pooled_bf16_k5_x1, 256) FIRST_FORWARD(bf16) {
-    first_forward<bf16, 5, 1, 2, WARP>(x, w, bias, y, chosen, shape, dropout);
-}
-KERNEL_BOUNDS(conv_first_forward_bf16_k5_x2, 256) FIRST_FORWARD(bf16) {
-    first_forward<bf16, 5, 2, 1, WARP>(x, w, bias, y, chosen, shape, dropout);
-}
-KERNEL_BOUNDS(conv_first_forward_pooled_bf16_k5_x2, 256) FIRST_FORWARD(bf16) {
-    first_forward<bf16, 5, 2, 2, WARP>(x, w, bias, y, chosen, shape, dropout);
+KERNEL_BLOCKS(conv_first_forward_pooled_bf16_k5_x1, 256, 2) FIRST_FORWARD(bf16) {
+    forward<bf16, 5, 1, 2, WARP>(x, w, bias, y, chosen, shape, dropout);
 }
 
 KERNEL_BOUNDS(conv_first_backward_bf16_k3_few, 256) FIRST_BACKWARD(bf16) {
-    first_backward<bf16, 3, 1, 1, FEW_FILTERS>(x, y, dy, chosen, sums, shape);
+    backward<bf16, 3, 1, 1, FEW_FILTERS>(x, y, dy, chosen, sums, shape);
 }
 KERNEL_BOUNDS(conv_first_backward_pooled_bf16_k3_few, 256) FIRST_BACKWARD(bf16) {
-    first_backward<bf16, 3, 1, 2, FEW_FILTERS>(x, y, dy, chosen, sums, shape);
+    backward<bf16, 3, 1, 2, FEW_FILTERS>(x, y, dy, chosen, sums, shape);
 }
-KERNEL_BOUNDS(conv_first_backward_bf16_k3_x1, 256) FIRST_BACKWARD(bf16) {
-    first_backward<bf16, 3, 1, 1, WARP>(x, y, dy, chosen, sums, shape);
+KERNEL_BLOCKS(conv_first_backward_bf16_k3_x1, 256, 2) FIRST_BACKWARD(bf16) {
+    backward<bf16, 3, 1, 1, WARP>(x, y, dy, chosen, sums, shape);
 }
-KERNEL_BOUNDS(conv_first_backward_pooled_bf16_k3_x1, 256) FIRST_BACKWARD(bf16) {
-    first_backward<bf16, 3, 1, 2, WARP>(x, y, dy, chosen, sums, shape);
-}
-KERNEL_BOUNDS(conv_first_backward_bf16_k3_x2, 256) FIRST_BACKWARD(bf16) {
-    first_backward<bf16, 3, 2, 1, WARP>(x, y, dy, chosen, sums, shape);
-}
-KERNEL_BOUNDS(conv_first_backward_pooled_bf16_k3_x2, 256) FIRST_BACKWARD(bf16) {
-    first_backward<bf16, 3, 2, 2, WARP>(x, y, dy, chosen, sums, shape);
+KERNEL_BLOCKS(conv_first_backward_pooled_bf16_k3_x1, 256, 2) FIRST_BACKWARD(bf16) {
+    backward<bf16, 3, 1, 2, WARP>(x, y, dy, chosen, sums, shape);
 }
 KERNEL_BOUNDS(conv_first_backward_bf16_k5_few, 256) FIRST_BACKWARD(bf16) {
-    first_backward<bf16, 5, 1, 1, FEW_FILTERS>(x, y, dy, chosen, sums, shape);
+    backward<bf16, 5, 1, 1, FEW_FILTERS>(x, y, dy, chosen, sums, shape);
 }
 KERNEL_BOUNDS(conv_first_backward_pooled_bf16_k5_few, 256) FIRST_BACKWARD(bf16) {
-    first_backward<bf16, 5, 1, 2, FEW_FILTERS>(x, y, dy, chosen, sums, shape);
+    backward<bf16, 5, 1, 2, FEW_FILTERS>(x, y, dy, chosen, sums, shape);
 }
-KERNEL_BOUNDS(conv_first_backward_bf16_k5_x1, 256) FIRST_BACKWARD(bf16) {
-    first_backward<bf16, 5, 1, 1, WARP>(x, y, dy, chosen, sums, shape);
+KERNEL_BLOCKS(conv_first_backward_bf16_k5_x1, 256, 2) FIRST_BACKWARD(bf16) {
+    backward<bf16, 5, 1, 1, WARP>(x, y, dy, chosen, sums, shape);
 }
-KERNEL_BOUNDS(conv_first_backward_pooled_bf16_k5_x1, 256) FIRST_BACKWARD(bf16) {
-    first_backward<bf16, 5, 1, 2, WARP>(x, y, dy, chosen, sums, shape);
-}
-KERNEL_BLOCKS(conv_first_backward_bf16_k5_x2, 256, 1) FIRST_BACKWARD(bf16) {
-    first_backward<bf16, 5, 2, 1, WARP>(x, y, dy, chosen, sums, shape);
-}
-KERNEL_BOUNDS(conv_first_backward_pooled_bf16_k5_x2, 256) FIRST_BACKWARD(bf16) {
-    first_backward<bf16, 5, 2, 2, WARP>(x, y, dy, chosen, sums, shape);
+KERNEL_BLOCKS(conv_first_backward_pooled_bf16_k5_x1, 256, 2) FIRST_BACKWARD(bf16) {
+    backward<bf16, 5, 1, 2, WARP>(x, y, dy, chosen, sums, shape);
 }
 
 KERNEL_BOUNDS(conv_first_forward_f16_k3_few, 256) FIRST_FORWARD(f16) {
-    first_forward<f16, 3, 1, 1, FEW_FILTERS>(x, w, bias, y, chosen, shape, dropout);
+    forward<f16, 3, 1, 1, FEW_FILTERS>(x, w, bias, y, chosen, shape, dropout);
 }
 KERNEL_BOUNDS(conv_first_forward_pooled_f16_k3_few, 256) FIRST_FORWARD(f16) {
-    first_forward<f16, 3, 1, 2, FEW_FILTERS>(x, w, bias, y, chosen, shape, dropout);
+    forward<f16, 3, 1, 2, FEW_FILTERS>(x, w, bias, y, chosen, shape, dropout);
 }
-KERNEL_BOUNDS(conv_first_forward_f16_k3_x1, 256) FIRST_FORWARD(f16) {
-    first_forward<f16, 3, 1, 1, WARP>(x, w, bias, y, chosen, shape, dropout);
+KERNEL_BLOCKS(conv_first_forward_f16_k3_x1, 256, 2) FIRST_FORWARD(f16) {
+    forward<f16, 3, 1, 1, WARP>(x, w, bias, y, chosen, shape, dropout);
 }
-KERNEL_BOUNDS(conv_first_forward_pooled_f16_k3_x1, 256) FIRST_FORWARD(f16) {
-    first_forward<f16, 3, 1, 2, WARP>(x, w, bias, y, chosen, shape, dropout);
-}
-KERNEL_BOUNDS(conv_first_forward_f16_k3_x2, 256) FIRST_FORWARD(f16) {
-    first_forward<f16, 3, 2, 1, WARP>(x, w, bias, y, chosen, shape, dropout);
-}
-KERNEL_BOUNDS(conv_first_forward_pooled_f16_k3_x2, 256) FIRST_FORWARD(f16) {
-    first_forward<f16, 3, 2, 2, WARP>(x, w, bias, y, chosen, shape, dropout);
+KERNEL_BLOCKS(conv_first_forward_pooled_f16_k3_x1, 256, 2) FIRST_FORWARD(f16) {
+    forward<f16, 3, 1, 2, WARP>(x, w, bias, y, chosen, shape, dropout);
 }
 KERNEL_BOUNDS(conv_first_forward_f16_k5_few, 256) FIRST_FORWARD(f16) {
-    first_forward<f16, 5, 1, 1, FEW_FILTERS>(x, w, bias, y, chosen, shape, dropout);
+    forward<f16, 5, 1, 1, FEW_FILTERS>(x, w, bias, y, chosen, shape, dropout);
 }
 KERNEL_BOUNDS(conv_first_forward_pooled_f16_k5_few, 256) FIRST_FORWARD(f16) {
-    first_forward<f16, 5, 1, 2, FEW_FILTERS>(x, w, bias, y, chosen, shape, dropout);
+    forward<f16, 5, 1, 2, FEW_FILTERS>(x, w, bias, y, chosen, shape, dropout);
 }
-KERNEL_BOUNDS(conv_first_forward_f16_k5_x1, 256) FIRST_FORWARD(f16) {
-    first_forward<f16, 5, 1, 1, WARP>(x, w, bias, y, chosen, shape, dropout);
+KERNEL_BLOCKS(conv_first_forward_f16_k5_x1, 256, 2) FIRST_FORWARD(f16) {
+    forward<f16, 5, 1, 1, WARP>(x, w, bias, y, chosen, shape, dropout);
 }
-KERNEL_BOUNDS(conv_first_forward_pooled_f16_k5_x1, 256) FIRST_FORWARD(f16) {
-    first_forward<f16, 5, 1, 2, WARP>(x, w, bias, y, chosen, shape, dropout);
-}
-KERNEL_BOUNDS(conv_first_forward_f16_k5_x2, 256) FIRST_FORWARD(f16) {
-    first_forward<f16, 5, 2, 1, WARP>(x, w, bias, y, chosen, shape, dropout);
-}
-KERNEL_BOUNDS(conv_first_forward_pooled_f16_k5_x2, 256) FIRST_FORWARD(f16) {
-    first_forward<f16, 5, 2, 2, WARP>(x, w, bias, y, chosen, shape, dropout);
+KERNEL_BLOCKS(conv_first_forward_pooled_f16_k5_x1, 256, 2) FIRST_FORWARD(f16) {
+    forward<f16, 5, 1, 2, WARP>(x, w, bias, y, chosen, shape, dropout);
 }
 
 KERNEL_BOUNDS(conv_first_backward_f16_k3_few, 256) FIRST_BACKWARD(f16) {
-    first_backward<f16, 3, 1, 1, FEW_FILTERS>(x, y, dy, chosen, sums, shape);
+    backward<f16, 3, 1, 1, FEW_FILTERS>(x, y, dy, chosen, sums, shape);
 }
 KERNEL_BOUNDS(conv_first_backward_pooled_f16_k3_few, 256) FIRST_BACKWARD(f16) {
-    first_backward<f16, 3, 1, 2, FEW_FILTERS>(x, y, dy, chosen, sums, shape);
+    backward<f16, 3, 1, 2, FEW_FILTERS>(x, y, dy, chosen, sums, shape);
 }
-KERNEL_BOUNDS(conv_first_backward_f16_k3_x1, 256) FIRST_BACKWARD(f16) {
-    first_backward<f16, 3, 1, 1, WARP>(x, y, dy, chosen, sums, shape);
+KERNEL_BLOCKS(conv_first_backward_f16_k3_x1, 256, 2) FIRST_BACKWARD(f16) {
+    backward<f16, 3, 1, 1, WARP>(x, y, dy, chosen, sums, shape);
 }
-KERNEL_BOUNDS(conv_first_backward_pooled_f16_k3_x1, 256) FIRST_BACKWARD(f16) {
-    first_backward<f16, 3, 1, 2, WARP>(x, y, dy, chosen, sums, shape);
-}
-KERNEL_BOUNDS(conv_first_backward_f16_k3_x2, 256) FIRST_BACKWARD(f16) {
-    first_backward<f16, 3, 2, 1, WARP>(x, y, dy, chosen, sums, shape);
-}
-KERNEL_BOUNDS(conv_first_backward_pooled_f16_k3_x2, 256) FIRST_BACKWARD(f16) {
-    first_backward<f16, 3, 2, 2, WARP>(x, y, dy, chosen, sums, shape);
+KERNEL_BLOCKS(conv_first_backward_pooled_f16_k3_x1, 256, 2) FIRST_BACKWARD(f16) {
+    backward<f16, 3, 1, 2, WARP>(x, y, dy, chosen, sums, shape);
 }
 KERNEL_BOUNDS(conv_first_backward_f16_k5_few, 256) FIRST_BACKWARD(f16) {
-    first_backward<f16, 5, 1, 1, FEW_FILTERS>(x, y, dy, chosen, sums, shape);
+    backward<f16, 5, 1, 1, FEW_FILTERS>(x, y, dy, chosen, sums, shape);
 }
 KERNEL_BOUNDS(conv_first_backward_pooled_f16_k5_few, 256) FIRST_BACKWARD(f16) {
-    first_backward<f16, 5, 1, 2, FEW_FILTERS>(x, y, dy, chosen, sums, shape);
+    backward<f16, 5, 1, 2, FEW_FILTERS>(x, y, dy, chosen, sums, shape);
 }
-KERNEL_BOUNDS(conv_first_backward_f16_k5_x1, 256) FIRST_BACKWARD(f16) {
-    first_backward<f16, 5, 1, 1, WARP>(x, y, dy, chosen, sums, shape);
+KERNEL_BLOCKS(conv_first_backward_f16_k5_x1, 256, 2) FIRST_BACKWARD(f16) {
+    backward<f16, 5, 1, 1, WARP>(x, y, dy, chosen, sums, shape);
 }
-KERNEL_BOUNDS(conv_first_backward_pooled_f16_k5_x1, 256) FIRST_BACKWARD(f16) {
-    first_backward<f16, 5, 1, 2, WARP>(x, y, dy, chosen, sums, shape);
-}
-KERNEL_BLOCKS(conv_first_backward_f16_k5_x2, 256, 1) FIRST_BACKWARD(f16) {
-    first_backward<f16, 5, 2, 1, WARP>(x, y, dy, chosen, sums, shape);
-}
-KERNEL_BOUNDS(conv_first_backward_pooled_f16_k5_x2, 256) FIRST_BACKWARD(f16) {
-    first_backward<f16, 5, 2, 2, WARP>(x, y, dy, chosen, sums, shape);
+KERNEL_BLOCKS(conv_first_backward_pooled_f16_k5_x1, 256, 2) FIRST_BACKWARD(f16) {
+    backward<f16, 5, 1, 2, WARP>(x, y, dy, chosen, sums, shape);
 }

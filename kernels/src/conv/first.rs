@@ -12,10 +12,20 @@ use crate::{DType, Precision};
 use super::ConvShape;
 use super::cuda::{LINEAR, WeightSums, Workspace};
 use super::fused::After;
-use super::partition::Bands;
+use super::partition::{BLOCKS, Bands};
 
 /// The kernels for images of one channel.
-pub static SOURCE: Source = Source { name: "conv_first", text: include_str!("conv_first.cu") };
+pub static SOURCE: Source = Source {
+    name: "conv_first",
+    text: concat!(
+        "#line 1 \"first.cuh\"\n",
+        include_str!("first.cuh"),
+        "#line 1 \"first_tensors.cuh\"\n",
+        include_str!("first_tensors.cuh"),
+        "#line 1 \"conv_first.cu\"\n",
+        include_str!("conv_first.cu"),
+    ),
+};
 
 /// `struct OneChannel` of the kernels.
 #[derive(Clone, Copy, bytemuck::NoUninit)]
@@ -69,6 +79,22 @@ pub(super) fn bands(shape: &ConvShape, images: usize, pool: Option<&PoolShape>) 
     Bands::new(shape, images, pool.map(PoolShape::out_height))
 }
 
+/// The filters of a block, and what kernels for so many are called.
+fn filters_of_block(shape: &ConvShape, precision: Precision) -> (usize, &'static str) {
+    match shape.filters {
+        0..=8 => (8, "few"),
+        33.. if precision.storage() == DType::F32 => (64, "x2"),
+        _ => (32, "x1"),
+    }
+}
+
+/// How many blocks at most share the bands, if all filters have `blocks` blocks. In f32 each group of filters has as many;
+/// kernels for tensor cores take longer to begin and to end.
+fn sharing(blocks: usize, shape: &ConvShape, precision: Precision) -> usize {
+    let groups = shape.filters.div_ceil(filters_of_block(shape, precision).0);
+    if precision.storage() == DType::F32 { blocks } else { (blocks / groups).max(1) }
+}
+
 /// The kernel of `pass`, and its grid for all filters if `blocks` blocks share the bands.
 fn kernel(
     pass: &str,
@@ -77,11 +103,7 @@ fn kernel(
     precision: Precision,
     blocks: usize,
 ) -> (String, Grid) {
-    let (filters, of_block) = match shape.filters {
-        0..=8 => ("few", 8),
-        9..=32 => ("x1", 32),
-        _ => ("x2", 64),
-    };
+    let (of_block, filters) = filters_of_block(shape, precision);
     let pooled = if pool.is_some() { "_pooled" } else { "" };
     let name = format!("conv_first_{pass}{pooled}_{}_k{}_{filters}", precision.storage(), shape.kernel);
     let groups = count(shape.filters.div_ceil(of_block));
@@ -100,7 +122,9 @@ pub(super) fn forward(
     after: &After<'_>,
     bands: &Bands,
 ) -> Result<()> {
-    let blocks = bands.count.min(4 * stream.device().multiprocessors() as usize);
+    let multiprocessors = stream.device().multiprocessors() as usize;
+    let resident = if precision.storage() == DType::F32 { 4 } else { 2 };
+    let blocks = bands.count.min(sharing(resident * multiprocessors, shape, precision));
     let (pool, chosen) = after.pool.unzip();
     let (name, grid) = kernel("forward", pool, shape, precision, blocks);
     let dropped = Dropped {
@@ -179,13 +203,13 @@ pub fn backward(
     }
     let (pool, chosen) = pool.unzip();
     let bands = bands(shape, images, pool).expect("a layer with one channel");
-    let slices = bands.slices();
-    let (name, grid) = kernel("backward", pool, shape, precision, slices.count);
-    let sums = WeightSums::new(workspace, slices.count, grid.blocks[1] as usize, dw, db, shape.filters);
+    let slices = bands.count.clamp(1, sharing(BLOCKS, shape, precision));
+    let (name, grid) = kernel("backward", pool, shape, precision, slices);
+    let sums = WeightSums::new(workspace, slices, grid.blocks[1] as usize, dw, db, shape.filters);
     let slope = activated.map_or(LINEAR, |(_, slope)| slope);
     let extents = OneChannel::new(shape, images, &bands, slope, pool);
     let y = activated.map(|(y, _)| y);
-    let sums = sums.argument(slices.count, dw, shape.filters);
+    let sums = sums.argument(slices, dw, shape.filters);
     let arguments = [x.into(), y.into(), dy.into(), chosen.into(), sums, Arg::of(&extents)];
     // SAFETY: the views have the lengths that the extents say, and the workspace has the sums of every block.
     unsafe { run(stream, &SOURCE, &name, grid, &arguments) }

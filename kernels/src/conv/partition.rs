@@ -8,7 +8,7 @@ use super::ConvShape;
 use crate::Precision;
 
 /// Target number of blocks: two per multiprocessor of the largest supported GPUs (H100: 132).
-const BLOCKS: usize = 264;
+pub(super) const BLOCKS: usize = 264;
 
 /// Minimum number of depth steps in a slice that amortises the start of the loop.
 const STEPS_OF_SLICE: usize = 8;
@@ -204,11 +204,6 @@ impl Bands {
         let wanted = BLOCKS.div_ceil(images.max(1)).min(height.div_ceil(Self::ROWS / high));
         let rows = height.div_ceil(wanted).min(most);
         Some(Bands { rows, count: images * height.div_ceil(rows) })
-    }
-
-    /// The slices of the weights' gradient: one for each of the blocks that share the bands.
-    pub(super) fn slices(&self) -> Slices {
-        Slices { count: self.count.clamp(1, BLOCKS), len: 1 }
     }
 }
 
