@@ -38,19 +38,6 @@ const BYTES_PER_SECOND: f64 = 4.3e12;
 /// A large product in bf16 on an H200.
 const OPERATIONS_PER_SECOND: f64 = 790e12;
 
-/// The share of that which this project's products reach: about what an H100 has shown.
-const PRODUCTS: f64 = 0.3;
-
-/// Operations per second of layers with one channel, whose kernels do not use tensor cores: what an H100 has shown.
-const FIRST_PER_SECOND: f64 = 18e12;
-
-/// The share of the bandwidth that kernels reach.
-const BANDWIDTH: f64 = 0.75;
-
-/// Seconds that each kernel takes besides: to start after the one before, and until its loads and sums are under way.
-/// `lenet5`, batch 128, took an H100 about that for each of its kernels.
-const KERNEL: f64 = 7e-6;
-
 /// Steps that are timed together.
 const STEPS: u32 = 20;
 
@@ -64,8 +51,6 @@ struct Step {
     bytes: u64,
     least_bytes: u64,
     least_us: f64,
-    /// From the share of the peak that products reach, the bytes, and the number of kernels.
-    expected_us: f64,
     /// On this GPU; `None` on a fake one.
     seen_us: Option<f64>,
     sweeps: Vec<Sweep>,
@@ -128,21 +113,15 @@ struct Report<'a> {
 struct Pass {
     operations: f64,
     bytes: f64,
-    is_first: bool,
 }
 
 impl Pass {
     fn memory(bytes: f64) -> Self {
-        Pass { operations: 0.0, bytes, is_first: false }
+        Pass { operations: 0.0, bytes }
     }
 
     fn least_seconds(&self) -> f64 {
         (self.operations / OPERATIONS_PER_SECOND).max(self.bytes / BYTES_PER_SECOND)
-    }
-
-    fn expected_seconds(&self) -> f64 {
-        let rate = if self.is_first { FIRST_PER_SECOND } else { PRODUCTS * OPERATIONS_PER_SECOND };
-        (self.operations / rate).max(self.bytes / (BANDWIDTH * BYTES_PER_SECOND))
     }
 }
 
@@ -183,7 +162,7 @@ fn passes(spec: &Spec, batch: usize, parameters: usize) -> Vec<Pass> {
             let outputs = batch * stored * ACTIVATION + chosen;
             let inputs = batch * inputs * ACTIVATION;
             let (weights, filters) = (weights as f64, output[0] as f64);
-            let pass = |bytes| Pass { operations, bytes, is_first: is_first && extents[0] == 1 };
+            let pass = |bytes| Pass { operations, bytes };
             passes.push(pass(inputs + weights * ACTIVATION + filters * PARAMETER + outputs));
             passes.push(pass(inputs + outputs + (weights + filters) * PARAMETER));
             if !is_first {
@@ -202,7 +181,7 @@ fn passes(spec: &Spec, batch: usize, parameters: usize) -> Vec<Pass> {
 pub(super) fn run(machine: &Machine, args: &Args, fake: bool) -> Result<bool, Box<dyn Error>> {
     let mut steps = Vec::new();
     outln!(
-        "{:<14} {:>6} {:>8} {:>11} {:>11} {:>6} {:>9} {:>11} {:>9}",
+        "{:<14} {:>6} {:>8} {:>11} {:>11} {:>6} {:>9} {:>9}",
         "network",
         "batch",
         "kernels",
@@ -210,7 +189,6 @@ pub(super) fn run(machine: &Machine, args: &Args, fake: bool) -> Result<bool, Bo
         "least MB",
         "ratio",
         "least µs",
-        "expected µs",
         "seen µs"
     );
     let batches = if args.batch.is_empty() { vec![128, 1024] } else { args.batch.clone() };
@@ -220,12 +198,12 @@ pub(super) fn run(machine: &Machine, args: &Args, fake: bool) -> Result<bool, Bo
         }
         for batch in &batches {
             let step = Step::of(net, *batch, fake)?;
-            let Step { kernels, bytes, least_bytes, least_us, expected_us, seen_us, .. } = &step;
+            let Step { kernels, bytes, least_bytes, least_us, seen_us, .. } = &step;
             let mega = |bytes: u64| bytes as f64 / 1e6;
             let ratio = *bytes as f64 / *least_bytes as f64;
             let seen = seen_us.map_or("-".to_owned(), |us| format!("{us:.0}"));
             outln!(
-                "{net:<14} {batch:>6} {kernels:>8} {:>11.1} {:>11.1} {ratio:>6.2} {least_us:>9.0} {expected_us:>11.0} {seen:>9}",
+                "{net:<14} {batch:>6} {kernels:>8} {:>11.1} {:>11.1} {ratio:>6.2} {least_us:>9.0} {seen:>9}",
                 mega(*bytes),
                 mega(*least_bytes)
             );
@@ -287,7 +265,6 @@ impl Step {
             bytes: launches.iter().map(|(_, bytes)| bytes).sum(),
             least_bytes: sum(|pass| pass.bytes) as u64,
             least_us: sum(Pass::least_seconds) * 1e6,
-            expected_us: (sum(Pass::expected_seconds) + launches.len() as f64 * KERNEL) * 1e6,
             seen_us,
             sweeps,
             launches,
@@ -335,6 +312,5 @@ mod tests {
         let expected = 2.0 * (784.0 * 2.0 + pooled * 3.0) + 150.0 * 2.0 + 6.0 * 4.0;
         assert_eq!(passes[1].bytes, expected);
         assert_eq!(passes[1].operations, 2.0 * 2.0 * 6.0 * 784.0 * 25.0);
-        assert!(passes[1].is_first && !passes[3].is_first);
     }
 }
