@@ -36,7 +36,7 @@ impl Reciprocal {
 /// The tile of a matrix product that one block computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Tile {
-    /// 128 × 128 results by 256 threads.
+    /// 128 × 128 results by 256 threads, or by 128 whose operands are copied ahead.
     Large,
     /// 64 × 64 results by 128 threads.
     Small,
@@ -94,8 +94,10 @@ impl Tile {
         }
     }
 
-    pub(super) const fn threads(self) -> u32 {
+    /// Threads of a block. `ahead`: the operands are copied to shared memory ahead, for tensor cores.
+    pub(super) const fn threads(self, ahead: bool) -> u32 {
         match self {
+            Tile::Large if ahead => 128,
             Tile::Large => 256,
             Tile::Small | Tile::Narrow | Tile::Scalar => 128,
         }
