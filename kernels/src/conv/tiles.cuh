@@ -274,7 +274,12 @@ struct AlongDepth {
 #pragma unroll
         for (u32 i = 0; i < COUNT; i++) {
             const Source<T> from = operand.source(i);
-            copy_async(to + i * Layout::at(APART, 0), from.at, from.inside && depth < end);
+            const bool inside = from.inside && depth < end;
+            if constexpr (OPERAND::CACHED) {
+                copy_async_cached(to + i * Layout::at(APART, 0), from.at, inside);
+            } else {
+                copy_async(to + i * Layout::at(APART, 0), from.at, inside);
+            }
         }
     }
 
