@@ -4,8 +4,9 @@
 // over, in steps of TILE_WORDS words of 32 bits (16 elements in f32, 32 in bf16). There are two loops, with one barrier
 // per step each:
 //
-// - multiply_ahead, for tensor cores: the operands of the next two or three steps are copied from global to shared memory
-//   asynchronously, 16 bytes at a time and without registers, while one step's are multiplied.
+// - multiply_ahead, for tensor cores: the operands of the next steps are copied from global to shared memory asynchronously,
+//   16 bytes at a time and without registers, while one step's are multiplied. What a warp multiplies it has in registers
+//   before, so that neither these loads nor the barrier are waited for.
 // - multiply_buffered, for operands that cannot be moved 16 bytes at a time, and for plain multiply-adds: the next step's
 //   operands are loaded to registers and then written to one of two buffers. So are those of tensor cores without
 //   asynchronous copies (f16 on sm_75).
@@ -16,13 +17,14 @@
 // loop and the tile's size.
 //
 // What limits the loop, per multiprocessor and step of a large tile in bf16 (128 x 128 x 32 multiply-adds): copies write
-// 16 KiB to shared memory, and eight warps of 64 x 32 read 6 KiB each, together 512 cycles at 128 bytes per cycle. The
-// products take 512 cycles of an A100's tensor cores (1,024 multiply-adds per cycle), and 256 of an H100's if it reached
-// its peak, which needs other instructions. So shared memory allows at most half of that peak; warps of 64 x 64 would
-// allow two thirds, with twice the sums in registers. A small tile takes 192 cycles for a quarter of the products. For
-// each mma instruction of a large tile there are 0.375 loads from shared memory (ldmatrix), and 0.5 of a small one; these
-// would be 1.5 and 2 loads of a word for each lane. Compiled for sm_90 a step of the forward pass in bf16 takes 110
-// instructions of a warp, 32 of them mma (small: 99 and 16).
+// 16 KiB to shared memory, and four warps of 64 x 64 read 8 KiB each, together 384 cycles at 128 bytes per cycle. The
+// products take 512 cycles of an A100's tensor cores (1,024 multiply-adds per cycle), and 384 of an H200's with these
+// instructions, as measured: two thirds of its peak, which needs others. So warps of 64 x 32, which would read 6 KiB each in
+// pairs of twice as many, would be limited by shared memory. A small tile takes 192 cycles for a quarter of the products.
+// There are few warps, two for each scheduler, because their sums take half of all registers; so what others hide by many
+// warps has to be hidden by the order of instructions. For each mma instruction of a large tile there are 0.25 loads from
+// shared memory (ldmatrix), and 0.5 of a small one; these would be 1 and 2 loads of a word for each lane. Compiled for sm_90
+// a step of the forward pass in bf16 takes 171 instructions of a warp, 64 of them mma (small: 93 and 16).
 
 #define TILE_WORDS 16u
 
