@@ -46,9 +46,9 @@ bool copies_arrive(unsigned kind) {
 }
 
 void conflicts() {
-    for (const unsigned threads : {128u, 256u}) {
+    for (const unsigned tile : {0u, 1u, 2u}) {
         const Buffer<unsigned> out(3);
-        OK(launch(kernel("selftest_conflicts"), 1, threads, 0, nullptr, out.address));
+        OK(launch(kernel("selftest_conflicts"), 1, tile == 1 ? 256 : 128, 0, nullptr, out.address, tile));
         const auto found = out.read();
         CHECK(found[0] == 0);
         CHECK(found[1] > 200);
@@ -74,8 +74,8 @@ void products(const char* name) {
     const unsigned quad = 16 / sizeof(T), step = 64 / sizeof(T);
     auto left_at = [](unsigned line, unsigned depth) { return (float)((line * 7 + depth * 5) % 13) - 6.0f; };
     auto right_at = [](unsigned line, unsigned depth) { return (float)((line * 3 + depth * 11) % 9) * 0.25f - 1.0f; };
-    for (unsigned layouts = 0; layouts < 5; ++layouts) {
-        const bool large = layouts == 4, left_by_lines = large || layouts % 2 == 1, right_by_lines = layouts / 2 % 2 == 1;
+    for (unsigned layouts = 0; layouts < 6; ++layouts) {
+        const bool large = layouts >= 4, left_by_lines = large || layouts % 2 == 1, right_by_lines = layouts / 2 % 2 == 1;
         const unsigned side = large ? 128 : 64;
         for (const unsigned depths : {quad, step - quad, step, 3 * step, 4 * step + quad, 9 * step + 3 * quad}) {
             for (const unsigned lines : {quad, side - quad, side}) {
@@ -91,7 +91,7 @@ void products(const char* name) {
                 for (const unsigned vector : {0u, 1u}) {
                     const Buffer<float> out(side * side + side);
                     const TestProduct product{lines, lines, depths, start, end};
-                    OK(launch(kernel(name), 1, large ? 256 : 128, 0, nullptr, left.address, right.address, out.address,
+                    OK(launch(kernel(name), 1, layouts == 5 ? 256 : 128, 0, nullptr, left.address, right.address, out.address,
                               product, layouts, vector));
                     const auto found = out.read();
                     for (unsigned row = 0; row < side; ++row) {
@@ -116,8 +116,8 @@ void products(const char* name) {
 template <class T>
 void same_bits(const char* name) {
     const unsigned step = 64 / sizeof(T), depths = 5 * step + 8, lines = 56;
-    for (unsigned layouts = 0; layouts < 5; ++layouts) {
-        const unsigned side = layouts == 4 ? 128 : 64;
+    for (unsigned layouts = 0; layouts < 6; ++layouts) {
+        const unsigned side = layouts >= 4 ? 128 : 64;
         std::vector<T> a(lines * depths), b(lines * depths);
         for (size_t i = 0; i < a.size(); ++i) {
             put(a, i, std::sin((float)i * 1.7f) * 3.0f);
@@ -129,7 +129,7 @@ void same_bits(const char* name) {
         for (const unsigned vector : {0u, 1u}) {
             const Buffer<float> out(side * side + side);
             const TestProduct product{lines, lines, depths, 0, depths};
-            OK(launch(kernel(name), 1, layouts == 4 ? 256 : 128, 0, nullptr, left.address, right.address, out.address,
+            OK(launch(kernel(name), 1, layouts == 5 ? 256 : 128, 0, nullptr, left.address, right.address, out.address,
                       product, layouts, vector));
             results[vector] = out.read();
         }

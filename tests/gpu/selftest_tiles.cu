@@ -65,9 +65,11 @@ struct Conflicts {
 // What a layout must not be.
 struct NotSwizzled {
     template <bool IS_LEFT>
-    static __device__ u32 row(u32 lane, u32 line, u32 word) {
-        return (line + lane % 16) * TILE_WORDS + word + lane / 16 * 4;
+    static __device__ u32 first(u32 lane, u32 line) {
+        return ((line + lane % 16) * TILE_WORDS + lane / 16 * 4) * 4;
     }
+
+    static __device__ u32 next(u32 first, u32 i, u32 word) { return first + (16 * i * TILE_WORDS + word) * 4; }
 };
 
 template <class LAYOUT, bool IS_LEFT>
@@ -76,7 +78,8 @@ __device__ inline void count_rows(Conflicts& conflicts, u32 side) {
         for (u32 word = 0; word < TILE_WORDS; word += 8) {
             for (u32 matrix = 0; matrix < 4; matrix++) {
                 conflicts.count(true, [&](u32 row) {
-                    return LAYOUT::template row<IS_LEFT>(8 * matrix + row, line, word);
+                    const u32 first = LAYOUT::template first<IS_LEFT>(8 * matrix + row, line / 32 * 32);
+                    return LAYOUT::next(first, line / 16 % 2, word) / 4;
                 });
             }
         }
@@ -88,7 +91,9 @@ __device__ inline void count_words(Conflicts& conflicts) {
     for (u32 line = 0; line < TILE::SIDE; line += 8) {
         for (u32 depth = 0; depth < TILE_WORDS; depth += 4) {
             conflicts.count(false, [&](u32 lane) {
-                return SwizzledDepths<f32, TILE::SIDE>::word(line + lane / 4, depth + lane % 4);
+                using Layout = SwizzledDepths<f32, TILE::SIDE>;
+                const u32 first = Layout::template first<true>(lane, line / 32 * 32) ^ line / 8 % 2 * 32;
+                return Layout::next(first, line / 16 % 2, depth) / 4;
             });
         }
     }
@@ -129,15 +134,20 @@ __device__ inline void count_layouts(Conflicts& conflicts) {
     }
 }
 
+enum { SMALL_TILE, LARGE_TILE, LARGE_AHEAD_TILE };
+
 // For blocks of as many threads as the tile has. Writes the conflicts of all layouts, then those of one that has them.
-KERNEL(selftest_conflicts)(u32* out) {
+KERNEL(selftest_conflicts)(u32* out, u32 tile) {
     Conflicts conflicts{};
-    if (blockDim.x == Large::THREADS) {
+    if (tile == SMALL_TILE) {
+        count_layouts<bf16, Small>(conflicts);
+        count_layouts<f32, Small>(conflicts);
+    } else if (tile == LARGE_TILE) {
         count_layouts<bf16, Large>(conflicts);
         count_layouts<f32, Large>(conflicts);
     } else {
-        count_layouts<bf16, Small>(conflicts);
-        count_layouts<f32, Small>(conflicts);
+        count_layouts<bf16, LargeAhead>(conflicts);
+        count_layouts<f32, LargeAhead>(conflicts);
     }
     if (threadIdx.x != 0) return;
     Conflicts wrong{};
@@ -147,23 +157,34 @@ KERNEL(selftest_conflicts)(u32* out) {
 
 // ---- Products ----
 
+// At least those of any tile.
+#define MOST_MOVES 8
+
 // A matrix of `lines` lines and `depths` depths, contiguous along the depth or along the lines.
 template <class T, bool BY_LINES>
 struct TestMatrix {
+    static constexpr bool CACHED = sizeof(T) == 2;
     const T* values;
     u32 lines, depths;
-    u32 found[2], depth;
+    u32 found[MOST_MOVES], depth, apart;
 
     __device__ const T* address(u32 line, u32 at) const { return values + (BY_LINES ? at * lines + line : line * depths + at); }
     __device__ void find_line(u32 i, u32 line) { found[i] = line; }
     __device__ void find_depth(u32 at) { depth = at; }
     __device__ void find_run(u32 line) { found[0] = line; }
+    __device__ void begin(u32 at, u32 depths) { depth = at, apart = depths; }
     __device__ T element(u32 line, u32 at) const { return line < lines ? *address(line, at) : T{}; }
 
     // Along the depth the i-th line, along the lines the i-th depth.
     __device__ Source<T> source(u32 i) const {
         if (BY_LINES) return {address(found[0], i), found[0] < lines};
         return {address(found[i], depth), found[i] < lines};
+    }
+
+    __device__ Source<T> next() {
+        const Source<T> from = source(depth);
+        depth += apart;
+        return from;
     }
 };
 
@@ -213,10 +234,13 @@ __device__ inline void test_loops(const T* a, const T* b, f32* to, const TestPro
     }
 }
 
-// `layouts`: 1 if the left operand is contiguous along its lines, 2 if the right one is, 3 if both are.
+// `layouts`: 1 if the left operand is contiguous along its lines, 2 if the right one is, 3 if both are; 4 and 5 as 1, but
+// for large tiles.
 template <class T>
 __device__ inline void test_layouts(const T* a, const T* b, f32* to, const TestProduct& product, u32 layouts, u32 vector) {
-    if (blockDim.x == Large::THREADS) {
+    if (layouts == 4) {
+        test_loops<T, LargeAhead, true, false>(a, b, to, product, vector);
+    } else if (layouts == 5) {
         test_loops<T, Large, true, false>(a, b, to, product, vector);
     } else if (layouts == 0) {
         test_loops<T, Small, false, false>(a, b, to, product, vector);

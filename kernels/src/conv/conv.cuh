@@ -10,7 +10,8 @@
 
 // ---- Operands in global memory ----
 // Each operand returns the element at a line and a depth, or the source of 16 bytes at lines or depths prepared before
-// by find_line, find_depth or find_run. Elements beyond the last line are zero; AlongDepth and AlongLines handle the end
+// by find_line, find_depth or find_run. After begin(depth, apart), each call of `next` returns the source that is `apart`
+// depths after that of the call before: without divisions. Elements beyond the last line are zero; AlongDepth and AlongLines handle the end
 // of the depth.
 //
 // NARROW operands have 2, 4 or 6 channels of 16 bits, fewer than a unit of 16 bytes. Lines and depths that name a channel
@@ -20,17 +21,20 @@
 // covers at that position. From an output pixel in row y, tap u reads the input row y - P + u; from an input pixel in
 // row y, tap u reads the output row y + P - u. If the output is pooled (`windows`), lines are the pixels of one window
 // after another, four each.
-template <class T, i32 SIGN, bool NARROW = false>
+template <class T, i32 SIGN, u32 LINES, bool NARROW = false>
 struct GatherByPixel {
+    // At the next tap a block reads almost the same pixels again.
+    static constexpr bool CACHED = true;
     const T* values;
     const ImageExtents& lines;
     const ImageExtents& side;
     const Convolution& shape;
     const ImageExtents* windows;
-    i32 y[2], x[2];   // position read by tap 0
-    const T* pixel[2];
+    i32 y[LINES], x[LINES];   // position read by tap 0
+    u32 pixel[LINES];
     i32 down, right;
-    i64 offset;   // of the depth from that position
+    u32 offset;   // of the depth from that pixel, in pixels
+    const T* origin;   // of the depth's channel
 
     __device__ GatherByPixel(
         const T* values, const ImageExtents& lines, const ImageExtents& side, const Convolution& shape,
@@ -50,8 +54,7 @@ struct GatherByPixel {
         // A line beyond the last one reads zeros: no tap leads from there into the image.
         y[i] = known ? (i32)row - SIGN * (i32)shape.pad : -(1 << 30);
         x[i] = (i32)column - SIGN * (i32)shape.pad;
-        const i64 place = ((i64)(image * side.height) + y[i]) * side.width + x[i];
-        pixel[i] = known ? values + place * side.channels : values;
+        pixel[i] = known ? (image * side.height + (u32)y[i]) * side.width + (u32)x[i] : 0;
     }
 
     __device__ void find_depth(u32 depth) {
@@ -59,28 +62,34 @@ struct GatherByPixel {
         const u32 tap = NARROW ? depth / Elements<T>::QUAD : side.outer(depth, channel);
         shape.tap(tap, down, right);
         down *= SIGN, right *= SIGN;
-        offset = (i64)(down * (i32)side.width + right) * (i32)side.channels + channel;
+        offset = (u32)down * side.width + (u32)right;
+        origin = values + channel;
     }
 
     __device__ bool inside(u32 i) const {
         return (u32)(y[i] + down) < side.height && (u32)(x[i] + right) < side.width;
     }
 
-    __device__ auto source(u32 i) const { return source_of<T, NARROW>(pixel[i] + offset, inside(i), side.channels); }
+    __device__ const T* at(u32 i) const {
+        return (const T*)((const u8*)origin + (u64)(pixel[i] + offset) * (side.channels * (u32)sizeof(T)));
+    }
+
+    __device__ auto source(u32 i) const { return source_of<T, NARROW>(at(i), inside(i), side.channels); }
 
     __device__ T element(u32 line, u32 depth) {
         find_line(0, line);
         find_depth(depth);
-        return inside(0) ? pixel[0][offset] : T{};
+        return inside(0) ? *at(0) : T{};
     }
 };
 
 // Lines are filters, depths are (tap, channel).
-template <class T, bool NARROW = false>
+template <class T, u32 LINES, bool NARROW = false>
 struct Filters {
+    static constexpr bool CACHED = false;
     const T* values;
     u32 filters, channels, length;
-    u32 at[2];   // below 2^31 if there is such a filter
+    u32 at[LINES];   // below 2^31 if there is such a filter
     u32 depth;
 
     __device__ Filters(const T* values, const Convolution& shape)
@@ -103,15 +112,35 @@ struct Channels {
     const T* values;
     const Convolution& shape;
     u32 channel;
+    // Of the next source: its filter, and the offset of its weights. And how far the one after it is from there.
+    u32 filter, offset, filters_apart, offset_apart;
 
     __device__ Channels(const T* values, const Convolution& shape) : values(values), shape(shape) {}
 
     __device__ void find_run(u32 line) { channel = line; }
 
+    __device__ void begin(u32 depth, u32 apart) {
+        offset = offset_of(depth, filter) + channel;
+        offset_apart = offset_of(apart, filters_apart);
+    }
+
+    __device__ Source<T> next() {
+        const u32 filters = shape.output.channels, channels = shape.input.channels;
+        const Source<T> found{values + offset, channel < channels};
+        filter += filters_apart, offset += offset_apart;
+        // The next tap.
+        if (filter >= filters) filter -= filters, offset += channels - filters * shape.taps() * channels;
+        return found;
+    }
+
+    __device__ u32 offset_of(u32 depth, u32& filter) const {
+        const u32 tap = shape.output.outer(depth, filter);
+        return (filter * shape.taps() + tap) * shape.input.channels;
+    }
+
     __device__ const T* address(u32 line, u32 depth) const {
         u32 filter;
-        const u32 tap = shape.output.outer(depth, filter);
-        return values + ((filter * shape.taps() + tap) * shape.input.channels + line);
+        return values + (offset_of(depth, filter) + line);
     }
 
     __device__ auto source(u32 depth) const {
@@ -129,12 +158,23 @@ template <class T>
 struct Gradients {
     const T* values;
     u32 filters, filter;
+    const T* following;   // the next source
+    u64 apart;
 
     __device__ Gradients(const T* values, const Convolution& shape) : values(values), filters(shape.output.channels) {}
 
     __device__ void find_run(u32 line) { filter = line; }
     __device__ const T* address(u32 line, u32 depth) const { return values + ((u64)depth * filters + line); }
     __device__ Source<T> source(u32 depth) const { return {address(filter, depth), filter < filters}; }
+
+    __device__ void begin(u32 depth, u32 depths) { following = address(filter, depth), apart = (u64)depths * filters; }
+
+    __device__ Source<T> next() {
+        const Source<T> found{following, filter < filters};
+        following += apart;
+        return found;
+    }
+
     __device__ T element(u32 line, u32 depth) const { return line < filters ? *address(line, depth) : T{}; }
 };
 
@@ -145,6 +185,11 @@ struct GatherByTap {
     const Convolution& shape;
     u32 channel;
     i32 down, right;
+    // The pixel that the next source reads, which is in row y and column x. And how far the one after it is from there, if
+    // no row and no image ends.
+    const T* origin;
+    u32 pixel, apart;
+    i32 y, x, bottom, edge, rows_apart, columns_apart;
 
     __device__ GatherByTap(const T* values, const Convolution& shape) : values(values), shape(shape) {}
 
@@ -159,6 +204,28 @@ struct GatherByTap {
         // A tap beyond the last one reads zeros.
         down = tap < shape.taps() ? down - (i32)shape.pad : 1 << 30;
         right -= (i32)shape.pad;
+    }
+
+    __device__ void begin(u32 depth, u32 depths) {
+        u32 row, column;
+        u32 image = shape.output.place(depth, row, column);
+        y = (i32)row + down, x = (i32)column + right;
+        pixel = (image * shape.input.height + (u32)y) * shape.input.width + (u32)x;
+        image = shape.output.place(depths, row, column);
+        apart = kept((image * shape.input.height + row) * shape.input.width + column);
+        rows_apart = (i32)kept(row), columns_apart = (i32)kept(column);
+        bottom = (i32)kept(shape.output.height + (u32)down), edge = (i32)kept(shape.output.width + (u32)right);
+        origin = values + kept(channel);
+    }
+
+    __device__ Source<T> next() {
+        const ImageExtents &input = shape.input, &output = shape.output;
+        const u8* at = (const u8*)origin + (u64)pixel * (input.channels * (u32)sizeof(T));
+        const Source<T> found{(const T*)at, (u32)y < input.height && (u32)x < input.width};
+        x += columns_apart, y += rows_apart, pixel += apart;
+        if (x >= edge) x -= (i32)output.width, y++, pixel += input.width - output.width;
+        if (y >= bottom) y -= (i32)output.height, pixel += (input.height - output.height) * input.width;
+        return found;
     }
 
     __device__ auto source(u32 depth) const {
@@ -200,9 +267,9 @@ template <class T, PRODUCT_TYPE, class TILE, bool VECTOR, bool NARROW = false>
 __device__ inline void forward(
     const T* x, const T* w, const f32* bias, T* y, const Convolution& shape, const After& after) {
     using Product = PRODUCT<T, TILE>;
-    using Left = AlongDepth<T, TILE, Product, GatherByPixel<T, 1, NARROW>, VECTOR, VECTOR && !NARROW>;
-    using Right = AlongDepth<T, TILE, Product, Filters<T, NARROW>, VECTOR, VECTOR && !NARROW>;
-    __shared__ TileMemory<TILE, Left, Right> memory;
+    using Left = AlongDepth<T, TILE, Product, GatherByPixel<T, 1, MOVES<TILE>, NARROW>, VECTOR, VECTOR && !NARROW>;
+    using Right = AlongDepth<T, TILE, Product, Filters<T, MOVES<TILE>, NARROW>, VECTOR, VECTOR && !NARROW>;
+    auto& memory = tile_memory<TileMemory<TILE, Left, Right>, TILE>();
     const u32 columns = shape.output.channels;
     u32 row, column;
     tile_of_block<TILE>(columns, row, column);
@@ -218,9 +285,9 @@ template <class T, PRODUCT_TYPE, class TILE, bool VECTOR, bool NARROW = false>
 __device__ inline void backward_input(
     const T* w, const T* dy, T* dx, const Convolution& shape, const Before& before) {
     using Product = PRODUCT<T, TILE>;
-    using Left = AlongDepth<T, TILE, Product, GatherByPixel<T, -1>, VECTOR, VECTOR && !NARROW>;
+    using Left = AlongDepth<T, TILE, Product, GatherByPixel<T, -1, MOVES<TILE>>, VECTOR, VECTOR && !NARROW>;
     using Right = AlongLines<T, TILE, Product, Channels<T, NARROW>, VECTOR, VECTOR && !NARROW>;
-    __shared__ TileMemory<TILE, Left, Right> memory;
+    auto& memory = tile_memory<TileMemory<TILE, Left, Right>, TILE>();
     const u32 columns = shape.input.channels;
     u32 row, column;
     tile_of_block<TILE>(columns, row, column);
@@ -241,7 +308,7 @@ __device__ inline void backward_weights(const T* x, const T* dy, const Convoluti
     using Left = AlongLines<T, TILE, Product, Gradients<T>, VECTOR, VECTOR && !NARROW>;
     using Right = AlongLines<T, TILE, Product, GatherByTap<T, NARROW>, VECTOR, VECTOR && !NARROW>;
     using Result = WeightsResult<VECTOR && !NARROW, NARROW ? Elements<T>::QUAD : 0>;
-    __shared__ TileMemory<TILE, Left, Right> memory;
+    auto& memory = tile_memory<TileMemory<TILE, Left, Right>, TILE>();
     const u32 channels = shape.input.channels, rows = shape.output.channels, columns = shape.taps() * channels;
     u32 row, column;
     tile_of_block<TILE>(shape.taps() * numbered_channels<T, NARROW>(shape), row, column);
@@ -279,17 +346,27 @@ __device__ inline void backward_weights(const T* x, const T* dy, const Convoluti
 
 #ifdef TENSOR_CORES
 #define TENSOR TensorProduct
+#define LARGE_TILE LargeAhead
 #else
 #define TENSOR PlainProduct
+#define LARGE_TILE Large
 #endif
 
 // Threads per block and, if the compiler would otherwise use too many registers or too few, the minimum number of blocks
-// per multiprocessor.
+// per multiprocessor. SHORT is for elements of 16 bits.
 #ifdef MGPU_SHIM
 #define LARGE 256
+#define LARGE_AHEAD LARGE_TILE::THREADS
+#define SMALL_AHEAD 128
+#define SMALL_SHORT 128
+#define SCALAR 128
 #define NARROW 128
 #else
 #define LARGE 256, 2
+#define LARGE_AHEAD LARGE_TILE::THREADS, 2
+#define SMALL_AHEAD 128, 4
+#define SMALL_SHORT 128, 5
+#define SCALAR 128, 3
 #define NARROW 128, 2
 #endif
 #define SMALL 128

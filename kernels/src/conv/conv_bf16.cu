@@ -7,41 +7,41 @@
 #include "conv.cuh"
 #endif
 
-KERNEL_BOUNDS(conv_forward_bf16_large, LARGE) FORWARD(bf16) {
-    forward<bf16, TENSOR, Large, true>(x, w, bias, y, shape, after);
+KERNEL_BOUNDS(conv_forward_bf16_large, LARGE_AHEAD) FORWARD(bf16) {
+    forward<bf16, TENSOR, LARGE_TILE, true>(x, w, bias, y, shape, after);
 }
-KERNEL_BOUNDS(conv_forward_bf16_small, SMALL) FORWARD(bf16) {
+KERNEL_BOUNDS(conv_forward_bf16_small, SMALL_SHORT) FORWARD(bf16) {
     forward<bf16, TENSOR, Small, true>(x, w, bias, y, shape, after);
 }
 KERNEL_BOUNDS(conv_forward_bf16_narrow, NARROW) FORWARD(bf16) {
     forward<bf16, TENSOR, Small, true, true>(x, w, bias, y, shape, after);
 }
-KERNEL_BOUNDS(conv_forward_bf16_scalar, SMALL) FORWARD(bf16) {
+KERNEL_BOUNDS(conv_forward_bf16_scalar, SCALAR) FORWARD(bf16) {
     forward<bf16, TENSOR, Small, false>(x, w, bias, y, shape, after);
 }
 
-KERNEL_BOUNDS(conv_backward_input_bf16_large, LARGE) BACKWARD_INPUT(bf16) {
-    backward_input<bf16, TENSOR, Large, true>(w, dy, dx, shape, before);
+KERNEL_BOUNDS(conv_backward_input_bf16_large, LARGE_AHEAD) BACKWARD_INPUT(bf16) {
+    backward_input<bf16, TENSOR, LARGE_TILE, true>(w, dy, dx, shape, before);
 }
-KERNEL_BOUNDS(conv_backward_input_bf16_small, SMALL) BACKWARD_INPUT(bf16) {
+KERNEL_BOUNDS(conv_backward_input_bf16_small, SMALL_SHORT) BACKWARD_INPUT(bf16) {
     backward_input<bf16, TENSOR, Small, true>(w, dy, dx, shape, before);
 }
 KERNEL_BOUNDS(conv_backward_input_bf16_narrow, NARROW) BACKWARD_INPUT(bf16) {
     backward_input<bf16, TENSOR, Small, true, true>(w, dy, dx, shape, before);
 }
-KERNEL_BOUNDS(conv_backward_input_bf16_scalar, SMALL) BACKWARD_INPUT(bf16) {
+KERNEL_BOUNDS(conv_backward_input_bf16_scalar, SCALAR) BACKWARD_INPUT(bf16) {
     backward_input<bf16, TENSOR, Small, false>(w, dy, dx, shape, before);
 }
 
-KERNEL_BOUNDS(conv_backward_weights_bf16_large, LARGE) BACKWARD_WEIGHTS(bf16) {
-    backward_weights<bf16, TENSOR, Large, true>(x, dy, shape, sums);
+KERNEL_BOUNDS(conv_backward_weights_bf16_large, LARGE_AHEAD) BACKWARD_WEIGHTS(bf16) {
+    backward_weights<bf16, TENSOR, LARGE_TILE, true>(x, dy, shape, sums);
 }
-KERNEL_BOUNDS(conv_backward_weights_bf16_small, SMALL) BACKWARD_WEIGHTS(bf16) {
+KERNEL_BOUNDS(conv_backward_weights_bf16_small, SMALL_AHEAD) BACKWARD_WEIGHTS(bf16) {
     backward_weights<bf16, TENSOR, Small, true>(x, dy, shape, sums);
 }
 KERNEL_BOUNDS(conv_backward_weights_bf16_narrow, NARROW) BACKWARD_WEIGHTS(bf16) {
     backward_weights<bf16, TENSOR, Small, true, true>(x, dy, shape, sums);
 }
-KERNEL_BOUNDS(conv_backward_weights_bf16_scalar, SMALL) BACKWARD_WEIGHTS(bf16) {
+KERNEL_BOUNDS(conv_backward_weights_bf16_scalar, SCALAR) BACKWARD_WEIGHTS(bf16) {
     backward_weights<bf16, TENSOR, Small, false>(x, dy, shape, sums);
 }

@@ -7,32 +7,32 @@
 #include "conv.cuh"
 #endif
 
-KERNEL_BOUNDS(conv_forward_tf32_large, LARGE) FORWARD(f32) {
-    forward<f32, TENSOR, Large, true>(x, w, bias, y, shape, after);
+KERNEL_BOUNDS(conv_forward_tf32_large, LARGE_AHEAD) FORWARD(f32) {
+    forward<f32, TENSOR, LARGE_TILE, true>(x, w, bias, y, shape, after);
 }
-KERNEL_BOUNDS(conv_forward_tf32_small, SMALL) FORWARD(f32) {
+KERNEL_BOUNDS(conv_forward_tf32_small, SMALL_AHEAD) FORWARD(f32) {
     forward<f32, TENSOR, Small, true>(x, w, bias, y, shape, after);
 }
-KERNEL_BOUNDS(conv_forward_tf32_scalar, SMALL) FORWARD(f32) {
+KERNEL_BOUNDS(conv_forward_tf32_scalar, SCALAR) FORWARD(f32) {
     forward<f32, TENSOR, Small, false>(x, w, bias, y, shape, after);
 }
 
-KERNEL_BOUNDS(conv_backward_input_tf32_large, LARGE) BACKWARD_INPUT(f32) {
-    backward_input<f32, TENSOR, Large, true>(w, dy, dx, shape, before);
+KERNEL_BOUNDS(conv_backward_input_tf32_large, LARGE_AHEAD) BACKWARD_INPUT(f32) {
+    backward_input<f32, TENSOR, LARGE_TILE, true>(w, dy, dx, shape, before);
 }
-KERNEL_BOUNDS(conv_backward_input_tf32_small, SMALL) BACKWARD_INPUT(f32) {
+KERNEL_BOUNDS(conv_backward_input_tf32_small, SMALL_AHEAD) BACKWARD_INPUT(f32) {
     backward_input<f32, TENSOR, Small, true>(w, dy, dx, shape, before);
 }
-KERNEL_BOUNDS(conv_backward_input_tf32_scalar, SMALL) BACKWARD_INPUT(f32) {
+KERNEL_BOUNDS(conv_backward_input_tf32_scalar, SCALAR) BACKWARD_INPUT(f32) {
     backward_input<f32, TENSOR, Small, false>(w, dy, dx, shape, before);
 }
 
-KERNEL_BOUNDS(conv_backward_weights_tf32_large, LARGE) BACKWARD_WEIGHTS(f32) {
-    backward_weights<f32, TENSOR, Large, true>(x, dy, shape, sums);
+KERNEL_BOUNDS(conv_backward_weights_tf32_large, LARGE_AHEAD) BACKWARD_WEIGHTS(f32) {
+    backward_weights<f32, TENSOR, LARGE_TILE, true>(x, dy, shape, sums);
 }
-KERNEL_BOUNDS(conv_backward_weights_tf32_small, SMALL) BACKWARD_WEIGHTS(f32) {
+KERNEL_BOUNDS(conv_backward_weights_tf32_small, SMALL_AHEAD) BACKWARD_WEIGHTS(f32) {
     backward_weights<f32, TENSOR, Small, true>(x, dy, shape, sums);
 }
-KERNEL_BOUNDS(conv_backward_weights_tf32_scalar, SMALL) BACKWARD_WEIGHTS(f32) {
+KERNEL_BOUNDS(conv_backward_weights_tf32_scalar, SCALAR) BACKWARD_WEIGHTS(f32) {
     backward_weights<f32, TENSOR, Small, false>(x, dy, shape, sums);
 }

@@ -4,8 +4,9 @@
 // over, in steps of TILE_WORDS words of 32 bits (16 elements in f32, 32 in bf16). There are two loops, with one barrier
 // per step each:
 //
-// - multiply_ahead, for tensor cores: the operands of the next two or three steps are copied from global to shared memory
-//   asynchronously, 16 bytes at a time and without registers, while one step's are multiplied.
+// - multiply_ahead, for tensor cores: the operands of the next steps are copied from global to shared memory asynchronously,
+//   16 bytes at a time and without registers, while one step's are multiplied. What a warp multiplies it has in registers
+//   before, so that neither these loads nor the barrier are waited for.
 // - multiply_buffered, for operands that cannot be moved 16 bytes at a time, and for plain multiply-adds: the next step's
 //   operands are loaded to registers and then written to one of two buffers. So are those of tensor cores without
 //   asynchronous copies (f16 on sm_75).
@@ -16,13 +17,14 @@
 // loop and the tile's size.
 //
 // What limits the loop, per multiprocessor and step of a large tile in bf16 (128 x 128 x 32 multiply-adds): copies write
-// 16 KiB to shared memory, and eight warps of 64 x 32 read 6 KiB each, together 512 cycles at 128 bytes per cycle. The
-// products take 512 cycles of an A100's tensor cores (1,024 multiply-adds per cycle), and 256 of an H100's if it reached
-// its peak, which needs other instructions. So shared memory allows at most half of that peak; warps of 64 x 64 would
-// allow two thirds, with twice the sums in registers. A small tile takes 192 cycles for a quarter of the products. For
-// each mma instruction of a large tile there are 0.375 loads from shared memory (ldmatrix), and 0.5 of a small one; these
-// would be 1.5 and 2 loads of a word for each lane. Compiled for sm_90 a step of the forward pass in bf16 takes 110
-// instructions of a warp, 32 of them mma (small: 99 and 16).
+// 16 KiB to shared memory, and four warps of 64 x 64 read 8 KiB each, together 384 cycles at 128 bytes per cycle. The
+// products take 512 cycles of an A100's tensor cores (1,024 multiply-adds per cycle), and 384 of an H200's with these
+// instructions, as measured: two thirds of its peak, which needs others. So warps of 64 x 32, which would read 6 KiB each in
+// pairs of twice as many, would be limited by shared memory. A small tile takes 192 cycles for a quarter of the products.
+// There are few warps, two for each scheduler, because their sums take half of all registers; so what others hide by many
+// warps has to be hidden by the order of instructions. For each mma instruction of a large tile there are 0.25 loads from
+// shared memory (ldmatrix), and 0.5 of a small one; these would be 1 and 2 loads of a word for each lane. Compiled for sm_90
+// a step of the forward pass in bf16 takes 171 instructions of a warp, 64 of them mma (small: 93 and 16).
 
 #define TILE_WORDS 16u
 
@@ -37,11 +39,23 @@ struct alignas(8) Pair {
 // The side of the tile, the threads of a block, and the rows and columns that a warp computes with tensor cores.
 struct Large {
     static constexpr u32 SIDE = 128, THREADS = 256, WARP_ROWS = 64, WARP_COLUMNS = 32;
+    static constexpr bool DYNAMIC = false;
+};
+
+// The large tile of multiply_ahead.
+struct LargeAhead {
+    static constexpr u32 SIDE = 128, THREADS = 128, WARP_ROWS = 64, WARP_COLUMNS = 64;
+    static constexpr bool DYNAMIC = true;
 };
 
 struct Small {
     static constexpr u32 SIDE = 64, THREADS = 128, WARP_ROWS = 32, WARP_COLUMNS = 32;
+    static constexpr bool DYNAMIC = false;
 };
+
+// How many times 16 bytes a thread moves of a step's operand.
+template <class TILE>
+constexpr u32 MOVES = TILE::SIDE * TILE_WORDS / 4 / TILE::THREADS;
 
 template <class T>
 struct Elements {
@@ -66,6 +80,9 @@ __device__ inline f32 value_in_word<f16>(u32 word, u32 i) {
 // an exclusive or ("swizzled"): a quarter of a warp reads or writes eight units at once, and these must be in different
 // groups of four banks. `load` returns a warp's fragments of 16 lines and eight words of depth, which are four matrices
 // of eight lines and four words: one left operand of an mma instruction or, in neighbouring registers, two right ones.
+//
+// A lane reads at an offset in bytes that depends on the lane and on the warp's first line, a multiple of 32: `first` returns
+// that of the first fragments. Those of the i-th 16 lines at another word follow from it by constants (`next`).
 
 // Where matrix m is: in the first or second half of the lines, and of the depth.
 template <bool IS_LEFT>
@@ -73,6 +90,8 @@ struct Matrix {
     static __device__ u32 line(u32 m) { return IS_LEFT ? m % 2 : m / 2; }
     static __device__ u32 depth(u32 m) { return IS_LEFT ? m / 2 : m % 2; }
 };
+
+__device__ inline const u32* at_byte(const u32* shared, u32 offset) { return (const u32*)((const u8*)shared + offset); }
 
 // A line has four units, so two lines fill the banks once.
 template <u32 SIDE>
@@ -83,14 +102,16 @@ struct SwizzledLines {
 
     // The row of a matrix that a lane passes to load_matrices.
     template <bool IS_LEFT>
-    static __device__ u32 row(u32 lane, u32 line, u32 word) {
+    static __device__ u32 first(u32 lane, u32 line) {
         using Place = Matrix<IS_LEFT>;
-        return at(line + Place::line(lane / 8) * 8 + lane % 8, word / 4 + Place::depth(lane / 8));
+        return at(line + Place::line(lane / 8) * 8 + lane % 8, Place::depth(lane / 8)) * 4;
     }
 
+    static __device__ u32 next(u32 first, u32 i, u32 word) { return (first ^ word * 4) + 16 * i * TILE_WORDS * 4; }
+
     template <bool IS_LEFT>
-    static __device__ void load(u32 fragments[4], const u32* shared, u32 line, u32 word) {
-        load_matrices(fragments, shared + row<IS_LEFT>(threadIdx.x % WARP, line, word));
+    static __device__ void load(u32 fragments[4], const u32* shared, u32 first, u32 i, u32 word) {
+        load_matrices(fragments, at_byte(shared, next(first, i, word)));
     }
 };
 
@@ -104,10 +125,18 @@ struct SwizzledDepths {
         return depth * ROW + (unit ^ (sizeof(T) == 2 ? depth % 8 : depth % 4 * 2)) * 4;
     }
 
+    // The row of a matrix that a lane passes to load_matrices_transposed, or its word of the first matrix.
     template <bool IS_LEFT>
-    static __device__ u32 row(u32 lane, u32 line, u32 word) {
+    static __device__ u32 first(u32 lane, u32 line) {
         using Place = Matrix<IS_LEFT>;
-        return at(word * 2 + Place::depth(lane / 8) * 8 + lane % 8, line / 8 + Place::line(lane / 8));
+        if (sizeof(T) == 4) return word(line + lane / 4, lane % 4) * 4;
+        return at(Place::depth(lane / 8) * 8 + lane % 8, line / 8 + Place::line(lane / 8)) * 4;
+    }
+
+    static __device__ u32 next(u32 first, u32 i, u32 word) {
+        constexpr u32 WORD = Elements<T>::WORD;
+        const u32 words = 16 * i / WORD;
+        return (first ^ words % 32 * 4) + (words / 32 * 32 + word * WORD * ROW) * 4;
     }
 
     static __device__ u32 word(u32 line, u32 depth) {
@@ -115,22 +144,20 @@ struct SwizzledDepths {
         return at(depth, line / QUAD) + line % QUAD / Elements<T>::WORD;
     }
 
-    static __device__ f32 value(const u32* shared, u32 line, u32 depth) {
-        return value_in_word<T>(shared[word(line, depth)], line % Elements<T>::WORD);
+    // The offset of a line's word in bytes, from that of a depth which is a multiple of eight.
+    static __device__ u32 deeper(u32 first, u32 depth) {
+        return (first ^ (sizeof(T) == 2 ? depth % 8 : depth % 4 * 2) * 16) + depth * ROW * 4;
     }
 
     template <bool IS_LEFT>
-    static __device__ void load(u32 fragments[4], const u32* shared, u32 line, u32 first) {
+    static __device__ void load(u32 fragments[4], const u32* shared, u32 first, u32 i, u32 word) {
         using Place = Matrix<IS_LEFT>;
-        const u32 lane = threadIdx.x % WARP;
         if constexpr (sizeof(T) == 2) {
-            load_matrices_transposed(fragments, shared + row<IS_LEFT>(lane, line, first));
+            load_matrices_transposed(fragments, at_byte(shared, next(first, i, word)));
         } else {
 #pragma unroll
             for (u32 m = 0; m < 4; m++) {
-                // As word(), with what is the same for all lanes apart.
-                const u32 lines = line + Place::line(m) * 8, depth = first + Place::depth(m) * 4 + lane % 4;
-                fragments[m] = shared[depth * ROW + lines / 32 * 32 + (lines % 32 ^ lane % 4 * 8) + lane / 4];
+                fragments[m] = *at_byte(shared, next(first ^ Place::line(m) * 32, i, word + Place::depth(m) * 4));
             }
         }
     }
@@ -143,6 +170,14 @@ struct DepthsOfLines {
     static constexpr u32 STRIDE = SIDE + 8, WORDS = TILE_WORDS * STRIDE;
     static __device__ u32 at(u32 line, u32 word) { return word * STRIDE + line; }
 };
+
+// A value that the compiler must not compute again instead of keeping it in a register.
+__device__ inline u32 kept(u32 value) {
+#ifndef MGPU_SHIM
+    asm volatile("" : "+r"(value));
+#endif
+    return value;
+}
 
 template <bool CONDITION, class YES, class NO>
 struct Conditional {
@@ -200,31 +235,38 @@ __device__ inline void put(Quad& quad, u32 element, T value) {
     quad.word[element / WORD] |= bits_of(value) << (element % WORD * 16);
 }
 
-// The steps that are in shared memory at once: one that is multiplied, and those that are on the way. A block may have
-// 48 KiB without asking, which are three stages of a large tile; two such blocks fit in any multiprocessor with tensor
-// cores for bf16, as their registers do.
+// The steps that are in shared memory at once: one that is multiplied, and those that are on the way. Two blocks of large
+// tiles fit in any multiprocessor with tensor cores for bf16, as their registers do: with three stages of 16 KiB each, or
+// with four if it has at least 164 KiB (`Tile::shared` in partition.rs).
+#if defined(MGPU_SHIM) || __CUDA_ARCH__ == 800 || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200)
+#define LARGE_STAGES 4u
+#else
+#define LARGE_STAGES 3u
+#endif
 template <class TILE, bool ASYNC>
-constexpr u32 STAGES = !ASYNC ? 2 : TILE::SIDE == 128 ? 3 : 4;
+constexpr u32 STAGES = !ASYNC ? 2 : TILE::SIDE == 128 ? LARGE_STAGES : 4;
 
-// Operands that are contiguous along the depth. A thread moves 16 bytes of each of two lines. Plain products need a
+// Operands that are contiguous along the depth. A thread moves 16 bytes of each of several lines. Plain products need a
 // depth's words side by side. Sources are copied AHEAD if they are whole.
 template <class T, class TILE, class PRODUCT, class OPERAND, bool VECTOR, bool AHEAD = VECTOR>
 struct AlongDepth {
     using Layout = typename Conditional<PRODUCT::TENSORS, SwizzledLines<TILE::SIDE>, DepthsOfLines<TILE::SIDE>>::Type;
     static constexpr bool ASYNC = PRODUCT::TENSORS && AHEAD && ASYNC_COPIES;
-    static constexpr u32 HALF = TILE::SIDE / 2;
+    static constexpr u32 COUNT = MOVES<TILE>, APART = TILE::SIDE / COUNT;
     OPERAND operand;
-    Quad moving[2];
+    Quad moving[ASYNC ? 1 : COUNT];
 
-    static __device__ u32 line(u32 i) { return threadIdx.x / 4 + i * HALF; }
+    static __device__ u32 line(u32 i) { return threadIdx.x / 4 + i * APART; }
     static __device__ u32 unit() { return threadIdx.x % 4; }
 
     __device__ AlongDepth(const OPERAND& from, u32 first) : operand(from) {
         if constexpr (VECTOR) {
 #pragma unroll
-            for (u32 i = 0; i < 2; i++) operand.find_line(i, first + line(i));
+            for (u32 i = 0; i < COUNT; i++) operand.find_line(i, first + line(i));
         }
     }
+
+    __device__ void begin(u32) {}
 
     // Begins to copy the step from `start` on.
     __device__ void copy(u32* shared, u32 start, u32 end) {
@@ -232,9 +274,14 @@ struct AlongDepth {
         operand.find_depth(depth);
         u32* to = shared + Layout::at(line(0), unit());
 #pragma unroll
-        for (u32 i = 0; i < 2; i++) {
+        for (u32 i = 0; i < COUNT; i++) {
             const Source<T> from = operand.source(i);
-            copy_async(to + i * Layout::at(HALF, 0), from.at, from.inside && depth < end);
+            const bool inside = from.inside && depth < end;
+            if constexpr (OPERAND::CACHED) {
+                copy_async_cached(to + i * Layout::at(APART, 0), from.at, inside);
+            } else {
+                copy_async(to + i * Layout::at(APART, 0), from.at, inside);
+            }
         }
     }
 
@@ -244,10 +291,10 @@ struct AlongDepth {
         if constexpr (VECTOR) {
             operand.find_depth(depth);
 #pragma unroll
-            for (u32 i = 0; i < 2; i++) moving[i] = depth < end ? operand.source(i).load() : Quad{};
+            for (u32 i = 0; i < COUNT; i++) moving[i] = depth < end ? operand.source(i).load() : Quad{};
         } else {
 #pragma unroll
-            for (u32 i = 0; i < 2; i++) {
+            for (u32 i = 0; i < COUNT; i++) {
                 moving[i] = Quad{};
 #pragma unroll
                 for (u32 e = 0; e < Elements<T>::QUAD; e++) {
@@ -259,7 +306,7 @@ struct AlongDepth {
 
     __device__ void store(u32* shared) const {
 #pragma unroll
-        for (u32 i = 0; i < 2; i++) {
+        for (u32 i = 0; i < COUNT; i++) {
             if constexpr (PRODUCT::TENSORS) {
                 *(Quad*)(shared + Layout::at(line(i), unit())) = moving[i];
             } else {
@@ -270,45 +317,49 @@ struct AlongDepth {
     }
 };
 
-// Operands that are contiguous along the lines. A thread moves 16 bytes at two depths: half a step apart, or for plain
-// products of bf16 neighbours, which it interleaves to words.
+// Operands that are contiguous along the lines. A thread moves 16 bytes at several depths: equally far apart, or for
+// plain products of bf16 two neighbours, which it interleaves to words.
 template <class T, class TILE, class PRODUCT, class OPERAND, bool VECTOR, bool AHEAD = VECTOR>
 struct AlongLines {
     static constexpr bool ASYNC = PRODUCT::TENSORS && AHEAD && ASYNC_COPIES;
     static constexpr bool INTERLEAVED = !PRODUCT::TENSORS && sizeof(T) == 2;
     using Layout =
         typename Conditional<PRODUCT::TENSORS, SwizzledDepths<T, TILE::SIDE>, DepthsOfLines<TILE::SIDE>>::Type;
-    static constexpr u32 RUN = Elements<T>::QUAD, RUNS = TILE::SIDE / RUN, HALF = Elements<T>::STEP / 2;
+    static constexpr u32 RUN = Elements<T>::QUAD, RUNS = TILE::SIDE / RUN;
+    static constexpr u32 COUNT = MOVES<TILE>, APART = Elements<T>::STEP / COUNT;
+    static_assert(!INTERLEAVED || COUNT == 2, "a word for each pair");
     OPERAND operand;
-    Quad moving[2];
+    Quad moving[ASYNC ? 1 : COUNT];
 
     static __device__ u32 unit() { return threadIdx.x % RUNS; }
     static __device__ u32 run() { return unit() * RUN; }
 
     static __device__ u32 depth(u32 i) {
         const u32 row = threadIdx.x / RUNS;
-        return INTERLEAVED ? row * 2 + i : row + i * HALF;
+        return INTERLEAVED ? row * 2 + i : row + i * APART;
     }
 
     __device__ AlongLines(const OPERAND& from, u32 first) : operand(from) {
         if constexpr (VECTOR) operand.find_run(first + run());
     }
 
-    // Begins to copy the step from `start` on.
+    // Before the first copy, which is that of the step from `start` on.
+    __device__ void begin(u32 start) { operand.begin(start + depth(0), APART); }
+
+    // Begins to copy the step from `start` on, which follows the one that was copied before.
     __device__ void copy(u32* shared, u32 start, u32 end) {
         u32* to = shared + Layout::at(depth(0), unit());
 #pragma unroll
-        for (u32 i = 0; i < 2; i++) {
-            const u32 at = start + depth(i);
-            const Source<T> from = operand.source(at);
-            copy_async(to + i * Layout::at(HALF, 0), from.at, from.inside && at < end);
+        for (u32 i = 0; i < COUNT; i++) {
+            const Source<T> from = operand.next();
+            copy_async(to + i * Layout::at(APART, 0), from.at, from.inside && start + depth(i) < end);
         }
     }
 
     // Loads the step to registers.
     __device__ void fetch(u32 first, u32 start, u32 end) {
 #pragma unroll
-        for (u32 i = 0; i < 2; i++) {
+        for (u32 i = 0; i < COUNT; i++) {
             const u32 at = start + depth(i);
             moving[i] = Quad{};
             if (at >= end) continue;
@@ -325,11 +376,19 @@ struct AlongLines {
     static __device__ f32 sum_line(const u32* shared, u32 line) {
         constexpr u32 WORD = Elements<T>::WORD;
         f32 sum = 0.0f;
+        if constexpr (PRODUCT::TENSORS) {
+            const u32 first = Layout::word(line, 0) * 4;
+#pragma unroll 2
+            for (u32 start = 0; start < Elements<T>::STEP; start += 8) {
+#pragma unroll
+                for (u32 depth = 0; depth < 8; depth++) {
+                    const u32 word = *at_byte(shared + start * Layout::ROW, Layout::deeper(first, depth));
+                    sum += PRODUCT::rounded(value_in_word<T>(word, line % WORD));
+                }
+            }
+        } else {
 #pragma unroll 8
-        for (u32 depth = 0; depth < Elements<T>::STEP; depth++) {
-            if constexpr (PRODUCT::TENSORS) {
-                sum += PRODUCT::rounded(Layout::value(shared, line, depth));
-            } else {
+            for (u32 depth = 0; depth < Elements<T>::STEP; depth++) {
                 sum += value_in_word<T>(shared[Layout::at(line, depth / WORD)], depth % WORD);
             }
         }
@@ -339,10 +398,10 @@ struct AlongLines {
     __device__ void store(u32* shared) const {
         if constexpr (PRODUCT::TENSORS) {
 #pragma unroll
-            for (u32 i = 0; i < 2; i++) *(Quad*)(shared + Layout::at(depth(i), unit())) = moving[i];
+            for (u32 i = 0; i < COUNT; i++) *(Quad*)(shared + Layout::at(depth(i), unit())) = moving[i];
         } else if constexpr (!INTERLEAVED) {
 #pragma unroll
-            for (u32 i = 0; i < 2; i++) *(Quad*)(shared + Layout::at(run(), depth(i))) = moving[i];
+            for (u32 i = 0; i < COUNT; i++) *(Quad*)(shared + Layout::at(run(), depth(i))) = moving[i];
         } else {
             Quad words[2];
 #pragma unroll
@@ -453,8 +512,8 @@ struct TensorProduct {
 
     // Values of f32 are as in global memory until they are in registers.
     template <class LAYOUT, bool IS_LEFT>
-    static __device__ void load(u32 fragments[4], const u32* shared, u32 line, u32 word) {
-        LAYOUT::template load<IS_LEFT>(fragments, shared, line, word);
+    static __device__ void load(u32 fragments[4], const u32* shared, u32 first, u32 i, u32 word) {
+        LAYOUT::template load<IS_LEFT>(fragments, shared, first, i, word);
 #pragma unroll
         for (u32 m = 0; m < 4; m++) {
             if constexpr (sizeof(T) == 4) fragments[m] = tf32_operand(float_of(fragments[m]));
@@ -467,38 +526,102 @@ struct TensorProduct {
         return threadIdx.x / WARP / (TILE::SIDE / TILE::WARP_ROWS) * TILE::WARP_COLUMNS;
     }
 
+    // The fragments of a slab, which is eight words of a step's depth. Those on the right are used until its end, so while it is
+    // multiplied there are those of the next slab too. In TF32 there are not: more registers are needed to load them.
+    static constexpr u32 RIGHTS = sizeof(T) == 2 ? 2 : 1;
+    struct Fragments {
+        u32 left[DOWN][4], right[RIGHTS][ACROSS / 2][4];
+    };
+
+    // Where a lane's first fragments are in the operands.
+    template <class LEFT, class RIGHT>
+    struct Offsets {
+        u32 left, right;
+
+        __device__ Offsets() {
+            const u32 lane = threadIdx.x % WARP;
+            left = kept(LEFT::template first<true>(lane, first_row()));
+            right = kept(RIGHT::template first<false>(lane, first_column()));
+        }
+
+        __device__ void load_left(u32 to[4], const u32* lefts, u32 i, u32 word) const {
+            load<LEFT, true>(to, lefts, left, i, word);
+        }
+
+        __device__ void load_right(u32 to[4], const u32* rights, u32 j, u32 word) const {
+            load<RIGHT, false>(to, rights, right, j, word);
+        }
+    };
+
+    // Loads the first slab of all.
+    template <class OFFSETS>
+    static __device__ void load_first(Fragments& to, const OFFSETS& offsets, const u32* lefts, const u32* rights) {
+#pragma unroll
+        for (u32 j = 0; j < ACROSS / 2; j++) offsets.load_right(to.right[0][j], rights, j, 0);
+#pragma unroll
+        for (u32 i = 0; i < DOWN; i++) offsets.load_left(to.left[i], lefts, i, 0);
+    }
+
+    // Multiplies the fragments of a slab, whose number is even or odd, and replaces them by those of the next one, from
+    // these operands at that word. `meanwhile` is called half-way.
+    template <class OFFSETS, class MEANWHILE>
+    __device__ void multiply_slab(
+        Fragments& fragments, u32 slab, const OFFSETS& offsets, const u32* lefts, const u32* rights, u32 word,
+        const MEANWHILE& meanwhile) {
+        auto &own = fragments.right[slab % RIGHTS], &next = fragments.right[(slab + 1) % RIGHTS];
+        constexpr bool LATE = RIGHTS == 1;
+#pragma unroll
+        for (u32 i = 0; i < DOWN; i++) {
+            if (i == DOWN / 2) meanwhile();
+#pragma unroll
+            for (u32 j = 0; j < ACROSS; j++) {
+                if (!LATE && i == 0 && j % 2 == 0) offsets.load_right(next[j / 2], rights, j / 2, word);
+                multiply_add(sums[i][j], fragments.left[i], own[j / 2] + j % 2 * 2, T{});
+                if (LATE && i == DOWN - 1 && j % 2 == 1) offsets.load_right(next[j / 2], rights, j / 2, word);
+            }
+            offsets.load_left(fragments.left[i], lefts, i, word);
+        }
+    }
+
     // Without asynchronous copies operands take registers, and there are too few of them for both iterations at once.
     template <class LEFT, class RIGHT>
-    __device__ void add(const u32* left, const u32* right) {
+    __device__ void add(const u32* lefts, const u32* rights) {
+        const Offsets<LEFT, RIGHT> offsets;
 #pragma unroll(ASYNC_COPIES ? 2 : 1)
         for (u32 word = 0; word < TILE_WORDS; word += 8) {
             u32 b[ACROSS / 2][4];
 #pragma unroll
-            for (u32 j = 0; j < ACROSS / 2; j++) load<RIGHT, false>(b[j], right, first_column() + 16 * j, word);
+            for (u32 j = 0; j < ACROSS / 2; j++) offsets.load_right(b[j], rights, j, word);
 #pragma unroll
             for (u32 i = 0; i < DOWN; i++) {
                 u32 a[4];
-                load<LEFT, true>(a, left, first_row() + 16 * i, word);
+                offsets.load_left(a, lefts, i, word);
 #pragma unroll
                 for (u32 j = 0; j < ACROSS; j++) multiply_add(sums[i][j], a, b[j / 2] + j % 2 * 2, T{});
             }
         }
     }
 
+    // The units of 16 rows of a warp, and their numbers that a lane has.
+    static constexpr u32 UNITS_ACROSS = TILE::WARP_COLUMNS / 4, UNITS = 4 * UNITS_ACROSS;
+
     // Calls `visit(row, column)` for each of a thread's units.
     template <class VISIT>
     static __device__ void each_unit(const VISIT& visit) {
-        const u32 lane = threadIdx.x % WARP;
 #pragma unroll
-        for (u32 i = 0; i < DOWN; i++) visit(first_row() + 16 * i + lane / 8 * 4, first_column() + lane % 8 * 4);
+        for (u32 i = 0; i < DOWN; i++) {
+#pragma unroll
+            for (u32 unit = threadIdx.x % WARP; unit < UNITS; unit += WARP) {
+                visit(first_row() + 16 * i + unit / UNITS_ACROSS * 4, first_column() + unit % UNITS_ACROSS * 4);
+            }
+        }
     }
 
-    // A lane of a warp holds single pairs of columns. Through shared memory, 16 rows at a time, it gets a whole unit.
-    // The padding makes a row begin four banks after the row before.
+    // A lane of a warp holds single pairs of columns. Through shared memory, 16 rows at a time, it gets whole units.
+    // The padding makes a row begin eight banks after the row before, which four lanes write at once.
     template <class RESULT>
     __device__ void write(const RESULT& result, u32* shared) const {
-        static_assert(TILE::WARP_COLUMNS == 32, "a lane for each unit of 16 rows");
-        constexpr u32 STRIDE = TILE::WARP_COLUMNS + 4;
+        constexpr u32 STRIDE = TILE::WARP_COLUMNS + 8;
         const u32 lane = threadIdx.x % WARP, group = lane / 4;
         u32* rows = shared + threadIdx.x / WARP * (16 * STRIDE);
 #pragma unroll
@@ -514,14 +637,19 @@ struct TensorProduct {
                 }
             }
             __syncwarp();
-            f32 unit[4][4];
+            // Not unrolled, because results are long.
+#pragma unroll 1
+            for (u32 number = lane; number < UNITS; number += WARP) {
+                const u32 down = number / UNITS_ACROSS * 4, across = number % UNITS_ACROSS * 4;
+                f32 unit[4][4];
 #pragma unroll
-            for (u32 r = 0; r < 4; r++) {
-                const Quad quad = *(const Quad*)(rows + (lane / 8 * 4 + r) * STRIDE + lane % 8 * 4);
+                for (u32 r = 0; r < 4; r++) {
+                    const Quad quad = *(const Quad*)(rows + (down + r) * STRIDE + across);
 #pragma unroll
-                for (u32 c = 0; c < 4; c++) unit[r][c] = float_of(quad.word[c]);
+                    for (u32 c = 0; c < 4; c++) unit[r][c] = float_of(quad.word[c]);
+                }
+                result.unit(first_row() + 16 * i + down, first_column() + across, unit);
             }
-            result.unit(first_row() + 16 * i + lane / 8 * 4, first_column() + lane % 8 * 4, unit);
         }
     }
 };
@@ -540,36 +668,62 @@ struct alignas(128) TileMemory {
     __device__ u32* words() { return (u32*)this; }
 };
 
-// Copies the steps ahead. `visit(lines)` is called with the left operand of every step in shared memory.
+// The shared memory of a block. That of a large tile may exceed what a block has without asking.
+template <class MEMORY, class TILE>
+__device__ inline MEMORY& tile_memory() {
+    if constexpr (TILE::DYNAMIC) {
+        DYNAMIC_SHARED(MEMORY, memory);
+        return *memory;
+    } else {
+        __shared__ MEMORY memory;
+        return memory;
+    }
+}
+
+// Copies the steps ahead. A step is multiplied in slabs, and while one is multiplied the fragments of the next are loaded:
+// those of the next step's first slab too, so the barrier between two steps comes before the last slab. `visit(lines)` is
+// called with the left operand of every step in shared memory.
 template <class TILE, class LEFT, class RIGHT, class PRODUCT, class VISIT>
 __device__ inline void multiply_ahead(
     LEFT& left, RIGHT& right, PRODUCT& product, TileMemory<TILE, LEFT, RIGHT>& memory, u32 start, u32 end, u32 step,
     const VISIT& visit) {
-    constexpr u32 COUNT = TileMemory<TILE, LEFT, RIGHT>::COUNT;
-    u32 next = start;
-    // Every iteration commits a group, perhaps an empty one at the end: so the number of groups to wait for is constant.
-    const auto copy = [&](u32 stage) {
-        if (next < end) {
-            left.copy(memory.lefts[stage]->word, next, end);
-            right.copy(memory.rights[stage]->word, next, end);
-        }
+    constexpr u32 COUNT = TileMemory<TILE, LEFT, RIGHT>::COUNT, SLABS = TILE_WORDS / 8;
+    left.begin(start);
+    right.begin(start);
+    // Beyond the end these are zeros, which nobody reads: so the number of groups to wait for is constant.
+    const auto copy = [&](u32 stage, u32 from) {
+        left.copy(memory.lefts[stage]->word, from, end);
+        right.copy(memory.rights[stage]->word, from, end);
         commit_copies();
-        next += step;
     };
 #pragma unroll
-    for (u32 stage = 0; stage < COUNT - 1; stage++) copy(stage);
-    u32 stage = 0, last = COUNT - 1;
+    for (u32 stage = 0; stage < COUNT; stage++) copy(stage, start + stage * step);
+    await_copies<COUNT - 1>();
+    __syncthreads();
+    u32 stage = 0;
+    const typename PRODUCT::template Offsets<typename LEFT::Layout, typename RIGHT::Layout> offsets;
+    typename PRODUCT::Fragments fragments;
+    product.load_first(fragments, offsets, memory.lefts[0]->word, memory.rights[0]->word);
     for (; start < end; start += step) {
-        await_copies<COUNT - 2>();
-        // After this the step is complete, and all threads have finished the one before, so its stage is free.
-        __syncthreads();
-        copy(last);
-        product.template add<typename LEFT::Layout, typename RIGHT::Layout>(
-            memory.lefts[stage]->word, memory.rights[stage]->word);
+        const u32 following = stage + 1 == COUNT ? 0 : stage + 1;
         visit(memory.lefts[stage]->word);
-        last = stage;
-        stage = stage + 1 == COUNT ? 0 : stage + 1;
+#pragma unroll
+        for (u32 slab = 0; slab < SLABS; slab++) {
+            const bool last = slab + 1 == SLABS;
+            if (last) {
+                await_copies<COUNT - 2>();
+                // After this the next step is complete, and all threads have read this one, so its stage is free.
+                __syncthreads();
+            }
+            const u32 from = last ? following : stage;
+            product.multiply_slab(
+                fragments, slab, offsets, memory.lefts[from]->word, memory.rights[from]->word, (slab + 1) % SLABS * 8, [&] {
+                    if (last) copy(stage, start + COUNT * step);
+                });
+        }
+        stage = following;
     }
+    await_copies<0>();
     // The results may overwrite the stages.
     __syncthreads();
 }

@@ -18,8 +18,9 @@ typedef double f64;
 // For kernels that the compiler would otherwise give so few registers that some values are spilled.
 #define KERNEL_BLOCKS(name, threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks) name
 
+// At a multiple of 128.
 #ifndef MGPU_SHIM
-#define DYNAMIC_SHARED(type, name) extern __shared__ __align__(16) u8 name##_bytes[]; type* name = (type*)name##_bytes
+#define DYNAMIC_SHARED(type, name) extern __shared__ __align__(128) u8 name##_bytes[]; type* name = (type*)name##_bytes
 #endif
 
 #define WARP 32u
@@ -475,6 +476,17 @@ __device__ inline void copy_async(u32* to, const void* from, bool inside) {
     shim_copy_async(to, from, inside ? 16 : 0);
 #else
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from),
+                 "r"(inside ? 16 : 0)
+                 : "memory");
+#endif
+}
+
+// The same through the cache of the multiprocessor, for what its blocks copy several times.
+__device__ inline void copy_async_cached(u32* to, const void* from, bool inside) {
+#ifdef MGPU_SHIM
+    shim_copy_async(to, from, inside ? 16 : 0);
+#else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from),
                  "r"(inside ? 16 : 0)
                  : "memory");
 #endif
