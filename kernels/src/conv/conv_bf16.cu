@@ -8,29 +8,29 @@
 #endif
 
 KERNEL_BOUNDS(conv_forward_bf16_large, LARGE) FORWARD(bf16) {
-    forward<bf16, TENSOR, Large, true>(x, w, bias, y, shape, after);
+    forward<bf16, TENSOR, Large, true>(x, w, bias, y, shape, after, sums);
 }
 KERNEL_BOUNDS(conv_forward_bf16_small, SMALL) FORWARD(bf16) {
-    forward<bf16, TENSOR, Small, true>(x, w, bias, y, shape, after);
+    forward<bf16, TENSOR, Small, true>(x, w, bias, y, shape, after, sums);
 }
 KERNEL_BOUNDS(conv_forward_bf16_narrow, NARROW) FORWARD(bf16) {
-    forward<bf16, TENSOR, Small, true, true>(x, w, bias, y, shape, after);
+    forward<bf16, TENSOR, Small, true, true>(x, w, bias, y, shape, after, sums);
 }
 KERNEL_BOUNDS(conv_forward_bf16_scalar, SMALL) FORWARD(bf16) {
-    forward<bf16, TENSOR, Small, false>(x, w, bias, y, shape, after);
+    forward<bf16, TENSOR, Small, false>(x, w, bias, y, shape, after, sums);
 }
 
 KERNEL_BOUNDS(conv_backward_input_bf16_large, LARGE) BACKWARD_INPUT(bf16) {
-    backward_input<bf16, TENSOR, Large, true>(w, dy, dx, shape, before);
+    backward_input<bf16, TENSOR, Large, true>(w, dy, dx, shape, before, sums);
 }
 KERNEL_BOUNDS(conv_backward_input_bf16_small, SMALL) BACKWARD_INPUT(bf16) {
-    backward_input<bf16, TENSOR, Small, true>(w, dy, dx, shape, before);
+    backward_input<bf16, TENSOR, Small, true>(w, dy, dx, shape, before, sums);
 }
 KERNEL_BOUNDS(conv_backward_input_bf16_narrow, NARROW) BACKWARD_INPUT(bf16) {
-    backward_input<bf16, TENSOR, Small, true, true>(w, dy, dx, shape, before);
+    backward_input<bf16, TENSOR, Small, true, true>(w, dy, dx, shape, before, sums);
 }
 KERNEL_BOUNDS(conv_backward_input_bf16_scalar, SMALL) BACKWARD_INPUT(bf16) {
-    backward_input<bf16, TENSOR, Small, false>(w, dy, dx, shape, before);
+    backward_input<bf16, TENSOR, Small, false>(w, dy, dx, shape, before, sums);
 }
 
 KERNEL_BOUNDS(conv_backward_weights_bf16_large, LARGE) BACKWARD_WEIGHTS(bf16) {
