@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use mgpu_kernels::Precision;
 use mgpu_kernels::conv::gpu::Conv;
-use mgpu_kernels::cuda::{AutotuneOptions, Memory, Result, StepState, Stream, View};
+use mgpu_kernels::cuda::{AutotuneOptions, Counters, Memory, Result, StepState, Stream, View};
 use mgpu_kernels::optimizer::Factors;
 use mgpu_kernels::optimizer::chunk::chunks;
 use mgpu_kernels::optimizer::cuda::{Arenas, UpdatePlan};
@@ -126,8 +126,12 @@ impl Product {
 
     fn built_in(&self, stream: &Stream) -> Result<f64> {
         let &Product { precision, ref shape, .. } = self;
+        let sums = dense::cuda::workspace_bytes(shape, SIDE, precision) / size_of::<f32>();
+        let sums = Memory::zeroed(stream.device(), DType::F32, sums)?;
+        let counters = Counters::new(stream.device())?;
+        let space = &dense::cuda::Workspace { sums: sums.view(), counters: counters.view(), batch: SIDE };
         self.rate(stream, |[x, w, b, y]| {
-            dense::cuda::forward(stream, shape, SIDE, precision, x, w, b, dense::cuda::LINEAR, y)
+            dense::cuda::forward(stream, shape, SIDE, precision, x, w, b, dense::cuda::LINEAR, y, space)
         })
     }
 

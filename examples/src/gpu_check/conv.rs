@@ -30,6 +30,11 @@ pub(super) fn check(harness: &mut Harness) -> Outcome {
         convs.extend(Shapes::of_networks(2).convs);
         convs.extend((0..24).map(|_| awkward_conv(&mut harness.random)));
         convs.extend([Conv::dense(128, 6272, 128), Conv::dense(37, 200, 72)]);
+        // Slices of the depth on many tiles: the last layers of networks.
+        convs.extend(
+            [(1024, 1152, 10), (128, 4800, 10), (1024, 120, 84), (200, 3000, 250), (300, 136, 1030)]
+                .map(|(samples, inputs, outputs)| Conv::dense(samples, inputs, outputs)),
+        );
         convs.extend([8, 12].map(|filters| Conv::new(3, 1, 11, filters, 3, Padding::Same)));
         convs.push(Conv::new(3, 1, 11, 12, 5, Padding::Same));
     }
@@ -38,6 +43,16 @@ pub(super) fn check(harness: &mut Harness) -> Outcome {
         Conv::new(2, 2, 8, 24, 3, Padding::Same),
         Conv::new(1, 4, 7, 72, 1, Padding::Valid),
         Conv::new(12, 6, 12, 16, 5, Padding::Valid),
+    ]);
+    // The depth is cut into slices: of the forward pass, with any number of filters, and of the gradient of the input.
+    convs.extend([
+        Conv::dense(3, 600, 10),
+        Conv::dense(1, 4136, 1),
+        Conv::dense(70, 515, 7),
+        Conv::dense(2, 84, 520),
+        Conv::new(1, 64, 4, 12, 3, Padding::Same),
+        Conv::new(1, 6, 9, 10, 9, Padding::Same),
+        Conv::new(1, 6, 5, 64, 3, Padding::Same),
     ]);
     for conv in &convs {
         passes(harness, conv)?;
@@ -61,6 +76,7 @@ fn large_tiles(harness: &mut Harness) -> Outcome {
     let rows = 128 * (multiprocessors / 2).max(1);
     for precision in Precision::ALL {
         pass(harness, &Conv::dense(rows, 16, 256), precision, LayerPass::Forward)?;
+        pass(harness, &Conv::dense(rows, 16, 251), precision, LayerPass::Forward)?;
         pass(harness, &Conv::dense(rows, 256, 16), precision, LayerPass::BackwardInput)?;
         // The sum of a weight's gradient is split into slices of at least eight steps. Half as many slices as the
         // samples allow are enough tiles to fill large GPUs.
@@ -124,7 +140,7 @@ fn pass(harness: &mut Harness, conv: &Conv, precision: Precision, pass: LayerPas
         let b_memory = harness.input(&b)?;
         let sums = workspace(harness, conv, precision)?;
         let counters = Counters::new(harness.stream.device())?;
-        let workspace = &cuda::Workspace { sums: sums.view(), counters: counters.view() };
+        let workspace = &cuda::Workspace { sums: sums.view(), counters: counters.view(), batch: images };
         let [x, w, dy] = [&x, &w, &dy].map(|values| multiplied(precision, tensor_cores, values));
         let pixels = dy.len() / shape.filters;
         let in_place = shape.kernel * shape.kernel;
@@ -135,10 +151,12 @@ fn pass(harness: &mut Harness, conv: &Conv, precision: Precision, pass: LayerPas
                     let (b, y) = (b_memory.view(), outputs[0]);
                     if conv.is_dense() {
                         dense::cuda::forward(
-                            stream, &as_dense, images, precision, x_view, w_view, b, slope, y,
+                            stream, &as_dense, images, precision, x_view, w_view, b, slope, y, workspace,
                         )
                     } else {
-                        cuda::forward(stream, &shape, images, precision, x_view, w_view, b, slope, y)
+                        cuda::forward(
+                            stream, &shape, images, precision, x_view, w_view, b, slope, y, workspace,
+                        )
                     }
                 })?;
                 let b: Vec<f64> = b.iter().map(|value| f64::from(*value)).collect();
@@ -152,9 +170,13 @@ fn pass(harness: &mut Harness, conv: &Conv, precision: Precision, pass: LayerPas
                 let found = harness.twice(verdict, &[Output::of(dtype, x.len())], |stream, outputs| {
                     let dx = outputs[0];
                     if conv.is_dense() {
-                        dense::cuda::backward_input(stream, &as_dense, images, precision, w_view, dy_view, dx)
+                        dense::cuda::backward_input(
+                            stream, &as_dense, images, precision, w_view, dy_view, dx, workspace,
+                        )
                     } else {
-                        cuda::backward_input(stream, &shape, images, precision, w_view, dy_view, dx)
+                        cuda::backward_input(
+                            stream, &shape, images, precision, w_view, dy_view, dx, workspace,
+                        )
                     }
                 })?;
                 let sums = reference::backward_input(&shape, images, &w, &dy);

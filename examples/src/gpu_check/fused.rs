@@ -44,6 +44,11 @@ fn convs(harness: &Harness) -> Vec<Conv> {
         Conv::new(270, 1, 5, 32, 3, Padding::Same),
         Conv::dense(5, 72, 16),
         Conv::dense(9, 24, 10),
+        // With slices of the depth.
+        Conv::new(1, 64, 4, 10, 3, Padding::Same),
+        Conv::new(1, 8, 4, 64, 3, Padding::Same),
+        Conv::dense(3, 72, 600),
+        Conv::dense(3, 600, 10),
     ];
     if !harness.quick {
         all.extend([
@@ -106,6 +111,8 @@ fn forward(harness: &mut Harness, verdict: &mut Verdict, conv: &Conv, precision:
     let window =
         PoolShape { height: shape.out_height(), width: shape.out_width(), rounding: rounding(harness) };
     let (slope, state) = (slope(harness), state(harness)?);
+    let (sums, counters) = (workspace(harness, conv, precision)?, Counters::new(harness.stream.device())?);
+    let space = &Workspace { sums: sums.view(), counters: counters.view(), batch: images };
     for (pooled, drops) in [(false, true), (true, false), (true, true)] {
         if pooled && window.height < 2 {
             continue;
@@ -127,8 +134,8 @@ fn forward(harness: &mut Harness, verdict: &mut Verdict, conv: &Conv, precision:
             let &[y, chosen, y_apart, chosen_apart, raw] = outputs else { unreachable!("five outputs") };
             let (x, w, b) = (x.view(), w.view(), b.view());
             let after = After { pool: pooled.then_some((&window, chosen)), dropout };
-            cuda::forward_fused(stream, &shape, images, precision, [x, w, b, y], slope, &after)?;
-            cuda::forward(stream, &shape, images, precision, x, w, b, slope, raw)?;
+            cuda::forward_fused(stream, &shape, images, precision, [x, w, b, y], slope, &after, space)?;
+            cuda::forward(stream, &shape, images, precision, x, w, b, slope, raw, space)?;
             match pooled {
                 true => pool::cuda::forward(stream, &window, shape.filters, raw, y_apart, chosen_apart)?,
                 false => stream.copy(raw, y_apart)?,
@@ -174,6 +181,8 @@ fn backward_input(
     let x_memory = harness.activations(dtype, &x)?;
     let chosen: Vec<u8> = x.iter().map(|_| harness.random.below(4) as u8).collect();
     let (slope, state) = ([0.0, LEAKY_SLOPE][harness.random.below(2)], state(harness)?);
+    let (sums, counters) = (workspace(harness, conv, precision)?, Counters::new(harness.stream.device())?);
+    let space = &Workspace { sums: sums.view(), counters: counters.view(), batch: images };
     for (pooled, drops, activated) in
         [(false, false, true), (false, true, false), (true, false, true), (true, true, true)]
     {
@@ -200,8 +209,8 @@ fn backward_input(
                 pool: pooled.then_some((&window, chosen)),
                 dropout,
             };
-            cuda::backward_input_fused(stream, &shape, images, precision, [w, dy, dx], &before)?;
-            cuda::backward_input(stream, &shape, images, precision, w, dy, gradient)?;
+            cuda::backward_input_fused(stream, &shape, images, precision, [w, dy, dx], &before, space)?;
+            cuda::backward_input(stream, &shape, images, precision, w, dy, gradient, space)?;
             dropout.map_or(Ok(()), |dropout| dropout::cuda::apply(stream, &dropout, gradient))?;
             if pooled {
                 return pool::cuda::backward_fused(
@@ -259,7 +268,7 @@ fn backward_first(
     ];
     let found = harness.twice(verdict, &outputs, |stream: &Stream, outputs: &[View<'_>]| {
         let &[dw, db, before, db_apart] = outputs else { unreachable!("four outputs") };
-        let workspace = Workspace { sums: sums.view(), counters: counters.view() };
+        let workspace = Workspace { sums: sums.view(), counters: counters.view(), batch: images };
         let pool = pooled.then_some((&window, chosen.view()));
         let gradient = OutputGradient { dy: dy.view(), activated: Some((y.view(), slope)), pool };
         first::backward(

@@ -36,6 +36,7 @@ mod reference;
 mod replay;
 mod report;
 mod shapes;
+mod slices;
 mod steps;
 mod values;
 
@@ -104,7 +105,7 @@ fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
     let seed = args.seed();
     outln!("seed {seed}{}", if args.quick { ", quick" } else { "" });
     let mut harness = Harness::new(stream, seed, args.quick, args.only.clone());
-    let checks: [fn(&mut Harness) -> harness::Outcome; 14] = [
+    let checks: [fn(&mut Harness) -> harness::Outcome; 15] = [
         arena::check,
         pool::check,
         norm::check,
@@ -117,6 +118,7 @@ fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
         flip::check,
         plain::check,
         conv::check,
+        slices::check,
         fused::check,
         layers::check,
     ];

@@ -58,7 +58,9 @@ fn replay(harness: &mut Harness, verdict: &mut Verdict, precision: Precision) ->
     let (images, labels) = (harness.random.bytes(SAMPLES * EXTENT * EXTENT), harness.random.bytes(SAMPLES));
     let labels: Vec<u8> = labels.iter().map(|label| label % CLASSES as u8).collect();
     let (images, labels) = (harness.input(&images)?, harness.input(&labels)?);
-    let workspace = dense::cuda::workspace_bytes(&layer, BATCH, precision) / size_of::<f32>();
+    let workspace = dense::cuda::workspace_bytes(&layer, BATCH, precision)
+        .max(conv::cuda::workspace_bytes(&shape, BATCH, precision))
+        / size_of::<f32>();
     let workspace = harness.input(&vec![0.0f32; workspace.max(1)])?;
     let counters = Counters::new(harness.stream.device())?;
     let table = chunks([(0..weights, Factors::ONE), (weights..weights + CLASSES, Factors::NO_DECAY)]);
@@ -97,14 +99,16 @@ fn replay(harness: &mut Harness, verdict: &mut Verdict, precision: Precision) ->
         // The optimizer uses the gradients of the previous step.
         one_step(stream, &optimizer, plan, (table.view(), sums.view()), gradients, &outputs[..6])?;
         gather::cuda::batch(stream, &samples, state, x, labels_here, (0, 1))?;
-        conv::cuda::forward(stream, &shape, BATCH, precision, x, filters.view(), bias.view(), 0.0, y)?;
+        let space =
+            &dense::cuda::Workspace { sums: workspace.view(), counters: counters.view(), batch: BATCH };
+        let (filters, bias) = (filters.view(), bias.view());
+        conv::cuda::forward(stream, &shape, BATCH, precision, x, filters, bias, 0.0, y, space)?;
         dropout::cuda::apply(stream, &dropout::cuda::Dropout { probability: 0.5, mask, state }, y)?;
-        dense::cuda::forward(stream, &layer, BATCH, precision, y, w, b, dense::cuda::LINEAR, logits)?;
+        dense::cuda::forward(stream, &layer, BATCH, precision, y, w, b, dense::cuda::LINEAR, logits, space)?;
         loss::cuda::gradient(stream, logits, labels_here, dlogits, scratch, score)?;
         let (dw, db) = (gradients.slice(0..weights), gradients.slice(weights..weights + CLASSES));
-        let space = dense::cuda::Workspace { sums: workspace.view(), counters: counters.view() };
-        dense::cuda::backward_weights(stream, &layer, BATCH, precision, y, dlogits, &space, dw, None)?;
-        dense::cuda::backward_bias(stream, &layer, BATCH, precision, dlogits, &space, db)
+        dense::cuda::backward_weights(stream, &layer, BATCH, precision, y, dlogits, space, dw, None)?;
+        dense::cuda::backward_bias(stream, &layer, BATCH, precision, dlogits, space, db)
     };
     let eager = harness
         .twice(verdict, &outputs, |stream, outputs| (0..STEPS).try_for_each(|_| step(stream, outputs)))?;

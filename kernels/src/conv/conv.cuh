@@ -263,9 +263,31 @@ __device__ inline void tile_of_block(u32 columns, u32& row, u32& column) {
     column = blockIdx.x % across * TILE::SIDE;
 }
 
+// The part of the depth that this block sums up: a slice, or all of it. Large tiles have no slices (partition.rs), and not
+// the registers to add them up.
+template <class TILE>
+constexpr bool HAS_DEPTH_SLICES = TILE::SIDE < 128;
+
+template <class TILE>
+__device__ inline void depth_of_block(const Convolution& shape, u32 depth, u32& start, u32& end) {
+    start = HAS_DEPTH_SLICES<TILE> ? blockIdx.y * shape.slice : 0;
+    end = HAS_DEPTH_SLICES<TILE> ? least(start + shape.slice, depth) : depth;
+}
+
+// Passes the sums of a tile to `result`, when all slices of the depth are complete.
+template <class TILE, class PRODUCT, class RESULT>
+__device__ inline void write_sums(
+    PRODUCT& product, const DepthSums& sums, const RESULT& result, u32 rows, u32 columns, u32* shared) {
+    if constexpr (HAS_DEPTH_SLICES<TILE>) {
+        if (!add_depth<TILE>(product, sums, rows - result.first_row, columns - result.first_column)) return;
+    }
+    product.write(result, shared);
+}
+
 template <class T, PRODUCT_TYPE, class TILE, bool VECTOR, bool NARROW = false>
 __device__ inline void forward(
-    const T* x, const T* w, const f32* bias, T* y, const Convolution& shape, const After& after) {
+    const T* x, const T* w, const f32* bias, T* y, const Convolution& shape, const After& after,
+    const DepthSums& sums) {
     using Product = PRODUCT<T, TILE>;
     using Left = AlongDepth<T, TILE, Product, GatherByPixel<T, 1, MOVES<TILE>, NARROW>, VECTOR, VECTOR && !NARROW>;
     using Right = AlongDepth<T, TILE, Product, Filters<T, MOVES<TILE>, NARROW>, VECTOR, VECTOR && !NARROW>;
@@ -276,14 +298,16 @@ __device__ inline void forward(
     Left left({x, shape.output, shape.input, shape, after.chosen ? &after.pooled : nullptr}, row);
     Right right({w, shape}, column);
     Product product;
-    const u32 depth = shape.taps() * numbered_channels<T, NARROW>(shape);
-    multiply(left, right, product, memory, row, column, 0, depth, Elements<T>::STEP, [](const u32*) {});
-    product.write(ForwardResult<T, VECTOR>{y, bias, shape, after, row, column}, memory.words());
+    u32 start, end;
+    depth_of_block<TILE>(shape, shape.taps() * numbered_channels<T, NARROW>(shape), start, end);
+    multiply(left, right, product, memory, row, column, start, end, Elements<T>::STEP, [](const u32*) {});
+    const ForwardResult<T, VECTOR> result{y, bias, shape, after, row, column};
+    write_sums<TILE>(product, sums, result, result.rows(), columns, memory.words());
 }
 
 template <class T, PRODUCT_TYPE, class TILE, bool VECTOR, bool NARROW = false>
 __device__ inline void backward_input(
-    const T* w, const T* dy, T* dx, const Convolution& shape, const Before& before) {
+    const T* w, const T* dy, T* dx, const Convolution& shape, const Before& before, const DepthSums& sums) {
     using Product = PRODUCT<T, TILE>;
     using Left = AlongDepth<T, TILE, Product, GatherByPixel<T, -1, MOVES<TILE>>, VECTOR, VECTOR && !NARROW>;
     using Right = AlongLines<T, TILE, Product, Channels<T, NARROW>, VECTOR, VECTOR && !NARROW>;
@@ -294,10 +318,11 @@ __device__ inline void backward_input(
     Left left({dy, shape.input, shape.output, shape}, row);
     Right right({w, shape}, column);
     Product product;
-    const u32 depth = shape.taps() * shape.output.channels;
-    multiply(left, right, product, memory, row, column, 0, depth, Elements<T>::STEP, [](const u32*) {});
+    u32 start, end;
+    depth_of_block<TILE>(shape, shape.taps() * shape.output.channels, start, end);
+    multiply(left, right, product, memory, row, column, start, end, Elements<T>::STEP, [](const u32*) {});
     const InputResult<T, VECTOR && !NARROW> result{dx, shape.input.pixels, columns, before, row, column};
-    product.write(result, memory.words());
+    write_sums<TILE>(product, sums, result, shape.input.pixels, columns, memory.words());
 }
 
 // The weights' gradient from a slice of the output pixels; the last blocks add up the slices. The gradient of the bias
@@ -340,9 +365,9 @@ __device__ inline void backward_weights(const T* x, const T* dy, const Convoluti
 }
 
 // ---- Entry points ----
-// They are in a source for each precision. `_large` and `_small` move 16 bytes at a time: channels and filters are
-// multiples of 4 in f32, of 8 in bf16 and f16. `_narrow` supports 2, 4 or 6 channels of these, and filters as before;
-// `_scalar` any numbers.
+// They are in a source for each precision. `_large` and `_small` move 16 bytes at a time: channels and, except in the
+// forward pass, filters are multiples of 4 in f32, of 8 in bf16 and f16. `_narrow` supports 2, 4 or 6 channels of these,
+// and filters as before; `_scalar` any numbers.
 
 #ifdef TENSOR_CORES
 #define TENSOR TensorProduct
@@ -373,10 +398,10 @@ __device__ inline void backward_weights(const T* x, const T* dy, const Convoluti
 
 #define FORWARD(T)                                                                           \
     (const T *x, const T *w, const f32 *bias, T *y, const __grid_constant__ Convolution shape, \
-     const __grid_constant__ After after)
+     const __grid_constant__ After after, const __grid_constant__ DepthSums sums)
 #define BACKWARD_INPUT(T)                                                          \
     (const T *w, const T *dy, T *dx, const __grid_constant__ Convolution shape, \
-     const __grid_constant__ Before before)
+     const __grid_constant__ Before before, const __grid_constant__ DepthSums sums)
 #define BACKWARD_WEIGHTS(T)                                             \
     (const T *x, const T *dy, const __grid_constant__ Convolution shape, \
      const __grid_constant__ WeightSums sums)

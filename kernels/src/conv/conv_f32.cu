@@ -8,23 +8,23 @@
 #endif
 
 KERNEL_BOUNDS(conv_forward_f32_large, LARGE) FORWARD(f32) {
-    forward<f32, PlainProduct, Large, true>(x, w, bias, y, shape, after);
+    forward<f32, PlainProduct, Large, true>(x, w, bias, y, shape, after, sums);
 }
 KERNEL_BOUNDS(conv_forward_f32_small, SMALL) FORWARD(f32) {
-    forward<f32, PlainProduct, Small, true>(x, w, bias, y, shape, after);
+    forward<f32, PlainProduct, Small, true>(x, w, bias, y, shape, after, sums);
 }
 KERNEL_BOUNDS(conv_forward_f32_scalar, SMALL) FORWARD(f32) {
-    forward<f32, PlainProduct, Small, false>(x, w, bias, y, shape, after);
+    forward<f32, PlainProduct, Small, false>(x, w, bias, y, shape, after, sums);
 }
 
 KERNEL_BOUNDS(conv_backward_input_f32_large, LARGE) BACKWARD_INPUT(f32) {
-    backward_input<f32, PlainProduct, Large, true>(w, dy, dx, shape, before);
+    backward_input<f32, PlainProduct, Large, true>(w, dy, dx, shape, before, sums);
 }
 KERNEL_BOUNDS(conv_backward_input_f32_small, SMALL) BACKWARD_INPUT(f32) {
-    backward_input<f32, PlainProduct, Small, true>(w, dy, dx, shape, before);
+    backward_input<f32, PlainProduct, Small, true>(w, dy, dx, shape, before, sums);
 }
 KERNEL_BOUNDS(conv_backward_input_f32_scalar, SMALL) BACKWARD_INPUT(f32) {
-    backward_input<f32, PlainProduct, Small, false>(w, dy, dx, shape, before);
+    backward_input<f32, PlainProduct, Small, false>(w, dy, dx, shape, before, sums);
 }
 
 KERNEL_BOUNDS(conv_backward_weights_f32_large, LARGE) BACKWARD_WEIGHTS(f32) {

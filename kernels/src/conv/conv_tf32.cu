@@ -8,23 +8,23 @@
 #endif
 
 KERNEL_BOUNDS(conv_forward_tf32_large, LARGE_AHEAD) FORWARD(f32) {
-    forward<f32, TENSOR, LARGE_TILE, true>(x, w, bias, y, shape, after);
+    forward<f32, TENSOR, LARGE_TILE, true>(x, w, bias, y, shape, after, sums);
 }
 KERNEL_BOUNDS(conv_forward_tf32_small, SMALL_AHEAD) FORWARD(f32) {
-    forward<f32, TENSOR, Small, true>(x, w, bias, y, shape, after);
+    forward<f32, TENSOR, Small, true>(x, w, bias, y, shape, after, sums);
 }
 KERNEL_BOUNDS(conv_forward_tf32_scalar, SCALAR) FORWARD(f32) {
-    forward<f32, TENSOR, Small, false>(x, w, bias, y, shape, after);
+    forward<f32, TENSOR, Small, false>(x, w, bias, y, shape, after, sums);
 }
 
 KERNEL_BOUNDS(conv_backward_input_tf32_large, LARGE_AHEAD) BACKWARD_INPUT(f32) {
-    backward_input<f32, TENSOR, LARGE_TILE, true>(w, dy, dx, shape, before);
+    backward_input<f32, TENSOR, LARGE_TILE, true>(w, dy, dx, shape, before, sums);
 }
 KERNEL_BOUNDS(conv_backward_input_tf32_small, SMALL_AHEAD) BACKWARD_INPUT(f32) {
-    backward_input<f32, TENSOR, Small, true>(w, dy, dx, shape, before);
+    backward_input<f32, TENSOR, Small, true>(w, dy, dx, shape, before, sums);
 }
 KERNEL_BOUNDS(conv_backward_input_tf32_scalar, SCALAR) BACKWARD_INPUT(f32) {
-    backward_input<f32, TENSOR, Small, false>(w, dy, dx, shape, before);
+    backward_input<f32, TENSOR, Small, false>(w, dy, dx, shape, before, sums);
 }
 
 KERNEL_BOUNDS(conv_backward_weights_tf32_large, LARGE_AHEAD) BACKWARD_WEIGHTS(f32) {

@@ -7,8 +7,11 @@
 //! On the device, images are NHWC (channels fastest) and weights are \[F, K, K, C\]. Activations, their gradients and
 //! the weights are of the precision's [storage](Precision::storage) type; bias, the gradients of weights and bias,
 //! and the workspace are f32. The kernels move 16 bytes at a time if channels and filters are multiples of 4 (f32) or
-//! 8 (bf16, f16) and all addresses are multiples of 16. Inputs of 2, 4 or 6 channels in bf16 or f16 are read pixel by pixel, as
-//! if they had eight; otherwise slower kernels move single elements.
+//! 8 (bf16, f16) and all addresses are multiples of 16; the forward pass needs that of the channels only. Inputs of 2, 4 or 6
+//! channels in bf16 or f16 are read pixel by pixel, as if they had eight; otherwise slower kernels move single elements.
+//!
+//! Passes with few results, such as those of dense layers and small batches, cut their sums into slices, and the last
+//! block of a tile adds these up.
 //!
 //! GPUs without tensor cores for a type (compute capability below 8.0) use plain multiply-adds.
 //!
@@ -18,6 +21,7 @@
 use super::ConvShape;
 use super::first::{self, OutputGradient};
 use super::partition::{self, Reciprocal, Slices, Tile, Units};
+use super::workspace::DepthSums;
 use crate::DType;
 use crate::Precision;
 use crate::cuda::counters::{ColumnSums, check_counters};
@@ -26,6 +30,9 @@ use crate::cuda::{Arg, Grid, Result, Source, Stream, View};
 
 pub use super::fused::{After, Before};
 pub use super::partition::workspace_bytes;
+pub use super::workspace::Workspace;
+
+pub(super) use super::workspace::WeightSums;
 
 /// The `slope` of [`forward`] that means no activation.
 pub const LINEAR: f32 = 1.0;
@@ -128,68 +135,10 @@ impl Convolution {
     }
 }
 
-/// Memory for the sums of backward passes. Calls on one stream may share it.
-#[derive(Debug, Clone, Copy)]
-pub struct Workspace<'a> {
-    /// f32, at least [`workspace_bytes`]; its contents do not matter.
-    pub sums: View<'a>,
-    /// Those of a [`Counters`](crate::cuda::Counters).
-    pub counters: View<'a>,
-}
-
-impl Workspace<'_> {
-    /// The address of `rows` rows of `len` sums.
-    #[track_caller]
-    fn rows(&self, rows: usize, len: usize) -> u64 {
-        assert_eq!(self.sums.dtype(), DType::F32, "element type of a convolution's workspace");
-        let wanted = if rows == 1 { 0 } else { rows * len };
-        let has = self.sums.len();
-        assert!(has >= wanted, "a workspace of {has} elements, but {wanted} are needed");
-        self.sums.address()
-    }
-}
-
-/// `struct WeightSums` and `struct FirstSums` of the kernels.
-#[derive(Clone, Copy, bytemuck::NoUninit)]
-#[repr(C)]
-pub(super) struct WeightSums {
-    slices: u64,
-    weights: u64,
-    bias: u64,
-    counters: u64,
-}
-
-impl WeightSums {
-    /// For the kernels. Slices are written and read.
-    pub(super) fn argument(&self, slices: usize, dw: View<'_>, filters: usize) -> Arg {
-        let sums = dw.bytes() + filters * size_of::<f32>();
-        Arg::of(self).moving(if slices == 1 { sums } else { (2 * slices + 1) * sums })
-    }
-
-    /// For `slices` slices of the gradients, each computed by `tiles` blocks.
-    #[track_caller]
-    pub(super) fn new(
-        workspace: &Workspace<'_>,
-        slices: usize,
-        tiles: usize,
-        dw: View<'_>,
-        db: Option<View<'_>>,
-        filters: usize,
-    ) -> Self {
-        check_counters(workspace.counters, tiles, slices);
-        WeightSums {
-            slices: workspace.rows(slices, dw.len() + filters),
-            weights: dw.address(),
-            bias: db.map_or(0, |db| db.address()),
-            counters: workspace.counters.address(),
-        }
-    }
-}
-
-/// How the kernels read these operands.
-fn units(shape: &ConvShape, precision: Precision, views: &[View<'_>]) -> Units {
+/// How the kernels read these operands, if the extents permit `units`.
+fn if_aligned(units: Units, views: &[View<'_>]) -> Units {
     let aligned = views.iter().all(|view| aligned(16 / view.dtype().size(), &[*view]));
-    if aligned { Units::of(shape, precision) } else { Units::Elements }
+    if aligned { units } else { Units::Elements }
 }
 
 /// Runs the matrix product of `pass`, with a block for every tile of `rows` by `columns` and every slice.
@@ -222,16 +171,9 @@ unsafe fn run_product(
 }
 
 /// The tile for a pass whose result has the size of a batch of images.
-fn tile(
-    stream: &Stream,
-    shape: &ConvShape,
-    precision: Precision,
-    views: &[View<'_>],
-    rows: usize,
-    columns: usize,
-) -> Tile {
-    match units(shape, precision, views) {
-        Units::Whole => Tile::choose(rows, columns, stream.device().multiprocessors()),
+fn tile(stream: &Stream, units: Units, slices: &Slices, rows: usize, columns: usize) -> Tile {
+    match units {
+        Units::Whole => partition::tile(slices, rows, columns, stream.device().multiprocessors()),
         Units::Narrow => Tile::Narrow,
         Units::Elements => Tile::Scalar,
     }
@@ -252,12 +194,15 @@ pub fn forward(
     bias: View<'_>,
     slope: f32,
     y: View<'_>,
+    workspace: &Workspace<'_>,
 ) -> Result<()> {
-    forward_fused(stream, shape, images, precision, [x, weights, bias, y], slope, &After::default())
+    let operands = [x, weights, bias, y];
+    forward_fused(stream, shape, images, precision, operands, slope, &After::default(), workspace)
 }
 
 /// As [`forward`], with what follows the activation; the operands are those of `forward`, in the same order.
 #[track_caller]
+#[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
 pub fn forward_fused(
     stream: &Stream,
     shape: &ConvShape,
@@ -266,6 +211,7 @@ pub fn forward_fused(
     operands: [View<'_>; 4],
     slope: f32,
     after: &After<'_>,
+    workspace: &Workspace<'_>,
 ) -> Result<()> {
     shape.check();
     let dtype = precision.storage();
@@ -286,25 +232,24 @@ pub fn forward_fused(
     // With pooling, rows are the four pixels of each window.
     let rows = if pool.is_some() { 4 * pixels } else { pixels };
     count(rows + Tile::Large.side());
-    let tile = tile(
-        stream,
-        shape,
-        precision,
-        &[x, weights, y].into_iter().chain(chosen).collect::<Vec<_>>(),
-        rows,
-        shape.filters,
-    );
+    let views: Vec<View<'_>> = [x, weights, y].into_iter().chain(chosen).collect();
+    let units = if_aligned(Units::of_forward(shape, precision), &views);
+    let slices = partition::forward_slices(shape, workspace.batch, precision, units, pool.is_some());
+    let tile = tile(stream, units, &slices, rows, shape.filters);
+    let sums = DepthSums::argument(workspace, &slices, tile, rows, shape.filters);
     let [x, weights, bias, y] = operands.map(Arg::from);
-    let extents = Arg::of(&Convolution::new(shape, images, 0, slope));
+    let extents = Arg::of(&Convolution::new(shape, images, slices.len, slope));
     let chosen = chosen.map_or(0, |chosen| chosen.bytes());
     let after = Arg::of(&after.parameters(shape, images, pixels * shape.filters)).moving(chosen);
-    let arguments = [x, weights, bias, y, extents, after];
-    // SAFETY: the views have the lengths that the extents say.
-    unsafe { run_product(stream, "forward", precision, tile, (rows, shape.filters, 1), &arguments) }
+    let arguments = [x, weights, bias, y, extents, after, sums];
+    let grid = (rows, shape.filters, slices.count);
+    // SAFETY: the views have the lengths that the extents say, and the workspace has the sums of every slice.
+    unsafe { run_product(stream, "forward", precision, tile, grid, &arguments) }
 }
 
 /// Overwrites `dx` \[N, H, W, C\] with the gradient of the input, for `dy` \[N, H', W', F\].
 #[track_caller]
+#[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
 pub fn backward_input(
     stream: &Stream,
     shape: &ConvShape,
@@ -313,8 +258,9 @@ pub fn backward_input(
     weights: View<'_>,
     dy: View<'_>,
     dx: View<'_>,
+    workspace: &Workspace<'_>,
 ) -> Result<()> {
-    backward_input_fused(stream, shape, images, precision, [weights, dy, dx], &Before::NOTHING)
+    backward_input_fused(stream, shape, images, precision, [weights, dy, dx], &Before::NOTHING, workspace)
 }
 
 /// As [`backward_input`], but through what precedes the layer: `dx` becomes the gradient before that, of the extents
@@ -327,6 +273,7 @@ pub fn backward_input_fused(
     precision: Precision,
     [weights, dy, dx]: [View<'_>; 3],
     before: &Before<'_>,
+    workspace: &Workspace<'_>,
 ) -> Result<()> {
     shape.check();
     let (dtype, len) = (precision.storage(), images * shape.input_len());
@@ -340,19 +287,30 @@ pub fn backward_input_fused(
     count(before_len);
     let (rows, columns) = (images * shape.height * shape.width, shape.channels);
     let views: Vec<View<'_>> = [weights, dy, dx].into_iter().chain(before.views()).collect();
-    let tile = tile(stream, shape, precision, &views, rows, columns);
-    let extents = Convolution::new(shape, images, 0, LINEAR);
+    let units = if_aligned(Units::of(shape, precision), &views);
+    let slices = partition::input_slices(shape, workspace.batch, precision);
+    let tile = tile(stream, units, &slices, rows, columns);
+    let sums = DepthSums::argument(workspace, &slices, tile, rows, columns);
+    let extents = Convolution::new(shape, images, slices.len, LINEAR);
     let read = before.views().map(|view| view.bytes()).sum();
     let before = Arg::of(&before.parameters(images, dtype, len)).moving(read);
-    let arguments = [weights.into(), dy.into(), dx.into(), Arg::of(&extents), before];
-    // SAFETY: the views have the lengths that the extents say.
-    unsafe { run_product(stream, "backward_input", precision, tile, (rows, columns, 1), &arguments) }
+    let arguments = [weights.into(), dy.into(), dx.into(), Arg::of(&extents), before, sums];
+    let grid = (rows, columns, slices.count);
+    // SAFETY: the views have the lengths that the extents say, and the workspace has the sums of every slice.
+    unsafe { run_product(stream, "backward_input", precision, tile, grid, &arguments) }
 }
 
-/// Whether the blocks of [`backward_input`] are enough for all multiprocessors of a GPU.
-pub fn backward_input_fills(shape: &ConvShape, images: usize, multiprocessors: u32) -> bool {
+/// Whether the blocks of [`backward_input`] for a batch of `images` are enough for all multiprocessors of a GPU.
+pub(super) fn backward_input_fills(
+    shape: &ConvShape,
+    images: usize,
+    precision: Precision,
+    multiprocessors: u32,
+) -> bool {
     let (rows, columns) = (images * shape.height * shape.width, shape.channels);
-    Tile::choose(rows, columns, multiprocessors).count(rows, columns) >= multiprocessors as usize
+    let slices = partition::input_slices(shape, images, precision);
+    let tile = partition::tile(&slices, rows, columns, multiprocessors);
+    tile.count(rows, columns) * slices.count >= multiprocessors as usize
 }
 
 /// Overwrites `flipped` \[C, K, K, F\] with the weights of the transposed convolution, with channels and filters
@@ -410,7 +368,7 @@ pub fn backward_weights(
         return db.map_or(Ok(()), |db| stream.zero(db));
     }
     // Whether the workspace is aligned decides too, since the sums of slices are written to it.
-    let units = units(shape, precision, &[x, dy, dw, workspace.sums]);
+    let units = if_aligned(Units::of(shape, precision), &[x, dy, dw, workspace.sums]);
     let (tile, slices) = partition::partition_weights(shape, images, precision, units);
     let (rows, columns) = (shape.filters, units.weight_columns(shape));
     let sums = WeightSums::new(workspace, slices.count, tile.count(rows, columns), dw, db, rows);

@@ -35,7 +35,7 @@ struct Convolution {
     ImageExtents input, output;
     Reciprocal by_kernel;
     u32 kernel, pad;
-    u32 slice;   // output pixels per slice in backward_weights: a multiple of a step's depth
+    u32 slice;   // depth of a slice, a multiple of a step's: in backward_weights output pixels
     f32 slope;   // of the activation for negative values: 1 is none, 0 is ReLU
 
     __device__ u32 taps() const { return kernel * kernel; }

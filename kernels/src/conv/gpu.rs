@@ -27,6 +27,9 @@ use crate::cuda::{AutotuneOptions, Error, Libraries, Pass, Result, Stream, View}
 use crate::pool::{self, PoolShape};
 use crate::{activation, dropout};
 
+/// What a workspace is aligned to, in bytes.
+const ALIGNMENT: usize = 256;
+
 /// How often autotuning times each candidate.
 const ROUNDS: usize = 4;
 
@@ -39,7 +42,10 @@ pub struct Conv {
     layer: Layer,
     /// Indexed by [`Pass`]; `None` for a pass that is never called.
     selections: [Option<Selection>; 3],
+    /// Bytes that the passes need one after another, and how many follow for this crate's gradient of the input, which
+    /// may run beside the others.
     workspace: usize,
+    input_workspace: usize,
     notes: Vec<Note>,
 }
 
@@ -77,6 +83,7 @@ impl Conv {
         let is_used = |pass| input_gradient || pass != Pass::BackwardInput;
         let mut conv = Conv {
             workspace: layer.own_workspace(),
+            input_workspace: if input_gradient { layer.input_workspace() } else { 0 },
             layer,
             selections: Pass::ALL.map(|pass| is_used(pass).then(Selection::builtin)),
             notes: Vec::new(),
@@ -148,7 +155,21 @@ impl Conv {
 
     /// Bytes of f32 workspace that the passes need.
     pub fn workspace_bytes(&self) -> usize {
-        self.workspace
+        self.workspace.next_multiple_of(ALIGNMENT) + self.input_workspace
+    }
+
+    /// The part of a workspace for this crate's gradient of the input.
+    #[track_caller]
+    fn input_sums<'a>(&self, workspace: View<'a>) -> View<'a> {
+        let first = self.workspace.next_multiple_of(ALIGNMENT) / size_of::<f32>();
+        workspace.slice(first..first + self.input_workspace / size_of::<f32>())
+    }
+
+    /// Whether this crate's gradient of the input for whole batches is computed by enough blocks for all multiprocessors
+    /// of a GPU. If not, [`backward_parameters`](Self::backward_parameters) may run beside it on another stream.
+    pub fn backward_input_fills(&self, multiprocessors: u32) -> bool {
+        let &Layer { ref shape, images, precision, .. } = &self.layer;
+        cuda::backward_input_fills(shape, images, precision, multiprocessors)
     }
 
     /// One line for a log: what computes each pass, how long it takes, and why other candidates were rejected.
@@ -220,6 +241,7 @@ impl Conv {
                 [x, weights, bias, y],
                 slope,
                 after,
+                &self.layer.workspace(workspace),
             );
         };
         let activated = self.layer.compute(Some(algorithm), stream, images, &operands)?;
@@ -251,7 +273,12 @@ impl Conv {
         dx: View<'_>,
         workspace: View<'_>,
     ) -> Result<()> {
-        self.run_selected(stream, images, &Operands::backward_input(weights, dy, dx, workspace))
+        let mut operands = Operands::backward_input(weights, dy, dx, workspace);
+        let algorithm = self.selected(images, &operands)?;
+        if algorithm.is_none() {
+            operands.workspace = self.input_sums(workspace);
+        }
+        self.layer.run(algorithm, stream, images, &operands)
     }
 
     /// As [`backward_input`](Self::backward_input), through what precedes the layer, in one launch.
@@ -268,10 +295,13 @@ impl Conv {
         images: usize,
         operands: [View<'_>; 3],
         before: &Before<'_>,
+        workspace: View<'_>,
     ) -> Result<()> {
         assert!(self.is_own(Pass::BackwardInput), "{self:?}: a library computes the gradient of the input");
+        autotune::check_batch(images, self.layer.images, workspace, self.workspace_bytes());
         let &Layer { ref shape, precision, .. } = &self.layer;
-        cuda::backward_input_fused(stream, shape, images, precision, operands, before)
+        let workspace = self.layer.workspace_of_input(self.input_sums(workspace));
+        cuda::backward_input_fused(stream, shape, images, precision, operands, before, &workspace)
     }
 
     /// True if [`backward_first`](Self::backward_first) computes the layer's backward pass, with this pooling after it.
@@ -299,7 +329,7 @@ impl Conv {
         db: View<'_>,
         workspace: View<'_>,
     ) -> Result<()> {
-        autotune::check_batch(images, self.layer.images, workspace, self.workspace);
+        autotune::check_batch(images, self.layer.images, workspace, self.workspace_bytes());
         let &Layer { ref shape, precision, .. } = &self.layer;
         let workspace = self.layer.workspace(workspace);
         first::backward(stream, shape, images, precision, x, gradient, &workspace, dw, Some(db))
@@ -401,7 +431,7 @@ impl Conv {
         workspace: View<'_>,
     ) -> Result<()> {
         let &Layer { ref shape, precision, .. } = &self.layer;
-        autotune::check_batch(images, self.layer.images, workspace, self.workspace);
+        autotune::check_batch(images, self.layer.images, workspace, self.workspace_bytes());
         let workspace = self.layer.workspace(workspace);
         cuda::backward_bias(stream, shape, images, precision, dy, &workspace, db)
     }
@@ -424,7 +454,7 @@ impl Conv {
         db: View<'_>,
         workspace: View<'_>,
     ) -> Result<()> {
-        autotune::check_batch(images, self.layer.images, workspace, self.workspace);
+        autotune::check_batch(images, self.layer.images, workspace, self.workspace_bytes());
         let &Layer { ref shape, precision, slope, .. } = &self.layer;
         let workspace = self.layer.workspace(workspace);
         cuda::backward_activation(stream, shape, images, precision, slope, y, dy, &workspace, db)
@@ -433,14 +463,17 @@ impl Conv {
     /// Computes a pass with the [selected](Self::selected) algorithm.
     #[track_caller]
     fn run_selected(&self, stream: &Stream, images: usize, operands: &Operands<'_>) -> Result<()> {
-        self.layer.run(self.selected(images, operands)?, stream, images, operands)
+        let algorithm = self.selected(images, operands)?;
+        let shared = self.workspace.next_multiple_of(ALIGNMENT) / size_of::<f32>();
+        let operands = Operands { workspace: operands.workspace.slice(0..shared), ..*operands };
+        self.layer.run(algorithm, stream, images, &operands)
     }
 
     /// The library's algorithm, if autotuning selected one, and batch size and alignment are those it was selected
     /// for.
     #[track_caller]
     fn selected(&self, images: usize, operands: &Operands<'_>) -> Result<Option<&LibraryAlgorithm>> {
-        autotune::check_batch(images, self.layer.images, operands.workspace, self.workspace);
+        autotune::check_batch(images, self.layer.images, operands.workspace, self.workspace_bytes());
         let mut views = operands.views().into_iter().chain(operands.bias);
         let fits = images == self.layer.images && views.all(|view| aligned(pack(view.dtype()), &[view]));
         let Some(selection) = &self.selections[operands.pass as usize] else { return Ok(None) };

@@ -1,7 +1,7 @@
 //! One layer: its extents, its library, and how either computes a pass.
 
 use super::library_layer::{LibraryLayer, Operands};
-use super::{ConvShape, cublaslt, cuda, cudnn};
+use super::{ConvShape, cublaslt, cuda, cudnn, partition};
 use crate::cuda::algorithm::{Form, LibraryAlgorithm, LibraryName};
 use crate::cuda::elements::check;
 use crate::cuda::{Counters, Pass, Result, Stream, View};
@@ -16,6 +16,8 @@ pub(super) struct Layer {
     pub(super) library: Option<Box<dyn LibraryLayer>>,
     /// For this crate's own kernels.
     pub(super) counters: Counters,
+    /// For the gradient of the input, which may be computed beside those of the parameters.
+    input_counters: Counters,
 }
 
 impl std::fmt::Display for Layer {
@@ -42,8 +44,8 @@ impl Layer {
         precision: Precision,
         slope: f32,
     ) -> Result<Self> {
-        let counters = Counters::new(stream.device())?;
-        Ok(Layer { shape, images, precision, slope, library: None, counters })
+        let [counters, input_counters] = [Counters::new(stream.device())?, Counters::new(stream.device())?];
+        Ok(Layer { shape, images, precision, slope, library: None, counters, input_counters })
     }
 
     /// True if a library may be faster than this crate's kernels. cuDNN spends most of its time on rearranging images
@@ -74,14 +76,27 @@ impl Layer {
 
     /// Bytes of workspace that this crate's own kernels need.
     pub(super) fn own_workspace(&self) -> usize {
-        // The maximum over all batch sizes: fewer images are cut into slices in another way.
-        let bytes = |images| cuda::workspace_bytes(&self.shape, images, self.precision);
-        (1..=self.images).map(bytes).max().unwrap_or(0)
+        let &Layer { ref shape, images, precision, .. } = self;
+        // The maximum over all batch sizes: the gradients of fewer images are cut into slices in another way.
+        let gradients =
+            (1..=images).map(|images| partition::gradient_workspace_bytes(shape, images, precision));
+        let forward = partition::forward_workspace_bytes(shape, images, precision);
+        gradients.fold(forward.max(self.input_workspace()), usize::max)
     }
 
-    /// The workspace of this crate's own kernels.
+    /// Bytes of workspace that this crate's kernel for the gradient of the input needs.
+    pub(super) fn input_workspace(&self) -> usize {
+        partition::input_workspace_bytes(&self.shape, self.images, self.precision)
+    }
+
+    /// The workspace of this crate's own kernels, but for the gradient of the input.
     pub(super) fn workspace<'a>(&'a self, sums: View<'a>) -> cuda::Workspace<'a> {
-        cuda::Workspace { sums, counters: self.counters.view() }
+        cuda::Workspace { sums, counters: self.counters.view(), batch: self.images }
+    }
+
+    /// The workspace of the gradient of the input. If other kernels run at the same time, `sums` must not be theirs.
+    pub(super) fn workspace_of_input<'a>(&'a self, sums: View<'a>) -> cuda::Workspace<'a> {
+        cuda::Workspace { sums, counters: self.input_counters.view(), batch: self.images }
     }
 
     /// Computes a pass with a library's algorithm, or with this crate's kernel if there is none; the forward pass
@@ -116,9 +131,13 @@ impl Layer {
             match pass {
                 Pass::Forward => {
                     let bias = bias.expect("a forward pass has a bias");
-                    cuda::forward(stream, shape, images, precision, from, by, bias, slope, to)
+                    let workspace = self.workspace(workspace);
+                    cuda::forward(stream, shape, images, precision, from, by, bias, slope, to, &workspace)
                 }
-                Pass::BackwardInput => cuda::backward_input(stream, shape, images, precision, from, by, to),
+                Pass::BackwardInput => {
+                    let workspace = self.workspace_of_input(workspace);
+                    cuda::backward_input(stream, shape, images, precision, from, by, to, &workspace)
+                }
                 Pass::BackwardWeights => {
                     let workspace = self.workspace(workspace);
                     cuda::backward_weights(stream, shape, images, precision, from, by, &workspace, to, None)

@@ -49,6 +49,8 @@ pub mod plain;
 mod tolerance;
 #[cfg(feature = "cuda")]
 mod tuning;
+#[cfg(feature = "cuda")]
+mod workspace;
 
 /// How a convolution treats the border of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

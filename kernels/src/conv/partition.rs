@@ -1,8 +1,18 @@
 //! How the work of a convolution is divided among the blocks of a GPU: pure functions of its extents.
 //!
-//! The division of the backward passes' sums is a function of the extents alone, not of the GPU: the same batch gives
-//! the same bits on any GPU whose products round alike. Only the tile of the other passes, which does not affect the
-//! order of their sums, depends on the number of multiprocessors.
+//! The division of sums is a function of the extents alone, not of the GPU: the same batch gives the same bits on any GPU
+//! whose products round alike. Only the tile of the passes whose result has the size of a batch depends on the number of
+//! multiprocessors; it does not affect the order of their sums.
+//!
+//! **Slices of the depth.** A dense layer has few results: 1,024 images and 10 outputs are 16 tiles, for 132
+//! multiprocessors. A block that is alone on its multiprocessor waits for memory in every step, about 0.3 µs on an H100,
+//! so the 150 steps of 4,800 inputs in bf16 would take 45 µs. So the depth of the forward pass and of the gradient of the
+//! input is cut into slices until there are about two blocks for each multiprocessor ([`BLOCKS`]). A slice has at least
+//! [`STEPS_OF_SLICE`] steps, in which its start and its partial sums are paid off: a tile's sums are as many bytes as two
+//! steps read. There are at most [`SLICES_OF_DEPTH`] of them, since one block adds them up; it reads a slice in about the
+//! time of a step, so the sum of both times is least if there are about as many slices as steps in each, and 16 slices
+//! suffice for 256 steps. All this is for a number of images that is fixed when a layer is set up: the bits of an image
+//! do not depend on how many others are in its batch.
 
 use super::ConvShape;
 use crate::Precision;
@@ -12,6 +22,9 @@ pub(super) const BLOCKS: usize = 264;
 
 /// Minimum number of depth steps in a slice that amortises the start of the loop.
 const STEPS_OF_SLICE: usize = 8;
+
+/// Maximum number of slices of the depth, which one block adds up.
+const SLICES_OF_DEPTH: usize = 16;
 
 /// Replaces the kernels' divisions by multiplications: `struct Reciprocal` of `conv.cuh`, which has the formula.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, bytemuck::NoUninit)]
@@ -61,14 +74,21 @@ impl Units {
     /// What the channels and filters of `shape` permit, if all addresses are multiples of 16.
     pub(super) fn of(shape: &ConvShape, precision: Precision) -> Self {
         let unit = 16 / precision.storage().size();
-        match (shape.channels, shape.filters.is_multiple_of(unit)) {
-            (channels, true) if channels.is_multiple_of(unit) => Units::Whole,
-            (2 | 4 | 6, true) if unit == 8 => Units::Narrow,
+        if shape.filters.is_multiple_of(unit) { Self::of_forward(shape, precision) } else { Units::Elements }
+    }
+
+    /// As [`of`](Self::of), for the forward pass: it does not read along the filters.
+    pub(super) fn of_forward(shape: &ConvShape, precision: Precision) -> Self {
+        let unit = 16 / precision.storage().size();
+        match shape.channels {
+            channels if channels.is_multiple_of(unit) => Units::Whole,
+            2 | 4 | 6 if unit == 8 => Units::Narrow,
             _ => Units::Elements,
         }
     }
 
-    /// Columns of the product that computes the gradient of the weights: with narrow units, each tap has eight channels.
+    /// Columns of the product that computes the gradient of the weights, and depth of the forward pass: with narrow units,
+    /// each tap has eight channels.
     pub(super) fn weight_columns(self, shape: &ConvShape) -> usize {
         match self {
             Units::Narrow => 8 * shape.kernel * shape.kernel,
@@ -150,6 +170,46 @@ impl Slices {
     fn workspace(&self, len: usize) -> usize {
         if self.count == 1 { 0 } else { self.count * len }
     }
+
+    /// Elements of workspace for slices of the depth of `rows` by `columns` results, which are stored in whole tiles.
+    pub(super) fn tile_sums(&self, rows: usize, columns: usize) -> usize {
+        self.workspace(Tile::Small.count(rows, columns) * Tile::Small.side().pow(2))
+    }
+}
+
+/// The slices of the depth of a pass with `rows` by `columns` results.
+fn depth_slices(rows: usize, columns: usize, depth: usize, precision: Precision) -> Slices {
+    let step = 64 / precision.storage().size();
+    let most = (depth / (step * STEPS_OF_SLICE)).clamp(1, SLICES_OF_DEPTH);
+    let tiles = Tile::Small.count(rows, columns).max(1);
+    Slices::new(depth, step, (BLOCKS / tiles).clamp(1, most))
+}
+
+/// The slices of the depth of a forward pass, for whole batches of `images`. They do not depend on whether the output is
+/// pooled, so pooling by itself has the same bits; but the four rows for each window of single pixels are not worth it.
+pub(super) fn forward_slices(
+    shape: &ConvShape,
+    images: usize,
+    precision: Precision,
+    units: Units,
+    is_pooled: bool,
+) -> Slices {
+    let depth = units.weight_columns(shape);
+    if is_pooled && shape.out_height() * shape.out_width() == 1 {
+        return Slices { count: 1, len: depth };
+    }
+    depth_slices(pixels(shape, images), shape.filters, depth, precision)
+}
+
+/// The slices of the depth of the gradient of the input, for whole batches of `images`.
+pub(super) fn input_slices(shape: &ConvShape, images: usize, precision: Precision) -> Slices {
+    let rows = images * shape.height * shape.width;
+    depth_slices(rows, shape.channels, shape.kernel * shape.kernel * shape.filters, precision)
+}
+
+/// The tile of a pass that moves 16 bytes at a time, and whose depth has these slices: only small tiles have several.
+pub(super) fn tile(slices: &Slices, rows: usize, columns: usize, multiprocessors: u32) -> Tile {
+    if slices.count > 1 { Tile::Small } else { Tile::choose(rows, columns, multiprocessors) }
 }
 
 /// Output pixels of a batch.
@@ -224,10 +284,34 @@ impl Bands {
     }
 }
 
-/// Bytes of f32 workspace that [`backward_weights`](super::cuda::backward_weights) and
-/// [`backward_bias`](super::cuda::backward_bias) need for a batch of this size. A smaller batch may need a few slices
-/// more than a larger one, so ask for each size that is used.
+/// Bytes of f32 workspace that every pass of a layer needs for a batch of this size. The gradients of a smaller batch may
+/// need a few slices more than those of a larger one, so ask for each size that is used.
 pub fn workspace_bytes(shape: &ConvShape, images: usize, precision: Precision) -> usize {
+    let gradients = gradient_workspace_bytes(shape, images, precision);
+    let forward = forward_workspace_bytes(shape, images, precision);
+    gradients.max(forward).max(input_workspace_bytes(shape, images, precision))
+}
+
+/// Bytes of workspace for the forward pass, if whole batches have this size.
+pub(super) fn forward_workspace_bytes(shape: &ConvShape, images: usize, precision: Precision) -> usize {
+    // With pooling there are four rows for each window.
+    let rows = match [shape.out_height(), shape.out_width()] {
+        [1, 1] => images,
+        extents => images * extents.map(|extent| extent.next_multiple_of(2)).iter().product::<usize>(),
+    };
+    let sums = [Units::Elements, Units::of_forward(shape, precision)]
+        .map(|units| forward_slices(shape, images, precision, units, false).tile_sums(rows, shape.filters));
+    size_of::<f32>() * sums.into_iter().fold(0, usize::max)
+}
+
+/// Bytes of workspace for the gradient of the input, if whole batches have this size.
+pub(super) fn input_workspace_bytes(shape: &ConvShape, images: usize, precision: Precision) -> usize {
+    let rows = images * shape.height * shape.width;
+    size_of::<f32>() * input_slices(shape, images, precision).tile_sums(rows, shape.channels)
+}
+
+/// Bytes of workspace for the gradients of weights and bias of a batch of this size.
+pub(super) fn gradient_workspace_bytes(shape: &ConvShape, images: usize, precision: Precision) -> usize {
     // The gradient of the bias is computed with that of the weights.
     let len = shape.weights_len() + shape.filters;
     let weights = match Bands::new(shape, images, None) {
@@ -245,6 +329,7 @@ pub fn workspace_bytes(shape: &ConvShape, images: usize, precision: Precision) -
 mod tests {
     use super::super::Padding;
     use super::*;
+    use crate::pool::{PoolShape, Rounding};
     use proptest::prelude::*;
 
     fn divide(value: u32, by: Reciprocal) -> u32 {
@@ -307,6 +392,8 @@ mod tests {
         assert_eq!([2, 4, 6].map(|channels| units(channels, 16, Precision::Bf16)), [Units::Narrow; 3]);
         assert_eq!([1, 3, 5, 10].map(|channels| units(channels, 16, Precision::Bf16)), [Units::Elements; 4]);
         assert_eq!(units(6, 10, Precision::Bf16), Units::Elements, "whole units of filters only");
+        let forward = |channels| Units::of_forward(&conv(channels, 12, 10, 5), Precision::Bf16);
+        assert_eq!([6, 8, 10].map(forward), [Units::Narrow, Units::Whole, Units::Elements], "any filters");
         assert_eq!(units(6, 16, Precision::Tf32), Units::Elements, "six channels are 24 bytes");
         assert_eq!(units(4, 16, Precision::Tf32), Units::Whole);
         assert_eq!(units(8, 16, Precision::Bf16), Units::Whole);
@@ -329,21 +416,63 @@ mod tests {
         assert_eq!(Tile::choose(1, 1, 132), Tile::Small);
     }
 
+    fn dense(channels: usize, filters: usize) -> ConvShape {
+        ConvShape { channels, height: 1, width: 1, filters, kernel: 1, padding: Padding::Valid }
+    }
+
+    #[test]
+    fn the_depth_is_split_until_the_gpu_is_busy() {
+        let forward = |channels, filters, images, precision| {
+            let slices = forward_slices(&dense(channels, filters), images, precision, Units::Whole, false);
+            (slices.count, slices.len)
+        };
+        assert_eq!(forward(4800, 10, 1024, Precision::Bf16), (15, 320), "16 tiles, 150 steps");
+        assert_eq!(forward(4800, 10, 128, Precision::Bf16), (15, 320), "2 tiles, but at most 16 slices");
+        assert_eq!(forward(1152, 10, 1024, Precision::Bf16), (4, 288), "36 steps");
+        assert_eq!(forward(1152, 10, 1024, Precision::Tf32), (8, 144), "72 steps");
+        assert_eq!(forward(15488, 128, 1024, Precision::Bf16), (8, 1952), "32 tiles, 256 blocks");
+        assert_eq!(forward(6272, 1024, 128, Precision::Bf16), (8, 800), "32 tiles");
+        assert_eq!(forward(6272, 1024, 1024, Precision::Bf16).0, 1, "256 tiles");
+        assert_eq!(forward(400, 120, 1024, Precision::Bf16).0, 1, "13 steps are too few");
+        let input = |channels, filters| input_slices(&dense(channels, filters), 128, Precision::Bf16).count;
+        assert_eq!([input(1024, 1024), input(4800, 10), input(15488, 128)], [4, 1, 1]);
+        let large = conv(128, 28, 128, 5);
+        assert_eq!(forward_slices(&large, 128, Precision::Bf16, Units::Whole, true).count, 1);
+        assert_eq!(tile(&Slices::new(4800, 32, 15), 1 << 20, 128, 132), Tile::Small);
+    }
+
+    proptest! {
+        /// Whatever a layer's forward pass computes besides, and however its operands are read.
+        #[test]
+        fn the_workspace_holds_the_sums_of_every_pass(
+            images in 1usize..40, channels in 1usize..700, [height, width] in [1usize..9, 1usize..9],
+            filters in 1usize..300, kernel in 0usize..3, precision in 0usize..4, ceil: bool,
+        ) {
+            let (kernel, precision) = (2 * kernel + 1, Precision::ALL[precision]);
+            let shape = ConvShape { channels, height, width, filters, kernel, padding: Padding::Same };
+            let rounding = if ceil { Rounding::Ceil } else { Rounding::Floor };
+            let pool = PoolShape { height, width, rounding };
+            let bytes = workspace_bytes(&shape, images, precision);
+            let windows = images * pool.out_height() * pool.out_width();
+            for (rows, is_pooled) in [(pixels(&shape, images), false), (4 * windows, true)] {
+                for units in [Units::Elements, Units::of_forward(&shape, precision)] {
+                    let slices = forward_slices(&shape, images, precision, units, is_pooled);
+                    prop_assert!(slices.count * slices.len >= units.weight_columns(&shape));
+                    prop_assert!(4 * slices.tile_sums(rows, filters) <= bytes);
+                }
+            }
+            let slices = input_slices(&shape, images, precision);
+            prop_assert!(4 * slices.tile_sums(pixels(&shape, images), channels) <= bytes);
+        }
+    }
+
     #[test]
     fn gradients_of_weights_are_split_until_the_gpu_is_busy() {
         let (tile, slices) = partition_weights(&conv(128, 28, 128, 5), 1024, Precision::Bf16, Units::Whole);
         assert_eq!((tile, slices.count), (Tile::Large, 21), "25 tiles, 528 blocks");
         let (tile, slices) = partition_weights(&conv(64, 14, 64, 3), 128, Precision::Bf16, Units::Whole);
         assert_eq!((tile, slices.count), (Tile::Small, 56), "9 tiles, 528 blocks");
-        let dense = ConvShape {
-            channels: 3136,
-            height: 1,
-            width: 1,
-            filters: 1024,
-            kernel: 1,
-            padding: Padding::Valid,
-        };
-        let (tile, slices) = partition_weights(&dense, 256, Precision::Bf16, Units::Whole);
+        let (tile, slices) = partition_weights(&dense(3136, 1024), 256, Precision::Bf16, Units::Whole);
         assert_eq!((tile, slices.count), (Tile::Large, 1), "enough tiles");
         assert_eq!(
             partition_weights(&conv(3, 32, 16, 3), 8, Precision::F32, Units::Elements).0,
@@ -358,6 +487,8 @@ mod tests {
         assert_eq!(workspace_bytes(&shape, 0, Precision::F32), 0);
         let first = conv(1, 28, 64, 5);
         assert_eq!(workspace_bytes(&first, 1024, Precision::Bf16), 264 * 64 * 26 * 4);
+        let last = dense(4800, 10);
+        assert_eq!(workspace_bytes(&last, 1024, Precision::Bf16), 15 * 16 * 64 * 64 * 4, "of 16 tiles");
         let tiny = conv(8, 2, 8, 1);
         assert_eq!(
             workspace_bytes(&tiny, 1, Precision::Tf32),

@@ -41,6 +41,47 @@ __device__ inline void drop_four(const DropoutMask& mask, const StepState* state
     }
 }
 
+// ---- Sums over slices of the depth ----
+
+// If a pass has too few tiles to fill a GPU, its depth is cut into slices, with a block for each slice of each tile.
+struct DepthSums {
+    f32* slices;     // if there are several: those of one tile after another, as their threads hold them
+    u32* counters;   // one for each tile
+};
+
+// Makes the sums of a slice those of the whole depth, in the last block of a tile; false in the others. That block adds up
+// the slices in their order, so the result does not depend on which one it is. Threads hold the same places of the tile
+// in all blocks, so they write and read 16 bytes beside each other's, whatever the width of the result, and what follows
+// is as without slices. Only those of the `rows` and `columns` that exist are moved.
+template <class TILE, class PRODUCT>
+__device__ inline bool add_depth(PRODUCT& product, const DepthSums& sums, u32 rows, u32 columns) {
+    constexpr u32 LEN = TILE::SIDE * TILE::SIDE, STRIDE = 4 * TILE::THREADS, FOURS = LEN / STRIDE;
+    const u32 slices = gridDim.y;
+    if (slices == 1) return true;
+    f32* from = sums.slices + (u64)blockIdx.x * slices * LEN + 4 * threadIdx.x;
+    f32* to = from + blockIdx.y * LEN;
+    product.each_four([&](u32 index, u32 row, u32 column, const f32* four) {
+        if (row >= rows || column >= columns) return;
+        *(Quad*)(to + index * STRIDE) = Quad{{bits_of(four[0]), bits_of(four[1]), bits_of(four[2]), bits_of(four[3])}};
+    });
+    if (!arrives_last(sums.counters + blockIdx.x, slices)) return false;
+    product.each_four([&](u32, u32, u32, f32* four) { four[0] = four[1] = four[2] = four[3] = 0.0f; });
+    // One block does this, so many loads are in flight.
+#pragma unroll 2
+    for (u32 slice = 0; slice < slices; slice++, from += LEN) {
+        f32 values[FOURS][4];
+        product.each_four([&](u32 index, u32 row, u32 column, const f32*) {
+            if (row < rows && column < columns) fresh_four(from + index * STRIDE, values[index]);
+        });
+        product.each_four([&](u32 index, u32 row, u32 column, f32* four) {
+            if (row >= rows || column >= columns) return;
+#pragma unroll
+            for (u32 e = 0; e < 4; e++) four[e] += values[index][e];
+        });
+    }
+    return true;
+}
+
 // ---- The forward pass ----
 
 // What follows the activation.
@@ -51,7 +92,8 @@ struct After {
     DropoutMask mask;
 };
 
-// Rows are output pixels, or with pooling those of one window after another.
+// Rows are output pixels, or with pooling those of one window after another. With VECTOR, four columns are written at once
+// if their number is a multiple of four.
 template <class T, bool VECTOR>
 struct ForwardResult {
     T* y;
@@ -60,11 +102,12 @@ struct ForwardResult {
     const After& after;
     u32 first_row, first_column;
 
+    __device__ u32 rows() const { return after.chosen ? 4 * after.pooled.pixels : shape.output.pixels; }
+
     __device__ void unit(u32 down, u32 across, const f32 values[4][4]) const {
         const u32 row = first_row + down, column = first_column + across, columns = shape.output.channels;
-        const u32 rows = after.chosen ? 4 * after.pooled.pixels : shape.output.pixels;
-        if (row >= rows || column >= columns) return;
-        const u32 known = VECTOR ? 4 : least(4u, columns - column);
+        if (row >= rows() || column >= columns) return;
+        const u32 known = least(4u, columns - column);
         T activated[4][4];
 #pragma unroll
         for (u32 e = 0; e < 4; e++) {
@@ -78,7 +121,7 @@ struct ForwardResult {
         }
 #pragma unroll
         for (u32 r = 0; r < 4; r++) {
-            if (row + r < rows) store((row + r) * columns + column, activated[r], known);
+            if (row + r < rows()) store((row + r) * columns + column, activated[r], known);
         }
     }
 
@@ -99,13 +142,22 @@ struct ForwardResult {
             }
         }
         const u32 at = window * shape.output.channels + column;
-        store_four<u8, VECTOR>(after.chosen + at, places, known);
+        store_columns(after.chosen + at, places, known);
         store(at, best, known);
     }
 
     __device__ void store(u32 at, T values[4], u32 known) const {
         if (after.state) drop_four(after.mask, after.state, at, values, known);
-        store_four<T, VECTOR>(y + at, values, known);
+        store_columns(y + at, values, known);
+    }
+
+    template <class S>
+    __device__ void store_columns(S* to, const S values[4], u32 known) const {
+        if (VECTOR && shape.output.channels % 4 == 0) {
+            store_four<S, true>(to, values, known);
+        } else {
+            store_four<S, false>(to, values, known);
+        }
     }
 };
 

@@ -463,6 +463,19 @@ struct PlainProduct {
         }
     }
 
+    // Calls `visit(index, row, column, four)` for each four of a thread's sums, of which the first has that row and column.
+    template <class VISIT>
+    __device__ void each_four(const VISIT& visit) {
+        const u32 across = threadIdx.x % ACROSS, down = threadIdx.x / ACROSS;
+#pragma unroll
+        for (u32 r = 0; r < ROWS; r++) {
+#pragma unroll
+            for (u32 c = 0; c < COLUMNS; c += 4) {
+                visit((r * COLUMNS + c) / 4, line(down, DOWN, r), line(across, ACROSS, c), sums[r] + c);
+            }
+        }
+    }
+
     // Calls `visit(row, column)` for each of a thread's units.
     template <class VISIT>
     static __device__ void each_unit(const VISIT& visit) {
@@ -598,6 +611,19 @@ struct TensorProduct {
                 offsets.load_left(a, lefts, i, word);
 #pragma unroll
                 for (u32 j = 0; j < ACROSS; j++) multiply_add(sums[i][j], a, b[j / 2] + j % 2 * 2, T{});
+            }
+        }
+    }
+
+    // Calls `visit(index, row, column, four)` for each four of a thread's sums. They are in a warp's piece of 16x8, which
+    // begins at that row and column.
+    template <class VISIT>
+    __device__ void each_four(const VISIT& visit) {
+#pragma unroll
+        for (u32 i = 0; i < DOWN; i++) {
+#pragma unroll
+            for (u32 j = 0; j < ACROSS; j++) {
+                visit(i * ACROSS + j, first_row() + 16 * i, first_column() + 8 * j, sums[i][j]);
             }
         }
     }

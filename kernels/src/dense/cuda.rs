@@ -24,7 +24,7 @@ pub fn convolution(shape: &DenseShape) -> conv::ConvShape {
     }
 }
 
-/// Bytes of f32 workspace that the gradients of weights and bias need.
+/// Bytes of f32 workspace that every pass needs.
 pub fn workspace_bytes(shape: &DenseShape, samples: usize, precision: Precision) -> usize {
     conv::cuda::workspace_bytes(&convolution(shape), samples, precision)
 }
@@ -42,12 +42,15 @@ pub fn forward(
     bias: View<'_>,
     slope: f32,
     y: View<'_>,
+    workspace: &Workspace<'_>,
 ) -> Result<()> {
-    conv::cuda::forward(stream, &convolution(shape), samples, precision, x, weights, bias, slope, y)
+    let shape = &convolution(shape);
+    conv::cuda::forward(stream, shape, samples, precision, x, weights, bias, slope, y, workspace)
 }
 
 /// Overwrites `dx` \[N, I\] with the gradient of the input.
 #[track_caller]
+#[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
 pub fn backward_input(
     stream: &Stream,
     shape: &DenseShape,
@@ -56,8 +59,9 @@ pub fn backward_input(
     weights: View<'_>,
     dy: View<'_>,
     dx: View<'_>,
+    workspace: &Workspace<'_>,
 ) -> Result<()> {
-    conv::cuda::backward_input(stream, &convolution(shape), samples, precision, weights, dy, dx)
+    conv::cuda::backward_input(stream, &convolution(shape), samples, precision, weights, dy, dx, workspace)
 }
 
 /// Overwrites `dw` \[O, I\] with the gradient of the weights and, if it is given, `db` \[O\] with that of the bias, both

@@ -248,15 +248,15 @@ impl Gpu {
             pool: pool.map(|pool| (&pool.shape, chosen(pool.outputs()))),
             dropout,
         };
-        Ok(conv.backward_input_fused(model.stream(), images, [w, dy, dx], &before)?)
+        let workspace = shared.workspace.view();
+        Ok(conv.backward_input_fused(model.stream(), images, [w, dy, dx], &before, workspace)?)
     }
 
     /// Whether the gradients of the input and of the parameters are computed beside each other: if the former leaves a
-    /// part of the GPU idle, and needs no workspace.
-    fn is_forked(&self, model: &DeviceDataParallel, images: usize) -> bool {
+    /// part of the GPU idle, and shares no workspace.
+    fn is_forked(&self, model: &DeviceDataParallel) -> bool {
         let multiprocessors = model.stream().device().multiprocessors();
-        self.conv.is_own(Pass::BackwardInput)
-            && !conv::cuda::backward_input_fills(&self.shape, images, multiprocessors)
+        self.conv.is_own(Pass::BackwardInput) && !self.conv.backward_input_fills(multiprocessors)
     }
 }
 
@@ -362,7 +362,7 @@ impl OnGpu for Gpu {
         };
         let is_done = !with_weights && !neighbours.is_ended && (pool.is_some() || slope != LINEAR);
         match dx {
-            Some(dx) if self.is_forked(model, images) => {
+            Some(dx) if self.is_forked(model) => {
                 let side = &shared.side;
                 self.backward_parameters(side.fork(model.stream())?, step, model, (x, raw), is_done)?;
                 self.backward_input(step, model, [x, raw, dx], dropout)?;
