@@ -29,7 +29,7 @@ KERNEL_BOUNDS(conv_backward_input_bf16_small, SMALL) BACKWARD_INPUT(bf16) {
 KERNEL_BOUNDS(conv_backward_input_bf16_narrow, NARROW) BACKWARD_INPUT(bf16) {
     backward_input<bf16, TENSOR, Small, true, true>(w, dy, dx, shape, before, sums);
 }
-KERNEL_BOUNDS(conv_backward_input_bf16_scalar, SMALL) BACKWARD_INPUT(bf16) {
+KERNEL_BLOCKS(conv_backward_input_bf16_scalar, SMALL, 5) BACKWARD_INPUT(bf16) {
     backward_input<bf16, TENSOR, Small, false>(w, dy, dx, shape, before, sums);
 }
 

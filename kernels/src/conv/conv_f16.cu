@@ -36,7 +36,7 @@ KERNEL_BOUNDS(conv_backward_input_f16_small, SMALL) BACKWARD_INPUT(f16) {
 KERNEL_BOUNDS(conv_backward_input_f16_narrow, NARROW) BACKWARD_INPUT(f16) {
     backward_input<f16, F16_TENSOR, Small, true, true>(w, dy, dx, shape, before, sums);
 }
-KERNEL_BOUNDS(conv_backward_input_f16_scalar, SMALL) BACKWARD_INPUT(f16) {
+KERNEL_BLOCKS(conv_backward_input_f16_scalar, SMALL, 5) BACKWARD_INPUT(f16) {
     backward_input<f16, F16_TENSOR, Small, false>(w, dy, dx, shape, before, sums);
 }
 

@@ -23,7 +23,7 @@ KERNEL_BOUNDS(conv_backward_input_tf32_large, LARGE) BACKWARD_INPUT(f32) {
 KERNEL_BOUNDS(conv_backward_input_tf32_small, SMALL) BACKWARD_INPUT(f32) {
     backward_input<f32, TENSOR, Small, true>(w, dy, dx, shape, before, sums);
 }
-KERNEL_BOUNDS(conv_backward_input_tf32_scalar, SMALL) BACKWARD_INPUT(f32) {
+KERNEL_BLOCKS(conv_backward_input_tf32_scalar, SMALL, 5) BACKWARD_INPUT(f32) {
     backward_input<f32, TENSOR, Small, false>(w, dy, dx, shape, before, sums);
 }
 
