@@ -20,7 +20,7 @@ KERNEL_BOUNDS(conv_forward_f32_scalar, SMALL) FORWARD(f32) {
 KERNEL_BOUNDS(conv_backward_input_f32_large, LARGE) BACKWARD_INPUT(f32) {
     backward_input<f32, PlainProduct, Large, true>(w, dy, dx, shape, before, sums);
 }
-KERNEL_BOUNDS(conv_backward_input_f32_small, SMALL) BACKWARD_INPUT(f32) {
+KERNEL_BLOCKS(conv_backward_input_f32_small, SMALL, 4) BACKWARD_INPUT(f32) {
     backward_input<f32, PlainProduct, Small, true>(w, dy, dx, shape, before, sums);
 }
 KERNEL_BOUNDS(conv_backward_input_f32_scalar, SMALL) BACKWARD_INPUT(f32) {

@@ -429,7 +429,7 @@ mod tests {
         assert_eq!(forward(4800, 10, 1024, Precision::Bf16), (15, 320), "16 tiles, 150 steps");
         assert_eq!(forward(4800, 10, 128, Precision::Bf16), (15, 320), "2 tiles, but at most 16 slices");
         assert_eq!(forward(1152, 10, 1024, Precision::Bf16), (4, 288), "36 steps");
-        assert_eq!(forward(1152, 10, 1024, Precision::Tf32), (8, 144), "72 steps");
+        assert_eq!(forward(1152, 10, 1024, Precision::Tf32), (9, 128), "72 steps");
         assert_eq!(forward(15488, 128, 1024, Precision::Bf16), (8, 1952), "32 tiles, 256 blocks");
         assert_eq!(forward(6272, 1024, 128, Precision::Bf16), (8, 800), "32 tiles");
         assert_eq!(forward(6272, 1024, 1024, Precision::Bf16).0, 1, "256 tiles");
