@@ -378,19 +378,17 @@ __device__ inline void backward_weights(const T* x, const T* dy, const Convoluti
 #endif
 
 // Threads per block and, if the compiler would otherwise use too many registers or too few, the minimum number of blocks
-// per multiprocessor. SHORT is for elements of 16 bits.
+// per multiprocessor.
 #ifdef MGPU_SHIM
 #define LARGE 256
 #define LARGE_AHEAD LARGE_TILE::THREADS
 #define SMALL_AHEAD 128
-#define SMALL_SHORT 128
 #define SCALAR 128
 #define NARROW 128
 #else
 #define LARGE 256, 2
 #define LARGE_AHEAD LARGE_TILE::THREADS, 2
 #define SMALL_AHEAD 128, 4
-#define SMALL_SHORT 128, 5
 #define SCALAR 128, 3
 #define NARROW 128, 2
 #endif

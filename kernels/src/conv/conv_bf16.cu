@@ -10,7 +10,7 @@
 KERNEL_BOUNDS(conv_forward_bf16_large, LARGE_AHEAD) FORWARD(bf16) {
     forward<bf16, TENSOR, LARGE_TILE, true>(x, w, bias, y, shape, after, sums);
 }
-KERNEL_BOUNDS(conv_forward_bf16_small, SMALL_SHORT) FORWARD(bf16) {
+KERNEL_BOUNDS(conv_forward_bf16_small, SMALL_AHEAD) FORWARD(bf16) {
     forward<bf16, TENSOR, Small, true>(x, w, bias, y, shape, after, sums);
 }
 KERNEL_BOUNDS(conv_forward_bf16_narrow, NARROW) FORWARD(bf16) {
@@ -23,7 +23,7 @@ KERNEL_BOUNDS(conv_forward_bf16_scalar, SCALAR) FORWARD(bf16) {
 KERNEL_BOUNDS(conv_backward_input_bf16_large, LARGE_AHEAD) BACKWARD_INPUT(bf16) {
     backward_input<bf16, TENSOR, LARGE_TILE, true>(w, dy, dx, shape, before, sums);
 }
-KERNEL_BOUNDS(conv_backward_input_bf16_small, SMALL_SHORT) BACKWARD_INPUT(bf16) {
+KERNEL_BOUNDS(conv_backward_input_bf16_small, SMALL_AHEAD) BACKWARD_INPUT(bf16) {
     backward_input<bf16, TENSOR, Small, true>(w, dy, dx, shape, before, sums);
 }
 KERNEL_BOUNDS(conv_backward_input_bf16_narrow, NARROW) BACKWARD_INPUT(bf16) {

@@ -17,7 +17,7 @@
 KERNEL_BOUNDS(conv_forward_f16_large, LARGE_AHEAD) FORWARD(f16) {
     forward<f16, F16_TENSOR, LARGE_TILE, true>(x, w, bias, y, shape, after, sums);
 }
-KERNEL_BOUNDS(conv_forward_f16_small, SMALL_SHORT) FORWARD(f16) {
+KERNEL_BOUNDS(conv_forward_f16_small, SMALL_AHEAD) FORWARD(f16) {
     forward<f16, F16_TENSOR, Small, true>(x, w, bias, y, shape, after, sums);
 }
 KERNEL_BOUNDS(conv_forward_f16_narrow, NARROW) FORWARD(f16) {
@@ -30,7 +30,7 @@ KERNEL_BOUNDS(conv_forward_f16_scalar, SCALAR) FORWARD(f16) {
 KERNEL_BOUNDS(conv_backward_input_f16_large, LARGE_AHEAD) BACKWARD_INPUT(f16) {
     backward_input<f16, F16_TENSOR, LARGE_TILE, true>(w, dy, dx, shape, before, sums);
 }
-KERNEL_BOUNDS(conv_backward_input_f16_small, SMALL_SHORT) BACKWARD_INPUT(f16) {
+KERNEL_BOUNDS(conv_backward_input_f16_small, SMALL_AHEAD) BACKWARD_INPUT(f16) {
     backward_input<f16, F16_TENSOR, Small, true>(w, dy, dx, shape, before, sums);
 }
 KERNEL_BOUNDS(conv_backward_input_f16_narrow, NARROW) BACKWARD_INPUT(f16) {
