@@ -163,7 +163,6 @@ KERNEL(selftest_conflicts)(u32* out, u32 tile) {
 // A matrix of `lines` lines and `depths` depths, contiguous along the depth or along the lines.
 template <class T, bool BY_LINES>
 struct TestMatrix {
-    static constexpr bool CACHED = sizeof(T) == 2;
     const T* values;
     u32 lines, depths;
     u32 found[MOST_MOVES], depth, apart;

@@ -23,8 +23,6 @@
 // after another, four each.
 template <class T, i32 SIGN, u32 LINES, bool NARROW = false>
 struct GatherByPixel {
-    // At the next tap a block reads almost the same pixels again.
-    static constexpr bool CACHED = true;
     const T* values;
     const ImageExtents& lines;
     const ImageExtents& side;
@@ -86,7 +84,6 @@ struct GatherByPixel {
 // Lines are filters, depths are (tap, channel).
 template <class T, u32 LINES, bool NARROW = false>
 struct Filters {
-    static constexpr bool CACHED = false;
     const T* values;
     u32 filters, channels, length;
     u32 at[LINES];   // below 2^31 if there is such a filter

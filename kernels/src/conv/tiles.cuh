@@ -276,12 +276,7 @@ struct AlongDepth {
 #pragma unroll
         for (u32 i = 0; i < COUNT; i++) {
             const Source<T> from = operand.source(i);
-            const bool inside = from.inside && depth < end;
-            if constexpr (OPERAND::CACHED) {
-                copy_async_cached(to + i * Layout::at(APART, 0), from.at, inside);
-            } else {
-                copy_async(to + i * Layout::at(APART, 0), from.at, inside);
-            }
+            copy_async(to + i * Layout::at(APART, 0), from.at, from.inside && depth < end);
         }
     }
 

@@ -481,17 +481,6 @@ __device__ inline void copy_async(u32* to, const void* from, bool inside) {
 #endif
 }
 
-// The same through the cache of the multiprocessor, for what its blocks copy several times.
-__device__ inline void copy_async_cached(u32* to, const void* from, bool inside) {
-#ifdef MGPU_SHIM
-    shim_copy_async(to, from, inside ? 16 : 0);
-#else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from),
-                 "r"(inside ? 16 : 0)
-                 : "memory");
-#endif
-}
-
 // Makes a group of the thread's copies since its last group; there may be none.
 __device__ inline void commit_copies() {
 #ifdef MGPU_SHIM
