@@ -145,8 +145,8 @@ class Engine {
         shim_now.threads = {threads.x, threads.y, threads.z};
         count = threads.x * threads.y * threads.z;
         if (count == 0 || count > MOST_THREADS || shared > MOST_SHARED) fail("invalid launch configuration");
-        dynamic.resize(MOST_SHARED + 128);
-        shim_now.dynamic = (unsigned char*)(((uintptr_t)dynamic.data() + 127) & ~(uintptr_t)127);
+        dynamic.resize(MOST_SHARED + 16);
+        shim_now.dynamic = (unsigned char*)(((uintptr_t)dynamic.data() + 15) & ~(uintptr_t)15);
         const uint64_t all = (uint64_t)blocks.x * blocks.y * blocks.z;
         const uint64_t step = order == Order::Shuffled ? coprime(all) : 1;
         uint64_t at = order == Order::Shuffled ? random() % all : order == Order::Reverse ? all - 1 : 0;

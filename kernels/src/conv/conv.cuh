@@ -288,7 +288,7 @@ __device__ inline void forward(
     using Product = PRODUCT<T, TILE>;
     using Left = AlongDepth<T, TILE, Product, GatherByPixel<T, 1, MOVES<TILE>, NARROW>, VECTOR, VECTOR && !NARROW>;
     using Right = AlongDepth<T, TILE, Product, Filters<T, MOVES<TILE>, NARROW>, VECTOR, VECTOR && !NARROW>;
-    auto& memory = tile_memory<TileMemory<TILE, Left, Right>, TILE>();
+    __shared__ TileMemory<TILE, Left, Right> memory;
     const u32 columns = shape.output.channels;
     u32 row, column;
     tile_of_block<TILE>(columns, row, column);
@@ -308,7 +308,7 @@ __device__ inline void backward_input(
     using Product = PRODUCT<T, TILE>;
     using Left = AlongDepth<T, TILE, Product, GatherByPixel<T, -1, MOVES<TILE>>, VECTOR, VECTOR && !NARROW>;
     using Right = AlongLines<T, TILE, Product, Channels<T, NARROW>, VECTOR, VECTOR && !NARROW>;
-    auto& memory = tile_memory<TileMemory<TILE, Left, Right>, TILE>();
+    __shared__ TileMemory<TILE, Left, Right> memory;
     const u32 columns = shape.input.channels;
     u32 row, column;
     tile_of_block<TILE>(columns, row, column);
@@ -330,7 +330,7 @@ __device__ inline void backward_weights(const T* x, const T* dy, const Convoluti
     using Left = AlongLines<T, TILE, Product, Gradients<T>, VECTOR, VECTOR && !NARROW>;
     using Right = AlongLines<T, TILE, Product, GatherByTap<T, NARROW>, VECTOR, VECTOR && !NARROW>;
     using Result = WeightsResult<VECTOR && !NARROW, NARROW ? Elements<T>::QUAD : 0>;
-    auto& memory = tile_memory<TileMemory<TILE, Left, Right>, TILE>();
+    __shared__ TileMemory<TILE, Left, Right> memory;
     const u32 channels = shape.input.channels, rows = shape.output.channels, columns = shape.taps() * channels;
     u32 row, column;
     tile_of_block<TILE>(shape.taps() * numbered_channels<T, NARROW>(shape), row, column);

@@ -159,12 +159,11 @@ unsafe fn run_product(
         Precision::Bf16 => (&PRODUCTS[2], "bf16"),
         Precision::F16 => (&PRODUCTS[3], "f16"),
     };
-    let architecture = stream.device().architecture();
-    let ahead = precision != Precision::F32 && architecture >= (8, 0);
+    let ahead = precision != Precision::F32 && stream.device().architecture() >= (8, 0);
     let grid = Grid {
         blocks: [count(tile.count(rows, columns)), count(slices), 1],
         threads: tile.threads(ahead),
-        shared: tile.shared(ahead, architecture),
+        shared: 0,
     };
     // SAFETY: the caller's promise.
     unsafe { run(stream, source, &format!("conv_{pass}_{operands}_{}", tile.name()), grid, arguments) }

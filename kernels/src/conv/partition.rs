@@ -123,18 +123,6 @@ impl Tile {
         }
     }
 
-    /// Bytes of dynamic shared memory of a block: `LARGE_STAGES` of `tiles.cuh`, each with 64 bytes of a row or column.
-    pub(super) const fn shared(self, ahead: bool, architecture: (u32, u32)) -> u32 {
-        let stages = match architecture {
-            (8, 0) | (9..=11, _) => 4,
-            _ => 3,
-        };
-        match self {
-            Tile::Large if ahead => stages * 2 * 128 * 64,
-            Tile::Large | Tile::Small | Tile::Narrow | Tile::Scalar => 0,
-        }
-    }
-
     /// Number of tiles of a matrix.
     pub(super) const fn count(self, rows: usize, columns: usize) -> usize {
         rows.div_ceil(self.side()) * columns.div_ceil(self.side())

@@ -39,18 +39,15 @@ struct alignas(8) Pair {
 // The side of the tile, the threads of a block, and the rows and columns that a warp computes with tensor cores.
 struct Large {
     static constexpr u32 SIDE = 128, THREADS = 256, WARP_ROWS = 64, WARP_COLUMNS = 32;
-    static constexpr bool DYNAMIC = false;
 };
 
 // The large tile of multiply_ahead.
 struct LargeAhead {
     static constexpr u32 SIDE = 128, THREADS = 128, WARP_ROWS = 64, WARP_COLUMNS = 64;
-    static constexpr bool DYNAMIC = true;
 };
 
 struct Small {
     static constexpr u32 SIDE = 64, THREADS = 128, WARP_ROWS = 32, WARP_COLUMNS = 32;
-    static constexpr bool DYNAMIC = false;
 };
 
 // How many times 16 bytes a thread moves of a step's operand.
@@ -235,16 +232,11 @@ __device__ inline void put(Quad& quad, u32 element, T value) {
     quad.word[element / WORD] |= bits_of(value) << (element % WORD * 16);
 }
 
-// The steps that are in shared memory at once: one that is multiplied, and those that are on the way. Two blocks of large
-// tiles fit in any multiprocessor with tensor cores for bf16, as their registers do: with three stages of 16 KiB each, or
-// with four if it has at least 164 KiB (`Tile::shared` in partition.rs).
-#if defined(MGPU_SHIM) || __CUDA_ARCH__ == 800 || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200)
-#define LARGE_STAGES 4u
-#else
-#define LARGE_STAGES 3u
-#endif
+// The steps that are in shared memory at once: one that is multiplied, and those that are on the way. A block may have
+// 48 KiB without asking, which are three stages of a large tile; two such blocks fit in any multiprocessor with tensor
+// cores for bf16, as their registers do.
 template <class TILE, bool ASYNC>
-constexpr u32 STAGES = !ASYNC ? 2 : TILE::SIDE == 128 ? LARGE_STAGES : 4;
+constexpr u32 STAGES = !ASYNC ? 2 : TILE::SIDE == 128 ? 3 : 4;
 
 // Operands that are contiguous along the depth. A thread moves 16 bytes of each of several lines. Plain products need a
 // depth's words side by side. Sources are copied AHEAD if they are whole.
@@ -688,18 +680,6 @@ struct alignas(128) TileMemory {
 
     __device__ u32* words() { return (u32*)this; }
 };
-
-// The shared memory of a block. That of a large tile may exceed what a block has without asking.
-template <class MEMORY, class TILE>
-__device__ inline MEMORY& tile_memory() {
-    if constexpr (TILE::DYNAMIC) {
-        DYNAMIC_SHARED(MEMORY, memory);
-        return *memory;
-    } else {
-        __shared__ MEMORY memory;
-        return memory;
-    }
-}
 
 // Copies the steps ahead. A step is multiplied in slabs, and while one is multiplied the fragments of the next are loaded:
 // those of the next step's first slab too, so the barrier between two steps comes before the last slab. `visit(lines)` is

@@ -18,9 +18,8 @@ typedef double f64;
 // For kernels that the compiler would otherwise give so few registers that some values are spilled.
 #define KERNEL_BLOCKS(name, threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks) name
 
-// At a multiple of 128.
 #ifndef MGPU_SHIM
-#define DYNAMIC_SHARED(type, name) extern __shared__ __align__(128) u8 name##_bytes[]; type* name = (type*)name##_bytes
+#define DYNAMIC_SHARED(type, name) extern __shared__ __align__(16) u8 name##_bytes[]; type* name = (type*)name##_bytes
 #endif
 
 #define WARP 32u
