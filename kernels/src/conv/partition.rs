@@ -222,11 +222,8 @@ pub(super) fn partition_weights(
         Units::Whole if 3 * large <= small && large * most >= BLOCKS / 2 => Tile::Large,
         Units::Whole => Tile::Small,
     };
-    let tiles = tile.count(rows, columns);
-    // Twice as many blocks as run at once. Large tiles of which the first of each slice adds up the bias too, and takes
-    // longer, would otherwise all wait for those; and with 25 tiles, 21 slices fill the GPU better than 10.
-    let blocks = if tile == Tile::Large && tiles > BLOCKS / 2 { BLOCKS } else { 2 * BLOCKS };
-    (tile, Slices::new(pixels, step, (blocks / tiles).clamp(1, most)))
+    let blocks = if tile == Tile::Large { BLOCKS } else { 2 * BLOCKS };
+    (tile, Slices::new(pixels, step, (blocks / tile.count(rows, columns)).clamp(1, most)))
 }
 
 /// The slices of the bias's gradient. Within a slice a block sums up to some hundred filters.
@@ -457,7 +454,7 @@ mod tests {
     #[test]
     fn gradients_of_weights_are_split_until_the_gpu_is_busy() {
         let (tile, slices) = partition_weights(&conv(128, 28, 128, 5), 1024, Precision::Bf16, Units::Whole);
-        assert_eq!((tile, slices.count), (Tile::Large, 21), "25 tiles, 528 blocks");
+        assert_eq!((tile, slices.count), (Tile::Large, 10), "25 tiles, 264 blocks");
         let (tile, slices) = partition_weights(&conv(64, 14, 64, 3), 128, Precision::Bf16, Units::Whole);
         assert_eq!((tile, slices.count), (Tile::Small, 56), "9 tiles, 528 blocks");
         let (tile, slices) = partition_weights(&dense(3136, 1024), 256, Precision::Bf16, Units::Whole);
@@ -471,7 +468,7 @@ mod tests {
     #[test]
     fn a_workspace_holds_a_gradient_for_every_slice() {
         let shape = conv(128, 28, 128, 5);
-        assert_eq!(workspace_bytes(&shape, 1024, Precision::Bf16), 21 * (shape.weights_len() + 128) * 4);
+        assert_eq!(workspace_bytes(&shape, 1024, Precision::Bf16), 10 * (shape.weights_len() + 128) * 4);
         assert_eq!(workspace_bytes(&shape, 0, Precision::F32), 0);
         let first = conv(1, 28, 64, 5);
         assert_eq!(workspace_bytes(&first, 1024, Precision::Bf16), 264 * 64 * 26 * 4);
