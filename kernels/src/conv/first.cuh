@@ -62,10 +62,21 @@ __device__ inline Band read_band(const T* x, const OneChannel& shape, u32 index,
     const Band band = {index / each, first, least(shape.rows, height - first)};
     const u32 stride = band_stride(shape), count = (HIGH * band.rows + K - 1) * stride;
     const T* image = x + (u64)band.image * shape.height * shape.width;
-    for (u32 i = threadIdx.x; i < count; i += FIRST_THREADS) {
-        const u32 row = HIGH * band.first + i / stride - shape.pad, column = i % stride - shape.pad;
-        const bool inside = row < shape.height && column < shape.width;
-        store(i, inside ? image[row * shape.width + column] : from_f32<T>(0.0f));
+    // Several loads are in flight before the first value is stored.
+    constexpr u32 AT_ONCE = 4;
+    for (u32 begin = threadIdx.x; begin < count; begin += AT_ONCE * FIRST_THREADS) {
+        T values[AT_ONCE];
+#pragma unroll
+        for (u32 n = 0; n < AT_ONCE; n++) {
+            const u32 i = begin + n * FIRST_THREADS;
+            const u32 row = HIGH * band.first + i / stride - shape.pad, column = i % stride - shape.pad;
+            const bool inside = i < count && row < shape.height && column < shape.width;
+            values[n] = inside ? image[row * shape.width + column] : from_f32<T>(0.0f);
+        }
+#pragma unroll
+        for (u32 n = 0; n < AT_ONCE; n++) {
+            if (begin + n * FIRST_THREADS < count) store(begin + n * FIRST_THREADS, values[n]);
+        }
     }
     return band;
 }

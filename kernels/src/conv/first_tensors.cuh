@@ -223,73 +223,112 @@ const u32 first = begin + member * EACH;
 
 // ---- Backward pass ----
 
+// How a lane's places in a band follow each other: a place is a pair of pixels or a window, `across` of them in a row, and
+// a block computes STRIDE places at once.
+template <u32 STRIDE>
+struct PlaceSteps {
+    u32 across, rows, columns;
+
+    __device__ PlaceSteps(u32 each_row) : across(each_row), rows(STRIDE / each_row), columns(STRIDE % each_row) {}
+
+    __device__ void advance(u32& row, u32& column) const {
+        row += rows, column += columns;
+        if (column >= across) column -= across, row++;
+    }
+};
+
 // The gradients that a lane multiplies at once, of its TILES filters: as they are in memory, to be loaded early. Without
 // pooling these are of two pairs of pixels of a row, each pair one of PLACES; with pooling of a window, whose upper and
-// lower pixels are the two pairs.
-template <class T, u32 TILES, u32 HIGH>
+// lower pixels are the two pairs. Two filters are in a word.
+template <class T, u32 TILES, u32 HIGH, bool VECTORS>
 struct LaneGradients {
-    static constexpr u32 PLACES = HIGH == 1 ? 2 : 1, PIXELS = HIGH == 1 ? 2 : 1;
-    Pack<T, TILES> dy[PLACES][PIXELS], y[PLACES][PIXELS];
-    Pack<u8, TILES> chosen;
+    static constexpr u32 PLACES = HIGH == 1 ? 2 : 1, PIXELS = HIGH == 1 ? 2 : 1, WORDS = (TILES + 1) / 2;
+    // That a block multiplies at once.
+    static constexpr u32 STRIDE = FIRST_WARPS * 4 * PLACES;
+    u32 dy[PLACES][PIXELS][WORDS], y[PLACES][PIXELS][WORDS];
+    u8 chosen[TILES];
     // Of each pair, the index in a band, and which of its pixels are in the image.
     u32 at[2], masks[2];
 
     struct From {
         const T *y, *dy;   // y is null if dy is the gradient before the activation
         const u8* chosen;
-        bool vectors;
+        u32 filter;   // the lane's first
     };
 
-    // The places from `piece` on are those of the warp; this lane has the one of its number, and the fourth after it.
-    __device__ void load(const From& from, const OneChannel& shape, const Band& band, u32 piece, u32 first) {
-        const u32 member = threadIdx.x % 4, row_words = band_stride(shape) / 2;
+    // The first place of this lane, and the one four after it.
+    static __device__ u32 first_place(u32 p) { return (threadIdx.x / WARP * PLACES + p) * 4 + threadIdx.x % 4; }
+
+    static __device__ void load_words(u32 words[WORDS], const T* elements, u32 first, u32 filters) {
+        const auto pack = load_filters<TILES>(elements, first, filters, VECTORS);
+#pragma unroll
+        for (u32 i = 0; i < WORDS; i++) {
+            words[i] = pack.at[2 * i].bits;
+            if (2 * i + 1 < TILES) words[i] |= (u32)pack.at[2 * i + 1].bits << 16;
+        }
+    }
+
+    // Those of the places in these rows and columns.
+    __device__ void load(
+        const From& from, const OneChannel& shape, const Band& band, const u32 rows[PLACES], const u32 columns[PLACES]) {
+        const u32 row_words = band_stride(shape) / 2;
         const u32 height = HIGH == 1 ? shape.out_height : shape.pooled_height;
         const u32 width = HIGH == 1 ? shape.out_width : shape.pooled_width;
-        const u32 across = HIGH == 1 ? (width + 1) / 2 : width, count = band.rows * across;
+        const u64 image = ((u64)band.image * height + band.first) * width * shape.filters;
 #pragma unroll
         for (u32 p = 0; p < PLACES; p++) {
-            const u32 place = piece + member + 4 * p, own = least(place, count - 1);
-            const u32 row = own / across, column = own % across;
-            const u32 known = place < count ? least(2u, shape.out_width - 2 * column) : 0;
-            const u32 index = BandPairs::at(HIGH * row, 2 * column, row_words);
+            const bool inside = rows[p] < band.rows;
+            // Of a place beyond the band, the index must be inside.
+            const u32 row = inside ? rows[p] : 0, column = columns[p], index = HIGH * row * row_words + column;
+            const u32 known = inside ? least(2u, shape.out_width - 2 * column) : 0;
             if constexpr (HIGH == 1) {
                 at[p] = index, masks[p] = pair_mask(known);
             } else {
-                at[0] = index, masks[0] = pair_mask(known);
                 const bool below = 2 * (band.first + row) + 1 < shape.out_height;
+                at[0] = index, masks[0] = pair_mask(known);
                 at[1] = index + row_words, masks[1] = below ? masks[0] : 0;
             }
-            const u32 begin = (band.first + row) * width + PIXELS * column;
-            const u64 pixel = ((u64)band.image * height * width + begin) * shape.filters;
+            const u32 pixel = (row * width + PIXELS * column) * shape.filters;
 #pragma unroll
             for (u32 i = 0; i < PIXELS; i++) {
-                const u64 own_pixel = pixel + i * shape.filters;
                 // No filter of a pixel that does not exist.
                 const u32 filters = i < known ? shape.filters : 0;
-                dy[p][i] = load_filters<TILES>(from.dy + own_pixel, first, filters, from.vectors);
-                if (from.y) y[p][i] = load_filters<TILES>(from.y + own_pixel, first, filters, from.vectors);
-            }
-            if constexpr (HIGH == 2) {
-                chosen = load_filters<TILES>(from.chosen + pixel, first, known > 0 ? shape.filters : 0, from.vectors);
+                const u64 begin = image + pixel + i * shape.filters;
+                load_words(dy[p][i], from.dy + begin, from.filter, filters);
+                if (from.y) load_words(y[p][i], from.y + begin, from.filter, filters);
+                if constexpr (HIGH == 2) {
+                    const auto pack = load_filters<TILES>(from.chosen + begin, from.filter, filters, VECTORS);
+#pragma unroll
+                    for (u32 t = 0; t < TILES; t++) chosen[t] = pack.at[t];
+                }
             }
         }
     }
 
-    __device__ u32 gradient(u32 p, u32 i, u32 t, bool activated, f32 slope) const {
-        const T value = dy[p][i].at[t];
-        return activated ? rectify_gradient(y[p][i].at[t], value, slope).bits : value.bits;
+    // The gradients before the activation.
+    __device__ void activate(f32 slope) {
+        const auto one = [&](u32 output, u32 gradient) {
+            return (u32)rectify_gradient(T{(u16)output}, T{(u16)gradient}, slope).bits;
+        };
+#pragma unroll
+        for (u32 i = 0; i < PLACES * PIXELS * WORDS; i++) {
+            u32& word = dy[i / WORDS / PIXELS][i / WORDS % PIXELS][i % WORDS];
+            const u32 output = y[i / WORDS / PIXELS][i / WORDS % PIXELS][i % WORDS];
+            word = one(output, word) | one(output >> 16, word >> 16) << 16;
+        }
     }
 
-    // Those of the t-th filter before the activation and pooling, as the words of an operand.
-    __device__ void words(u32 to[2], u32 t, bool activated, f32 slope) const {
+    // Those of the t-th filter before pooling, as the words of an operand.
+    __device__ void words(u32 to[2], u32 t) const {
+        const u32 shift = t % 2 * 16;
         if constexpr (HIGH == 1) {
 #pragma unroll
             for (u32 p = 0; p < 2; p++) {
-                to[p] = gradient(p, 0, t, activated, slope) | gradient(p, 1, t, activated, slope) << 16;
+                to[p] = (dy[p][0][t / 2] >> shift & 0xffffu) | dy[p][1][t / 2] >> shift << 16;
             }
         } else {
-            const u32 place = chosen.at[t], word = gradient(0, 0, t, activated, slope) << place % 2 * 16;
-            to[0] = place < 2 ? word : 0, to[1] = place < 2 ? 0 : word;
+            const u32 word = (dy[0][0][t / 2] >> shift & 0xffffu) << chosen[t] % 2 * 16;
+            to[0] = chosen[t] < 2 ? word : 0, to[1] = chosen[t] < 2 ? 0 : word;
         }
     }
 };
@@ -327,17 +366,14 @@ __device__ inline void add_warps(const f32 sums[ROWS][TILES][4], f32* shared, u3
     }
 }
 
-// The gradient of the bias is a row of the product, after those of the taps, whose pixels are all one.
-template <class T, u32 K, u32 TILES, u32 HIGH>
-__device__ inline void first_backward_tensors(
-    const T* x, const T* y, const T* dy, const u8* chosen, const FirstSums& result, const OneChannel& shape) {
-    constexpr u32 TAPS = K * K, ROWS = TAPS / 16 + 1;
-    // The pairs of pixels, or windows, that a warp multiplies at once.
-    constexpr u32 PIECE = HIGH == 1 ? 8 : 4;
-    using Gradients = LaneGradients<T, TILES, HIGH>;
-    __shared__ BandPairs buffers[2];
-    const u32 warp = threadIdx.x / WARP, group = threadIdx.x % WARP / 4;
-    const u32 row_words = band_stride(shape) / 2, first_filter = blockIdx.y * (8 * TILES) + group * TILES;
+// Adds the products of a warp's places of all bands of its block to `sums`.
+template <class T, u32 K, u32 TILES, u32 HIGH, bool VECTORS, u32 ROWS>
+__device__ inline void multiply_gradients(
+    const T* x, const T* y, const T* dy, const u8* chosen, const OneChannel& shape, BandPairs buffers[2],
+    f32 sums[ROWS][TILES][4]) {
+    using Gradients = LaneGradients<T, TILES, HIGH, VECTORS>;
+    constexpr u32 TAPS = K * K, PLACES = Gradients::PLACES;
+    const u32 group = threadIdx.x % WARP / 4, row_words = band_stride(shape) / 2;
     const u32 one = from_f32<T>(1.0f).bits, ones = one | one << 16;
     u32 offsets[ROWS][2];
 #pragma unroll
@@ -345,14 +381,19 @@ __device__ inline void first_backward_tensors(
         const u32 tap = 8 * i + group;
         offsets[i / 2][i % 2] = tap < TAPS ? BandPairs::at(tap / K, tap % K, row_words) : 0;
     }
-    const bool vectors = has_vectors<TILES>(shape, dy) && (!y || has_vectors<TILES>(shape, y))
-                      && (HIGH == 1 || has_vectors<TILES>(shape, chosen));
-    const typename Gradients::From from = {y, dy, chosen, vectors};
-    const u32 across = HIGH == 1 ? (shape.out_width + 1) / 2 : shape.pooled_width;
-    f32 sums[ROWS][TILES][4] = {};
+    const typename Gradients::From from = {y, dy, chosen, (blockIdx.y * 8 + group) * TILES};
+    const PlaceSteps<Gradients::STRIDE> steps(HIGH == 1 ? (shape.out_width + 1) / 2 : shape.pooled_width);
+    u32 rows[PLACES], columns[PLACES];
+    const auto begin = [&] {
+#pragma unroll
+        for (u32 p = 0; p < PLACES; p++) {
+            rows[p] = Gradients::first_place(p) / steps.across, columns[p] = Gradients::first_place(p) % steps.across;
+        }
+    };
+    begin();
     Band next = buffers[0].load<T, K, HIGH>(x, shape, blockIdx.x);
     Gradients gradients;
-    gradients.load(from, shape, next, warp * PIECE, first_filter);
+    gradients.load(from, shape, next, rows, columns);
     u32 buffer = 0;
     for (u32 index = blockIdx.x; index < shape.bands; index += gridDim.x) {
         const Band band = next;
@@ -362,31 +403,47 @@ __device__ inline void first_backward_tensors(
         buffer ^= 1;
         const bool is_last = index + gridDim.x >= shape.bands;
         if (!is_last) next = buffers[buffer].load<T, K, HIGH>(x, shape, index + gridDim.x);
-        const u32 count = band.rows * across;
-        u32 piece = warp * PIECE;
         // A warp without a place in this band adds zeros.
-        do {
+        bool goes_on = true;
+        while (goes_on) {
+            if (y) gradients.activate(shape.slope);
             u32 b[TILES][2], a[ROWS][4];
 #pragma unroll
-            for (u32 t = 0; t < TILES; t++) gradients.words(b[t], t, y, shape.slope);
+            for (u32 t = 0; t < TILES; t++) gradients.words(b[t], t);
 #pragma unroll
             for (u32 i = 0; i < 4 * ROWS; i++) {
                 const u32 half = i % 2, pair = i % 4 / 2, tap = i / 4 * 16 + half * 8 + group;
                 const u32 word = tap == TAPS ? ones : pairs[gradients.at[pair] + offsets[i / 4][half]];
                 a[i / 4][i % 4] = word & gradients.masks[pair];
             }
-            piece += FIRST_WARPS * PIECE;
-            if (piece < count) {
-                gradients.load(from, shape, band, piece, first_filter);
-            } else if (!is_last) {
-                gradients.load(from, shape, next, warp * PIECE, first_filter);
-            }
+#pragma unroll
+            for (u32 p = 0; p < PLACES; p++) steps.advance(rows[p], columns[p]);
+            // The same for the whole warp.
+            goes_on = __any_sync(EVERY_LANE, rows[0] < band.rows);
+            if (!goes_on) begin();
+            if (goes_on || !is_last) gradients.load(from, shape, goes_on ? band : next, rows, columns);
 #pragma unroll
             for (u32 row = 0; row < ROWS; row++) {
 #pragma unroll
                 for (u32 t = 0; t < TILES; t++) multiply_pairs(sums[row][t], a[row], b[t], T{});
             }
-        } while (piece < count);
+        }
+    }
+}
+
+// The gradient of the bias is a row of the product, after those of the taps, whose pixels are all one.
+template <class T, u32 K, u32 TILES, u32 HIGH>
+__device__ inline void first_backward_tensors(
+    const T* x, const T* y, const T* dy, const u8* chosen, const FirstSums& result, const OneChannel& shape) {
+    constexpr u32 TAPS = K * K, ROWS = TAPS / 16 + 1;
+    __shared__ BandPairs buffers[2];
+    f32 sums[ROWS][TILES][4] = {};
+    const bool vectors = has_vectors<TILES>(shape, dy) && (!y || has_vectors<TILES>(shape, y))
+                      && (HIGH == 1 || has_vectors<TILES>(shape, chosen));
+    if (TILES > 1 && vectors) {
+        multiply_gradients<T, K, TILES, HIGH, true, ROWS>(x, y, dy, chosen, shape, buffers, sums);
+    } else {
+        multiply_gradients<T, K, TILES, HIGH, false, ROWS>(x, y, dy, chosen, shape, buffers, sums);
     }
     const bool alone = gridDim.x == 1;
     f32 *dw = result.own_weights(alone, shape.filters, TAPS), *db = result.own_bias(alone, shape.filters, TAPS);
