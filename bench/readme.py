@@ -152,8 +152,29 @@ def gpu_accuracy():
     return gpu_origin("accuracy") + rows(["network", "batch", "epochs", "steps", "test accuracy"], *lines)
 
 
+def gpu_steps():
+    """Steps with this project's kernels, beside the least possible."""
+    name = newest("gpu-kernels")
+    lines = [["network", "batch", "kernels", "MB", "least MB", "least, µs", "µs", "µs that morning"]]
+    lines += [[f"`{step['net']}`", f"{step['batch']:,}", step["kernels"], short(step["megabytes"]), short(step["least_megabytes"]),
+               f"{step['least_us']:,}", f"{step['seen_us']:,}", f"{step['seen_before_us']:,}"] for step in result(name)["steps"]]
+    return f"On an {result(name)['machine']['device']}, {result(name)['date']} (`bench/results/{name}`):\n\n" + rows(*lines)
+
+
+def gpu_layers():
+    """Passes of layers with this project's kernels and with libraries."""
+    name = newest("gpu-kernels")
+    passes = [entry for entry in result(name)["layers"] if entry["builtin_us"] >= 100 or entry["builtin_before_us"] >= 100]
+    time = lambda value: "none" if value is None else f"{value:,.0f}"
+    lines = [["layer, 1,024 images", "pass", "built in, that morning", "built in", "by warps of 64x64", "library", "least"]]
+    lines += [[entry["layer"].removeprefix("1024x"), entry["pass"], time(entry["builtin_before_us"]), time(entry["builtin_us"]),
+               time(entry["three_stages_us"]) if "three_stages_us" in entry else "", time(entry["library_us"]), time(entry["bound_us"])]
+              for entry in passes]
+    return rows(*lines)
+
+
 def gpu_what_next():
-    name = gpu_file("throughput")
+    name = gpu_file("throughput", "torch")
     return gpu_next.markdown(name, result(name))
 
 
@@ -378,7 +399,7 @@ def hosts_paper(make_rows, *of_link):
 
 TABLES = {
     "accuracy": accuracy, "headline": headline, "gpu": gpu, "gpu-accuracy": gpu_accuracy,
-    "gpu-next": gpu_what_next, "train-cpu": train_cpu,
+    "gpu-steps": gpu_steps, "gpu-layers": gpu_layers, "gpu-next": gpu_what_next, "train-cpu": train_cpu,
     "train-cpu-misses": train_cpu_misses, "allreduce": allreduce, "allreduce-private": allreduce_private, "launch": launch, "quiet": quiet, "chaos": chaos,
     "communication": communication, "logits": logits, "ensemble": ensemble,
     "document-000": lambda: rows(*summarise_placements.document_000(placements(), one_gpu())),
