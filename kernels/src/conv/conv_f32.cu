@@ -10,7 +10,7 @@
 KERNEL_BOUNDS(conv_forward_f32_large, LARGE) FORWARD(f32) {
     forward<f32, PlainProduct, Large, true>(x, w, bias, y, shape, after, sums);
 }
-KERNEL_BOUNDS(conv_forward_f32_small, SMALL) FORWARD(f32) {
+KERNEL_BLOCKS(conv_forward_f32_small, SMALL, 5) FORWARD(f32) {
     forward<f32, PlainProduct, Small, true>(x, w, bias, y, shape, after, sums);
 }
 KERNEL_BOUNDS(conv_forward_f32_scalar, SMALL) FORWARD(f32) {
