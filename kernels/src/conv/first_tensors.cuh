@@ -198,7 +198,7 @@ __device__ inline void first_forward_tensors(
                 const u64 pixel = ((u64)band.image * height * width + position) * shape.filters;
                 const bool right = HIGH == 1 || 2 * (place[i] % width) + 1 < shape.out_width;
                 const bool below = HIGH == 1 || 2 * (band.first + place[i] / width) + 1 < shape.out_height;
-const u32 first = begin + member * EACH;
+                const u32 first = begin + member * EACH;
                 Pack<T, EACH> values;
                 Pack<u8, EACH> places;
 #pragma unroll
