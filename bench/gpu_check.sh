@@ -36,7 +36,7 @@ for program in $optional; do
     done
     [ -e "$folder/$program" ] || echo "without $program: \`cargo test\` builds it" >&2
 done
-cp -f "$here"/gpu_{check,commands,fast,rest,right,session,speed}.py "$here"/{gpu_check.sh,torch_throughput.py,provenance.py} \
+cp -f "$here"/gpu_{check,commands,fast,host,rest,right,session,speed}.py "$here"/{gpu_check.sh,torch_throughput.py,provenance.py} \
     "$here/describe_machine.sh" "$folder"
 # There is no checkout on the other machine.
 PYTHONPATH=$here python3 -c 'import provenance; print(provenance.commit() or "")' > "$folder/commit"

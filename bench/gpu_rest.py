@@ -8,6 +8,7 @@ import signal
 import time
 
 from gpu_commands import Item, digits, is_equal, launcher, on_gpu, train, weights_of, working_tool
+from gpu_host import speed, tiles
 from gpu_session import end_group
 from gpu_speed import pytorch, throughput
 
@@ -328,6 +329,8 @@ def part_c(s):
     yield Item("uneven", "uneven data", 20, uneven)
     yield Item("groups", "collectives in groups", 60, collectives)
     yield Item("parallel", "options of a step", 45, parallel)
+    yield Item("amx", "AMX", 15, tiles)
+    yield Item("amx", "AMX, speed", 120, speed)
     yield Item("placements", "placements", 100, placements)
     # A process for each, because cuDNN's benchmark of PyTorch takes a minute or more in f32.
     for precision, ours, torch in [("tf32", 12, 30), ("f32", 15, 60)]:
