@@ -155,7 +155,7 @@ def gpu_accuracy():
 def gpu_steps():
     """Steps with this project's kernels, beside the least possible."""
     name = newest("gpu-kernels")
-    lines = [["network", "batch", "kernels", "MB", "least MB", "least, µs", "µs", "µs that morning"]]
+    lines = [["network", "batch", "kernels", "MB", "least MB", "least, µs", "µs", "µs before"]]
     lines += [[f"`{step['net']}`", f"{step['batch']:,}", step["kernels"], short(step["megabytes"]), short(step["least_megabytes"]),
                f"{step['least_us']:,}", f"{step['seen_us']:,}", f"{step['seen_before_us']:,}"] for step in result(name)["steps"]]
     return f"On an {result(name)['machine']['device']}, {result(name)['date']} (`bench/results/{name}`):\n\n" + rows(*lines)
@@ -166,7 +166,7 @@ def gpu_layers():
     name = newest("gpu-kernels")
     passes = [entry for entry in result(name)["layers"] if entry["builtin_us"] >= 100 or entry["builtin_before_us"] >= 100]
     time = lambda value: "none" if value is None else f"{value:,.0f}"
-    lines = [["layer, 1,024 images", "pass", "built in, that morning", "built in", "by warps of 64x64", "library", "least"]]
+    lines = [["layer, 1,024 images", "pass", "built in, before", "built in, after", "present loop", "library", "least"]]
     lines += [[entry["layer"].removeprefix("1024x"), entry["pass"], time(entry["builtin_before_us"]), time(entry["builtin_us"]),
                time(entry["three_stages_us"]) if "three_stages_us" in entry else "", time(entry["library_us"]), time(entry["bound_us"])]
               for entry in passes]
