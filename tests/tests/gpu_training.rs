@@ -426,29 +426,28 @@ fn gpu_only_precisions_are_refused_on_a_cpu() {
 #[test]
 fn fp16_skips_steps_within_graphs_and_resumes() {
     let folder = tempfile::tempdir().unwrap();
-    let common = ["--precision", "fp16", "--loss-scale", "1e12", "--schedule", "constant", "--skip-test"];
+    let common = ["--precision", "fp16", "--loss-scale", "1e9", "--schedule", "constant", "--skip-test"];
     for (ranks, more) in [
         (1, &[][..]),
-        (2, &[]),
         (2, &["--accumulate", "2", "--clip-norm", "1", "--shard-optimizer", "on"]),
         (2, &["--placement", "shared"]),
         (2, &["--placement", "host"]),
     ] {
         let run_with = |of_run: &[&str]| train(ranks, &[&common[..], more, of_run].concat());
-        let graphs = run_with(&["--steps", "27"]);
+        let graphs = run_with(&["--steps", "16"]);
         let json = graphs.json();
         let skipped = json["skipped_steps"].as_u64().unwrap();
-        assert!((5..27).contains(&skipped), "{ranks} ranks, {more:?}: {json:#}");
-        assert_eq!(json["loss_scale"].as_f64(), Some(f64::from(1e12f32) / 2f64.powi(skipped as i32)));
-        let single = run_with(&["--steps", "27", "--no-graph"]);
+        assert!((5..16).contains(&skipped), "{ranks} ranks, {more:?}: {json:#}");
+        assert_eq!(json["loss_scale"].as_f64(), Some(f64::from(1e9f32) / 2f64.powi(skipped as i32)));
+        let single = run_with(&["--steps", "16", "--no-graph"]);
         assert_eq!(single.weights(), graphs.weights(), "{ranks} ranks, {more:?}");
         assert_eq!(single.json()["skipped_steps"], skipped);
         let kept = folder.path().join(format!("{ranks}{}", more.join("")));
         let kept = ["--resume", "--checkpoint-dir", kept.to_str().unwrap()];
-        for steps in ["4", "27"] {
+        for steps in ["4", "16"] {
             let resumed = run_with(&[&["--steps", steps][..], &kept].concat());
             resumed.expect(0, &[]);
-            if steps == "27" {
+            if steps == "16" {
                 assert_eq!(resumed.weights(), graphs.weights(), "{ranks} ranks, {more:?}");
                 assert_eq!(resumed.json()["skipped_steps"], skipped);
             }
@@ -457,7 +456,7 @@ fn fp16_skips_steps_within_graphs_and_resumes() {
 }
 
 #[test]
-fn fp16_learns_generated_digits_as_bf16_does() {
+fn fp16_learns_generated_digits_as_f32_does() {
     let folder = tempfile::tempdir().unwrap();
     let accuracy = |precision: &str| {
         let metrics = folder.path().join(precision);
@@ -468,10 +467,9 @@ fn fp16_learns_generated_digits_as_bf16_does() {
             serde_json::from_str(&std::fs::read_to_string(&metrics).unwrap()).unwrap();
         line["train_acc"].as_f64().unwrap()
     };
-    let [fp16, bf16, f32] = ["fp16", "bf16", "f32"].map(accuracy);
+    let [fp16, f32] = ["fp16", "f32"].map(accuracy);
     // Of 960 images, from the first step on.
-    assert!(fp16 > 0.3 && (fp16 - bf16).abs() < 0.02, "{fp16} in fp16, {bf16} in bf16, {f32} in f32");
-    assert!((fp16 - f32).abs() < 0.01, "{fp16} in fp16, {f32} in f32");
+    assert!(fp16 > 0.3 && (fp16 - f32).abs() < 0.01, "{fp16} in fp16, {f32} in f32");
 }
 
 #[test]
