@@ -109,7 +109,7 @@ struct Channels {
     const T* values;
     const Convolution& shape;
     u32 channel;
-    // Of the next source: its filter, and the offset of its weights. And how far the one after it is from there.
+    // The filter of the next source and the offset of its weights; and how far the source after it is from there.
     u32 filter, offset, filters_apart, offset_apart;
 
     __device__ Channels(const T* values, const Convolution& shape) : values(values), shape(shape) {}

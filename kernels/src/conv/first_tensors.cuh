@@ -130,7 +130,7 @@ __device__ inline void first_forward_tensors(
     __shared__ BandPairs buffers[2];
     const u32 warp = threadIdx.x / WARP, group = threadIdx.x % WARP / 4, member = threadIdx.x % 4;
     const u32 begin = blockIdx.y * (8 * TILES), row_words = band_stride(shape) / 2;
-    // Of the lane's pairs of taps.
+    // The lane's pairs of taps: where their values are in a band, a mask of those that count, and their weights.
     u32 offsets[STEPS][2], masks[STEPS][2], weights[TILES][STEPS][2];
 #pragma unroll
     for (u32 i = 0; i < 2 * STEPS; i++) {
@@ -243,11 +243,11 @@ struct PlaceSteps {
 template <class T, u32 TILES, u32 HIGH, bool VECTORS>
 struct LaneGradients {
     static constexpr u32 PLACES = HIGH == 1 ? 2 : 1, PIXELS = HIGH == 1 ? 2 : 1, WORDS = (TILES + 1) / 2;
-    // That a block multiplies at once.
+    // Places that a block multiplies at once.
     static constexpr u32 STRIDE = FIRST_WARPS * 4 * PLACES;
     u32 dy[PLACES][PIXELS][WORDS], y[PLACES][PIXELS][WORDS];
     u8 chosen[TILES];
-    // Of each pair, the index in a band, and which of its pixels are in the image.
+    // For each pair: its index in the band, and a mask of its pixels that are in the image.
     u32 at[2], masks[2];
 
     struct From {
@@ -256,7 +256,7 @@ struct LaneGradients {
         u32 filter;   // the lane's first
     };
 
-    // The first place of this lane, and the one four after it.
+    // This lane's first place, and the one four places after it.
     static __device__ u32 first_place(u32 p) { return (threadIdx.x / WARP * PLACES + p) * 4 + threadIdx.x % 4; }
 
     static __device__ void load_words(u32 words[WORDS], const T* elements, u32 first, u32 filters) {
@@ -268,7 +268,7 @@ struct LaneGradients {
         }
     }
 
-    // Those of the places in these rows and columns.
+    // Loads the gradients of the places in these rows and columns.
     __device__ void load(
         const From& from, const OneChannel& shape, const Band& band, const u32 rows[PLACES], const u32 columns[PLACES]) {
         const u32 row_words = band_stride(shape) / 2;
@@ -278,7 +278,7 @@ struct LaneGradients {
 #pragma unroll
         for (u32 p = 0; p < PLACES; p++) {
             const bool inside = rows[p] < band.rows;
-            // Of a place beyond the band, the index must be inside.
+            // A place beyond the band gets an index inside it.
             const u32 row = inside ? rows[p] : 0, column = columns[p], index = HIGH * row * row_words + column;
             const u32 known = inside ? least(2u, shape.out_width - 2 * column) : 0;
             if constexpr (HIGH == 1) {
@@ -305,7 +305,7 @@ struct LaneGradients {
         }
     }
 
-    // The gradients before the activation.
+    // Turns them into gradients before the activation.
     __device__ void activate(f32 slope) {
         const auto one = [&](u32 output, u32 gradient) {
             return (u32)rectify_gradient(T{(u16)output}, T{(u16)gradient}, slope).bits;
@@ -318,7 +318,7 @@ struct LaneGradients {
         }
     }
 
-    // Those of the t-th filter before pooling, as the words of an operand.
+    // The gradients of the t-th filter before pooling, as the words of an operand.
     __device__ void words(u32 to[2], u32 t) const {
         const u32 shift = t % 2 * 16;
         if constexpr (HIGH == 1) {
