@@ -27,6 +27,12 @@ struct OneChannel {
     u32 rows, bands;   // rows of strips in a band, and bands of all images
     f32 slope;
     u32 pooled_height, pooled_width;   // only if the output is pooled
+
+    // Of the output as it is stored: pooled, if a row of strips has two output rows.
+    template <u32 HIGH>
+    __device__ u32 stored_height() const { return HIGH == 1 ? out_height : pooled_height; }
+    template <u32 HIGH>
+    __device__ u32 stored_width() const { return HIGH == 1 ? out_width : pooled_width; }
 };
 
 // The sums of the gradients, in slices: those of all weights, then those of the biases.
@@ -57,7 +63,7 @@ __device__ inline u32 band_stride(const OneChannel& shape) { return (shape.out_w
 // row of a band has HIGH output rows.
 template <class T, u32 K, u32 HIGH, class STORE>
 __device__ inline Band read_band(const T* x, const OneChannel& shape, u32 index, const STORE& store) {
-    const u32 height = HIGH == 1 ? shape.out_height : shape.pooled_height;
+    const u32 height = shape.stored_height<HIGH>();
     const u32 each = (height + shape.rows - 1) / shape.rows, first = index % each * shape.rows;
     const Band band = {index / each, first, least(shape.rows, height - first)};
     const u32 stride = band_stride(shape), count = (HIGH * band.rows + K - 1) * stride;
@@ -219,8 +225,8 @@ __device__ inline void first_forward(
     const u32 stride = band_stride(shape);
     for (u32 index = blockIdx.x; index < shape.bands; index += gridDim.x) {
         const Band band = load_band<T, K, HIGH>(x, shape, index, input);
-        const u32 height = HIGH == 1 ? shape.out_height : shape.pooled_height;
-        const u32 width = HIGH == 1 ? shape.out_width : shape.pooled_width;
+        const u32 height = shape.stored_height<HIGH>();
+        const u32 width = shape.stored_width<HIGH>();
         const u64 begin = ((u64)band.image * height + band.first) * width * shape.filters;
         each_strip<LANES>(shape, band, [&](u32 row, u32 column) {
             f32 sums[EACH][HIGH * STRIP];
@@ -263,7 +269,7 @@ __device__ inline void first_forward(
 template <class T, u32 HIGH>
 __device__ inline f32 strip_gradients(
     const T* y, const T* dy, const u8* chosen, const OneChannel& shape, u64 at, u32 column, f32 gradients[HIGH * STRIP]) {
-    const u32 width = HIGH == 1 ? shape.out_width : shape.pooled_width;
+    const u32 width = shape.stored_width<HIGH>();
     f32 sum = 0.0f;
 #pragma unroll
     for (u32 q = 0; q < STRIP / HIGH; q++) {
@@ -343,8 +349,8 @@ __device__ inline void first_backward(
     const u32 stride = band_stride(shape);
     for (u32 index = blockIdx.x; index < shape.bands; index += gridDim.x) {
         const Band band = load_band<T, K, HIGH>(x, shape, index, input);
-        const u32 height = HIGH == 1 ? shape.out_height : shape.pooled_height;
-        const u32 width = HIGH == 1 ? shape.out_width : shape.pooled_width;
+        const u32 height = shape.stored_height<HIGH>();
+        const u32 width = shape.stored_width<HIGH>();
         const u64 begin = ((u64)band.image * height + band.first) * width * shape.filters;
         each_strip<LANES>(shape, band, [&](u32 row, u32 column) {
             const u64 at = begin + (row * width + column / HIGH) * shape.filters;

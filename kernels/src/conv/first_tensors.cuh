@@ -17,13 +17,6 @@
 
 #define FIRST_WARPS (FIRST_THREADS / WARP)
 
-#ifdef F16_TENSOR_CORES
-__device__ inline void multiply_pairs(f32 d[4], const u32 a[4], const u32 b[2], f16) { mma_f16_16816(d, a, b); }
-#endif
-#ifdef TENSOR_CORES
-__device__ inline void multiply_pairs(f32 d[4], const u32 a[4], const u32 b[2], bf16) { mma_bf16_16816(d, a, b); }
-#endif
-
 // Whether there are tensor cores for a type here.
 template <class T>
 struct FirstTensors {
@@ -63,6 +56,25 @@ struct BandPairs {
         });
     }
 };
+
+// Calls `visit(pairs, band, following)` for all bands of this block, with the pairs in shared memory. `band` is the first,
+// which is being loaded to the first buffer; `following` is null for the last one.
+template <class T, u32 K, u32 HIGH, class VISIT>
+__device__ inline void each_band(
+    const T* x, const OneChannel& shape, BandPairs buffers[2], Band band, const VISIT& visit) {
+    u32 buffer = 0;
+    for (u32 index = blockIdx.x; index < shape.bands; index += gridDim.x) {
+        // After this the band is complete, and all threads have finished the one before.
+        __syncthreads();
+        const u32* pairs = buffers[buffer].even;
+        buffer ^= 1;
+        const bool is_last = index + gridDim.x >= shape.bands;
+        Band following{};
+        if (!is_last) following = buffers[buffer].load<T, K, HIGH>(x, shape, index + gridDim.x);
+        visit(pairs, band, is_last ? nullptr : &following);
+        band = following;
+    }
+}
 
 // Keeps both halves of a pair, only the first one, or none.
 __device__ inline u32 pair_mask(u32 known) { return known >= 2 ? ~0u : known == 1 ? 0xffffu : 0u; }
@@ -154,17 +166,10 @@ __device__ inline void first_forward_tensors(
         biases[i / 2][i % 2] = filter < shape.filters ? bias[filter] : 0.0f;
     }
     const bool vectors = has_vectors<EACH>(shape, y) && (HIGH == 1 || has_vectors<EACH>(shape, chosen));
-    const u32 height = HIGH == 1 ? shape.out_height : shape.pooled_height;
-    const u32 width = HIGH == 1 ? shape.out_width : shape.pooled_width;
-    Band next = buffers[0].load<T, K, HIGH>(x, shape, blockIdx.x);
-    u32 buffer = 0;
-    for (u32 index = blockIdx.x; index < shape.bands; index += gridDim.x) {
-        const Band band = next;
-        // After this the band is complete, and all threads have finished the one before.
-        __syncthreads();
-        const u32* pairs = buffers[buffer].even;
-        buffer ^= 1;
-        if (index + gridDim.x < shape.bands) next = buffers[buffer].load<T, K, HIGH>(x, shape, index + gridDim.x);
+    const u32 height = shape.stored_height<HIGH>();
+    const u32 width = shape.stored_width<HIGH>();
+    const Band first_band = buffers[0].load<T, K, HIGH>(x, shape, blockIdx.x);
+    each_band<T, K, HIGH>(x, shape, buffers, first_band, [&](const u32* pairs, const Band& band, const Band*) {
         const u32 count = band.rows * width;
         for (u32 piece = warp * PIECE; piece < count; piece += FIRST_WARPS * PIECE) {
             // The lane's two rows of each product: two pixels, or the left and the right pixels of a window.
@@ -188,7 +193,7 @@ __device__ inline void first_forward_tensors(
                         a[i] = pairs[at[i % 2] + high * row_words + offsets[step][i / 2]] & masks[step][i / 2];
                     }
 #pragma unroll
-                    for (u32 t = 0; t < TILES; t++) multiply_pairs(sums[high][t], a, weights[t][step], T{});
+                    for (u32 t = 0; t < TILES; t++) multiply_add(sums[high][t], a, weights[t][step], T{});
                 }
             }
 #pragma unroll
@@ -218,7 +223,7 @@ __device__ inline void first_forward_tensors(
                 if (HIGH == 2) store_filters<EACH>(chosen + pixel, first, shape.filters, places, vectors);
             }
         }
-    }
+    });
 }
 
 // ---- Backward pass ----
@@ -272,8 +277,8 @@ struct LaneGradients {
     __device__ void load(
         const From& from, const OneChannel& shape, const Band& band, const u32 rows[PLACES], const u32 columns[PLACES]) {
         const u32 row_words = band_stride(shape) / 2;
-        const u32 height = HIGH == 1 ? shape.out_height : shape.pooled_height;
-        const u32 width = HIGH == 1 ? shape.out_width : shape.pooled_width;
+        const u32 height = shape.stored_height<HIGH>();
+        const u32 width = shape.stored_width<HIGH>();
         const u64 image = ((u64)band.image * height + band.first) * width * shape.filters;
 #pragma unroll
         for (u32 p = 0; p < PLACES; p++) {
@@ -391,18 +396,10 @@ __device__ inline void multiply_gradients(
         }
     };
     begin();
-    Band next = buffers[0].load<T, K, HIGH>(x, shape, blockIdx.x);
+    const Band first_band = buffers[0].load<T, K, HIGH>(x, shape, blockIdx.x);
     Gradients gradients;
-    gradients.load(from, shape, next, rows, columns);
-    u32 buffer = 0;
-    for (u32 index = blockIdx.x; index < shape.bands; index += gridDim.x) {
-        const Band band = next;
-        // After this the band is complete, and all threads have finished the one before.
-        __syncthreads();
-        const u32* pairs = buffers[buffer].even;
-        buffer ^= 1;
-        const bool is_last = index + gridDim.x >= shape.bands;
-        if (!is_last) next = buffers[buffer].load<T, K, HIGH>(x, shape, index + gridDim.x);
+    gradients.load(from, shape, first_band, rows, columns);
+    each_band<T, K, HIGH>(x, shape, buffers, first_band, [&](const u32* pairs, const Band& band, const Band* following) {
         // A warp without a place in this band adds zeros.
         bool goes_on = true;
         while (goes_on) {
@@ -421,14 +418,14 @@ __device__ inline void multiply_gradients(
             // The same for the whole warp.
             goes_on = __any_sync(EVERY_LANE, rows[0] < band.rows);
             if (!goes_on) begin();
-            if (goes_on || !is_last) gradients.load(from, shape, goes_on ? band : next, rows, columns);
+            if (goes_on || following) gradients.load(from, shape, goes_on ? band : *following, rows, columns);
 #pragma unroll
             for (u32 row = 0; row < ROWS; row++) {
 #pragma unroll
-                for (u32 t = 0; t < TILES; t++) multiply_pairs(sums[row][t], a[row], b[t], T{});
+                for (u32 t = 0; t < TILES; t++) multiply_add(sums[row][t], a[row], b[t], T{});
             }
         }
-    }
+    });
 }
 
 // The gradient of the bias is a row of the product, after those of the taps, whose pixels are all one.

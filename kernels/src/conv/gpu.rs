@@ -158,11 +158,12 @@ impl Conv {
         self.workspace.next_multiple_of(ALIGNMENT) + self.input_workspace
     }
 
-    /// The part of a workspace for this crate's gradient of the input.
+    /// The parts of a workspace: for the passes one after another, and for this crate's gradient of the input.
     #[track_caller]
-    fn input_sums<'a>(&self, workspace: View<'a>) -> View<'a> {
+    fn parts<'a>(&self, workspace: View<'a>) -> [View<'a>; 2] {
         let first = self.workspace.next_multiple_of(ALIGNMENT) / size_of::<f32>();
-        workspace.slice(first..first + self.input_workspace / size_of::<f32>())
+        let end = first + self.input_workspace / size_of::<f32>();
+        [workspace.slice(0..first), workspace.slice(first..end)]
     }
 
     /// Whether this crate's gradient of the input for whole batches is computed by enough blocks for all multiprocessors
@@ -275,9 +276,8 @@ impl Conv {
     ) -> Result<()> {
         let mut operands = Operands::backward_input(weights, dy, dx, workspace);
         let algorithm = self.selected(images, &operands)?;
-        if algorithm.is_none() {
-            operands.workspace = self.input_sums(workspace);
-        }
+        let [shared, of_input] = self.parts(workspace);
+        operands.workspace = if algorithm.is_some() { shared } else { of_input };
         self.layer.run(algorithm, stream, images, &operands)
     }
 
@@ -300,7 +300,8 @@ impl Conv {
         assert!(self.is_own(Pass::BackwardInput), "{self:?}: a library computes the gradient of the input");
         autotune::check_batch(images, self.layer.images, workspace, self.workspace_bytes());
         let &Layer { ref shape, precision, .. } = &self.layer;
-        let workspace = self.layer.workspace_of_input(self.input_sums(workspace));
+        let [_, of_input] = self.parts(workspace);
+        let workspace = self.layer.workspace_of_input(of_input);
         cuda::backward_input_fused(stream, shape, images, precision, operands, before, &workspace)
     }
 
@@ -464,8 +465,8 @@ impl Conv {
     #[track_caller]
     fn run_selected(&self, stream: &Stream, images: usize, operands: &Operands<'_>) -> Result<()> {
         let algorithm = self.selected(images, operands)?;
-        let shared = self.workspace.next_multiple_of(ALIGNMENT) / size_of::<f32>();
-        let operands = Operands { workspace: operands.workspace.slice(0..shared), ..*operands };
+        let [shared, _] = self.parts(operands.workspace);
+        let operands = Operands { workspace: shared, ..*operands };
         self.layer.run(algorithm, stream, images, &operands)
     }
 

@@ -491,12 +491,6 @@ struct PlainProduct {
 };
 
 #ifdef F16_TENSOR_CORES
-__device__ inline void multiply_add(f32 d[4], const u32 a[4], const u32 b[2], f16) { mma_f16_16816(d, a, b); }
-#ifdef TENSOR_CORES
-__device__ inline void multiply_add(f32 d[4], const u32 a[4], const u32 b[2], bf16) { mma_bf16_16816(d, a, b); }
-__device__ inline void multiply_add(f32 d[4], const u32 a[4], const u32 b[2], f32) { mma_tf32_1688(d, a, b); }
-#endif
-
 // Tensor cores: a warp computes WARP_ROWS x WARP_COLUMNS in pieces of 16x8, eight words of depth at a time.
 template <class T, class TILE>
 struct TensorProduct {

@@ -435,6 +435,15 @@ __device__ inline void mma_tf32_1688(f32 d[4], const u32 a[4], const u32 b[2]) {
 }
 #endif
 
+// The product of tensor cores for operands of a type, the last parameter: 16 depths of 16 bits, or 8 in TF32.
+#ifdef F16_TENSOR_CORES
+__device__ inline void multiply_add(f32 d[4], const u32 a[4], const u32 b[2], f16) { mma_f16_16816(d, a, b); }
+#endif
+#ifdef TENSOR_CORES
+__device__ inline void multiply_add(f32 d[4], const u32 a[4], const u32 b[2], bf16) { mma_bf16_16816(d, a, b); }
+__device__ inline void multiply_add(f32 d[4], const u32 a[4], const u32 b[2], f32) { mma_tf32_1688(d, a, b); }
+#endif
+
 // Four matrices of eight rows of 16 bytes from shared memory. Lane l passes the address of row l % 8 of matrix l / 8, and
 // gets word t of row g of each matrix, where g = l / 4 and t = l % 4.
 __device__ inline void load_matrices(u32 d[4], const u32* row) {
