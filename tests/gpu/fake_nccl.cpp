@@ -583,6 +583,8 @@ API ncclResult_t ncclCommDestroy(ncclComm_t handle) {
     while (comm->background > 0) std::this_thread::yield();
     if (!comm->finalized && comm->state == ncclSuccess) finish(comm);
     comm->wait_for_graphs();
+    // Threads that have ended their work may still have the communicator for a moment.
+    comm->registrations.clear();
     return ncclSuccess;
 }
 
@@ -600,6 +602,7 @@ API ncclResult_t ncclCommAbort(ncclComm_t handle) {
     // Its threads write to the caller's memory.
     while (comm->background > 0) std::this_thread::yield();
     comm->wait_for_graphs();
+    comm->registrations.clear();
     return ncclSuccess;
 }
 

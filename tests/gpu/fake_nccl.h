@@ -80,7 +80,10 @@ class Registrations {
   public:
     Registrations() = default;
     Registrations(const Registrations&) = delete;
-    ~Registrations();
+    ~Registrations() { clear(); }
+
+    // Ends all of them.
+    void clear();
 
     // Adds a range, or counts it once more; null if it is no device memory.
     Registered* add(CUdeviceptr address, size_t bytes);

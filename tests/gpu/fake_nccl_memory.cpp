@@ -27,8 +27,10 @@ void count_registration(CUdeviceptr address, int more) {
 
 }   // namespace
 
-Registrations::~Registrations() {
+void Registrations::clear() {
+    std::lock_guard lock(mutex);
     for (const auto& [address, registered] : ranges) count_registration(address, -registered->count);
+    ranges.clear();
 }
 
 Registered* Registrations::add(CUdeviceptr address, size_t bytes) {
