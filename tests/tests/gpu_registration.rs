@@ -181,9 +181,11 @@ fn a_window_that_fails_on_one_rank_is_an_error() {
         &[
             "[1] error: rank 1 in the registration of a window, communicator-1: ",
             ", but not on all ranks; MGPU_NCCL_REGISTER=off avoids it",
-            "mgpurun: rank 1 exited with code 9",
         ],
     );
+    // On a busy machine rank 0, which is told, may end first.
+    let named = ["mgpurun: rank 1 exited with code 9", "; it blames rank 1; "];
+    assert!(named.iter().any(|text| finished.stderr.contains(text)), "{finished:#?}");
 }
 
 #[test]

@@ -18,9 +18,9 @@ pub(super) struct Failure {
 impl Supervisor {
     /// Determines the outcome from a failure; provisional if the failure blames a rank that is still running.
     pub(super) fn decide(&mut self, failure: Failure, now: Instant) {
-        let Failure { rank, exit, blame } = &failure;
-        self.outcome = Some(self.outcome_of(*rank, *exit, blame.clone(), now));
-        self.accusation = self.running_culprit(&failure).is_some().then_some(failure);
+        let accused = self.running_culprit(&failure);
+        self.outcome = Some(self.outcome_of(&failure, accused, now));
+        self.accusation = accused.is_some().then_some(failure);
     }
 
     /// Handles the end of a rank soon after the first failure, before any rank was asked to end.
@@ -52,13 +52,14 @@ impl Supervisor {
         self.running().find(|rank| *rank == blame.culprit)
     }
 
-    /// The outcome if `rank` is the first to fail.
-    fn outcome_of(&self, rank: u32, exit: Exit, blame: Option<Blame>, now: Instant) -> Outcome {
+    /// The outcome if this is the first failure, and the rank `accused` still runs.
+    fn outcome_of(&self, failure: &Failure, accused: Option<u32>, now: Instant) -> Outcome {
+        let Failure { rank, exit, blame } = failure;
         let others = if self.running().next().is_some() { "; the other ranks are stopped" } else { "" };
         let after = (now - self.started).as_secs_f64();
         // Shared memory may contain anything: a rank that does not exist cannot be the culprit.
-        let blame = blame.filter(|blame| (blame.culprit as usize) < self.ranks.len());
-        let finish = blame.as_ref().and_then(|blame| self.finished(blame.culprit));
+        let blame = blame.as_ref().filter(|blame| (blame.culprit as usize) < self.ranks.len());
+        let finish = blame.and_then(|blame| self.finished(blame.culprit));
         match (blame, finish) {
             (Some(blame), _) if blame.timed_out => Outcome::failure(
                 exit_code::NO_PROGRESS,
@@ -75,11 +76,16 @@ impl Supervisor {
                     blame.message
                 ),
             ),
-            _ => Outcome::failure(
-                exit.code(),
-                rank,
-                format!("{} {} after {after:.1} s{others}", self.hosts.name(rank), exit.describe()),
-            ),
+            _ => {
+                let blames = accused.map(|accused| format!("; it blames {}", self.hosts.name(accused)));
+                let (name, end, blames) =
+                    (self.hosts.name(*rank), exit.describe(), blames.unwrap_or_default());
+                Outcome::failure(
+                    exit.code(),
+                    *rank,
+                    format!("{name} {end} after {after:.1} s{blames}{others}"),
+                )
+            }
         }
     }
 

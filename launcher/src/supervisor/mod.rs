@@ -3,7 +3,8 @@
 //! The event loop passes events one at a time; each returns a list of actions. The first rank that fails determines the
 //! outcome. Its peers first get 200 ms (`ERROR_TIME`), in which their collectives return an error that names it and
 //! they can print what they were doing. Then they get SIGTERM, and after the grace time SIGKILL. If the first rank to
-//! end blames another rank, and that rank fails within `ERROR_TIME`, the blamed rank counts as the first.
+//! end blames another rank, and that rank fails within `ERROR_TIME`, the blamed rank counts as the first; otherwise the message
+//! says whom it blames.
 
 mod culprit;
 mod event;

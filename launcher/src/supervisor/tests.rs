@@ -162,7 +162,10 @@ fn a_blamed_rank_that_the_launcher_killed_is_not_the_culprit() {
     supervisor.handle(Event::Tick, at);
     let killed = Event::Exited { rank: 0, exit: Exit::Signal(15), blame: None };
     let actions = supervisor.handle(killed, at);
-    assert_eq!(finish(&actions).unwrap().exit_code, 9);
+    let outcome = finish(&actions).unwrap();
+    assert_eq!((outcome.exit_code, outcome.culprit), (9, Some(1)));
+    let message = "rank 1 exited with code 9 after 0.0 s; it blames rank 0; the other ranks are stopped";
+    assert_eq!(outcome.message.as_deref(), Some(message));
 }
 
 #[test]
