@@ -509,6 +509,15 @@ pub fn large_private(mut world: World) -> Result<()> {
     test.broadcast::<f64>(3, 0)?;
     test.all_reduce::<bf16>((2 << 20) + 1, ReduceOp::Avg)?;
     test.all_reduce::<i32>(100_000, ReduceOp::Max)?;
+    // Two payloads that fill the caches: copies go around them.
+    if test.comm.size() == 2 {
+        let mut test = CollectiveTest { kinds: &[BufferKind::Private, BufferKind::Arena], ..test };
+        let len = (16 << 20) + 7;
+        test.all_gather::<u8>(len)?;
+        test.broadcast::<u8>(len, 0)?;
+        test.all_to_all_v::<u8>(len)?;
+        test.messages::<u8>(len)?;
+    }
     comm.barrier()
 }
 

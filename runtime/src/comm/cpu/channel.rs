@@ -120,12 +120,12 @@ impl CpuTransport {
 
     pub(super) fn receive_message(&mut self, buffer: &Buffer, from: u32, call: &Signature) -> Result<()> {
         self.membership.page().touch(self.membership.rank());
-        let channel = Channel::of_messages(from, self.rank);
+        let (channel, results) = (Channel::of_messages(from, self.rank), self.result_stores(call));
         for (begin, bytes) in self.message_chunks(buffer.bytes()) {
             let chunk = self.receive_chunk(channel, call)?;
             self.record_peer();
             // SAFETY: the range is within the buffer, and the sender does not write the chunk before its release.
-            unsafe { std::ptr::copy_nonoverlapping(chunk, buffer.address().wrapping_add(begin), bytes) };
+            unsafe { results.copy(chunk, buffer.address().wrapping_add(begin), bytes) };
             self.count(bytes, 1);
             self.release_chunk(channel);
         }
@@ -143,6 +143,7 @@ impl CpuTransport {
     ) -> Result<()> {
         self.membership.page().touch(self.membership.rank());
         let (to, back) = (Channel::of_messages(self.rank, peer), Channel::of_messages(peer, self.rank));
+        let results = self.result_stores(call);
         for (begin, bytes) in self.message_chunks(buffer.bytes()) {
             let source = from.address().wrapping_add(begin);
             self.send_chunk(to, call, |chunk| {
@@ -152,7 +153,7 @@ impl CpuTransport {
             let chunk = self.receive_chunk(back, call)?;
             self.record_peer();
             // SAFETY: the range is within the buffer, and the peer does not write the chunk before its release.
-            unsafe { std::ptr::copy_nonoverlapping(chunk, buffer.address().wrapping_add(begin), bytes) };
+            unsafe { results.copy(chunk, buffer.address().wrapping_add(begin), bytes) };
             self.count(bytes, 1);
             self.release_chunk(back);
         }

@@ -13,6 +13,7 @@ use smallvec::SmallVec;
 
 use super::CpuTransport;
 use super::eager::Sources;
+use super::stores::Stores;
 use crate::Result;
 use crate::comm::exchange::Partition;
 use crate::comm::segments::update_blocks;
@@ -144,10 +145,11 @@ impl CpuTransport {
     fn process_queue(&self, queue: u32, parts: Parts, flow: Flow, all: &Addresses, call: &Signature) {
         let own = self.region.lines(self.rank);
         let begin = self.queued[queue as usize];
+        let results = self.result_stores(call);
         self.region.lines(queue).process((own, queue), begin, parts.blocks(queue), |block| {
             // SAFETY: all ranks have arrived with buffers of `len` elements and do not touch them until every block
             // is complete; the ticket gives this rank exclusive access to this block of all of them.
-            unsafe { process_block(call, flow, queue, all, parts.range(queue, block)) };
+            unsafe { process_block(call, flow, queue, all, parts.range(queue, block), results) };
             self.count(parts.range(queue, block).len() * call.dtype.size(), flow.crossings(queue, self.size));
         });
     }
@@ -225,14 +227,14 @@ impl CpuTransport {
                 call,
             );
         }
-        let (element, own) = (call.dtype.size(), shares.range(self.rank));
+        let (element, own, results) = (call.dtype.size(), shares.range(self.rank), self.result_stores(call));
         self.enter_and_write(buffer, call, |comm, all| {
             let source = buffer.address().wrapping_add(own.start * element);
             for peer in comm.peers() {
                 let destination = all[peer as usize].wrapping_add(own.start * element);
                 // SAFETY: all ranks have arrived with buffers of `len` elements and the same counts; only this rank
                 // accesses its part of any of them before it is complete; buffers of different ranks do not overlap.
-                unsafe { std::ptr::copy_nonoverlapping(source, destination, own.len() * element) };
+                unsafe { results.copy(source, destination, own.len() * element) };
             }
             comm.count(own.len() * element, comm.size - 1);
         })
@@ -279,7 +281,7 @@ impl CpuTransport {
         call: &Signature,
     ) -> Result<Buffer> {
         self.enter(call)?;
-        let (all, element) = (self.addresses(&buffer), call.dtype.size());
+        let (all, element, results) = (self.addresses(&buffer), call.dtype.size(), self.result_stores(call));
         let mut buffer = Some(buffer);
         self.write(call, |comm| {
             let ranks = (comm.size, comm.rank);
@@ -289,9 +291,7 @@ impl CpuTransport {
                         let destination = all[peer as usize].wrapping_add(begin * element);
                         // SAFETY: all ranks have arrived with buffers of `len` elements; only this rank accesses its
                         // shards of any of them before it is complete; buffers of different ranks do not overlap.
-                        unsafe {
-                            std::ptr::copy_nonoverlapping(updated.address(), destination, updated.bytes());
-                        }
+                        unsafe { results.copy(updated.address(), destination, updated.bytes()) };
                     }
                     comm.count(updated.bytes(), comm.size - 1);
                 })
@@ -348,11 +348,18 @@ fn swaps(rank: u32, peer: u32, ranks: u32) -> bool {
     2 * distance < ranks || 2 * distance == ranks && rank < peer
 }
 
-/// Reduces or copies the elements `range` of the part of rank `queue`.
+/// Reduces or copies the elements `range` of the part of rank `queue`. Copies are written with the stores `results`.
 ///
 /// # Safety
 /// `all` are buffers of at least `range.end` elements of the call's type, and nobody else accesses these elements.
-unsafe fn process_block(call: &Signature, flow: Flow, queue: u32, all: &Addresses, range: Range<usize>) {
+unsafe fn process_block(
+    call: &Signature,
+    flow: Flow,
+    queue: u32,
+    all: &Addresses,
+    range: Range<usize>,
+    results: Stores,
+) {
     let (element, len) = (call.dtype.size(), range.len());
     let at = |base: &*mut u8| base.wrapping_add(range.start * element);
     let blocks: Addresses = all.iter().map(at).collect();
@@ -364,9 +371,7 @@ unsafe fn process_block(call: &Signature, flow: Flow, queue: u32, all: &Addresse
     let copy = |from: u32, to: u32| {
         if from != to {
             // SAFETY: the caller's promise; buffers of different ranks do not overlap.
-            unsafe {
-                std::ptr::copy_nonoverlapping(blocks[from as usize], blocks[to as usize], len * element);
-            }
+            unsafe { results.copy(blocks[from as usize], blocks[to as usize], len * element) };
         }
     };
     let from_one = |root: u32| (0..blocks.len() as u32).for_each(|rank| copy(root, rank));

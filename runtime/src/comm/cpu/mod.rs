@@ -42,7 +42,7 @@ use cores::Cores;
 use lines::{AHEAD, INLINE_BYTES};
 use region::{AHEAD_BYTES, EAGER_BYTES, Region};
 use smallvec::SmallVec;
-use stores::Choices;
+use stores::{Choices, Stores};
 use stream::Streamed;
 use wait::WaitPolicy;
 pub(super) use wait::futex;
@@ -203,6 +203,11 @@ impl CpuTransport {
     fn shard(&self, rank: u32, call: &Signature) -> (usize, usize) {
         let range = shard(call.len, self.size, rank);
         (range.start * call.dtype.size(), range.len())
+    }
+
+    /// How copies write the results of this call.
+    fn result_stores(&self, call: &Signature) -> Stores {
+        Stores::of_results(call.bytes(), self.size)
     }
 
     /// Counts `bytes` bytes of payload that cross from one rank to another, `times` times.

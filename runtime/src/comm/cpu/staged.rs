@@ -86,15 +86,6 @@ fn within(range: &Range<usize>, block: &Range<usize>) -> Range<usize> {
     at(block.start)..at(block.end)
 }
 
-/// Copies `bytes` bytes between private and staging memory.
-///
-/// # Safety
-/// Both ranges are valid and do not overlap; nobody writes the source or accesses the destination meanwhile.
-unsafe fn copy(source: *const u8, destination: *mut u8, bytes: usize) {
-    // SAFETY: the caller's promise.
-    unsafe { std::ptr::copy_nonoverlapping(source, destination, bytes) };
-}
-
 /// This rank's buffer, cut into blocks.
 struct Payload {
     address: *mut u8,
@@ -207,7 +198,13 @@ impl CpuTransport {
                     let (at, len) = payload.part(index, comm.size, peer);
                     let bytes = len * payload.element;
                     // SAFETY: the peer has put its part of the result into its slot, and does not write that now.
-                    unsafe { copy(slots[peer as usize].wrapping_add(at), own.wrapping_add(at), bytes) };
+                    unsafe {
+                        std::ptr::copy_nonoverlapping(
+                            slots[peer as usize].wrapping_add(at),
+                            own.wrapping_add(at),
+                            bytes,
+                        );
+                    }
                     comm.count(bytes, 1);
                 }
             }),
@@ -286,7 +283,7 @@ impl CpuTransport {
         root: Option<u32>,
         call: &Signature,
     ) -> Result<()> {
-        let element = call.dtype.size();
+        let (element, results) = (call.dtype.size(), self.result_stores(call));
         let blocks = Blocks { len: shares.longest(), most: SLOT_BYTES / element };
         let part = |rank: u32, index: usize| {
             let part = within(&shares.range(rank), &blocks.range(index));
@@ -306,7 +303,7 @@ impl CpuTransport {
                 for peer in comm.peers() {
                     let (at, bytes) = part(peer, index);
                     // SAFETY: the peer has filled its slot with its block and does not write it now.
-                    unsafe { copy(slots[peer as usize], at, bytes) };
+                    unsafe { results.copy(slots[peer as usize], at, bytes) };
                     comm.count(bytes, 1);
                 }
             },
@@ -325,6 +322,9 @@ impl CpuTransport {
         call: &Signature,
     ) -> Result<()> {
         let element = call.dtype.size();
+        let is_in_place = from.address() == to.address();
+        // What is overwritten was read for the same block.
+        let results = if is_in_place { Stores::Cached } else { Stores::of_results(to.bytes(), self.size) };
         let pieces = Pieces::new(exchange.longest, self.size, element);
         let blocks = pieces.blocks;
         let stages = Stages {
@@ -344,7 +344,7 @@ impl CpuTransport {
                     let destination = to.address().wrapping_add(part.start * element);
                     // SAFETY: the peer has filled our piece of its slot with as many bytes and does not write it now; the
                     // destination elements are not sent by any later block.
-                    unsafe { copy(source, destination, part.len() * element) };
+                    unsafe { results.copy(source, destination, part.len() * element) };
                     comm.count(part.len() * element, 1);
                 }
             },
@@ -355,7 +355,7 @@ impl CpuTransport {
 
     #[inline(never)]
     pub(super) fn staged_broadcast(&mut self, buffer: &Buffer, root: u32, call: &Signature) -> Result<()> {
-        let payload = Payload::new(buffer, call);
+        let (payload, results) = (Payload::new(buffer, call), self.result_stores(call));
         let stages = Stages {
             reads: self.rank != root,
             fill: |comm: &Self, index: usize, slot: *mut u8, stores: Stores| {
@@ -369,7 +369,7 @@ impl CpuTransport {
                 if comm.rank != root {
                     let (own, len) = payload.block(index);
                     // SAFETY: the root has filled its slot with this block and does not write it now.
-                    unsafe { copy(slots[root as usize], own, len * payload.element) };
+                    unsafe { results.copy(slots[root as usize], own, len * payload.element) };
                     comm.count(len * payload.element, 1);
                 }
             },

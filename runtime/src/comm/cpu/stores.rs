@@ -1,4 +1,6 @@
-//! How ranks write slots that peers read: through the caches, or around them.
+//! How ranks write what another rank has sent: through the caches, or around them.
+//!
+//! # Slots
 //!
 //! A peer on a core with the same last-level cache finds the lines of a slot there. For cores of different chiplets or sockets
 //! each line comes out of the caches of the other one, one by one, which takes five times as long as to read it from memory. So
@@ -8,6 +10,14 @@
 //! operations run: some blocks, and now and then one that is written the other way. With its arrival each rank publishes
 //! which it prefers for this size, and if one of them prefers to go around the caches, all do from then on. The bytes are the
 //! same either way.
+//!
+//! # Results
+//!
+//! A result that is only copied goes to memory whose lines nobody has in a cache, if the payload is large. A cached store first
+//! reads such a line, so a third of the traffic to memory is for nothing. Where the payloads of all ranks fill the last-level
+//! cache, results are written with non-temporal stores. (A reduction reads what it overwrites, and gains nothing.)
+
+use std::sync::LazyLock;
 
 /// How slots are written.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -26,19 +36,39 @@ impl Stores {
         }
     }
 
-    /// Copies `bytes` bytes to a slot.
+    /// For the results of copies, with payloads of `bytes` bytes on each of `ranks` ranks.
+    pub(super) fn of_results(bytes: usize, ranks: u32) -> Self {
+        if bytes.saturating_mul(ranks as usize) < *FILLS_CACHES { Stores::Cached } else { Stores::Uncached }
+    }
+
+    /// Copies `bytes` bytes.
     ///
     /// # Safety
-    /// Both ranges are valid and do not overlap; nobody writes the source or accesses the slot meanwhile.
-    pub(super) unsafe fn copy(self, source: *const u8, slot: *mut u8, bytes: usize) {
+    /// Both ranges are valid and do not overlap; nobody writes the source or accesses the destination meanwhile.
+    pub(super) unsafe fn copy(self, source: *const u8, to: *mut u8, bytes: usize) {
         // SAFETY: the caller's promise.
         unsafe {
             match self {
-                Stores::Cached => std::ptr::copy_nonoverlapping(source, slot, bytes),
-                Stores::Uncached => copy_uncached(source, slot, bytes),
+                Stores::Cached => std::ptr::copy_nonoverlapping(source, to, bytes),
+                Stores::Uncached => copy_uncached(source, to, bytes),
             }
         }
     }
+}
+
+/// Bytes of payloads that fill the last-level cache: half of its size, since programs have other data, too. At most
+/// [`MOST_CACHED`], because a virtual machine sees the whole cache of a processor that it shares with others.
+static FILLS_CACHES: LazyLock<usize> = LazyLock::new(|| {
+    let size = std::fs::read_to_string("/sys/devices/system/cpu/cpu0/cache/index3/size");
+    size.ok().and_then(|size| bytes_of(&size)).map_or(MOST_CACHED, |size| (size / 2).min(MOST_CACHED))
+});
+
+/// See [`FILLS_CACHES`].
+const MOST_CACHED: usize = 32 << 20;
+
+/// The bytes of a size as the kernel writes it, for example `32768K`.
+fn bytes_of(size: &str) -> Option<usize> {
+    size.trim().strip_suffix('K')?.parse::<usize>().ok()?.checked_mul(1 << 10)
 }
 
 /// Copies with non-temporal stores, which are complete when it returns.
@@ -177,6 +207,17 @@ mod tests {
                 assert!(slot[..at].iter().chain(&slot[at + bytes..]).all(|byte| *byte == 0xff));
             }
         }
+    }
+
+    #[test]
+    fn sizes_of_caches_are_read() {
+        assert_eq!(bytes_of("32768K\n"), Some(32 << 20));
+        for unknown in ["", "K", "32M", "-1K", "99999999999999999999K", "18446744073709551615K"] {
+            assert_eq!(bytes_of(unknown), None, "{unknown}");
+        }
+        assert_eq!(Stores::of_results(4096, 2), Stores::Cached);
+        assert_eq!(Stores::of_results(MOST_CACHED, 2), Stores::Uncached);
+        assert_eq!(Stores::of_results(usize::MAX, 2), Stores::Uncached);
     }
 
     /// Passes blocks that take `cached` or `uncached` nanoseconds, and returns how the last ones were written.
