@@ -36,6 +36,8 @@ fn convs(harness: &Harness) -> Vec<Conv> {
         Conv::new(2, 1, 8, 20, 3, Padding::Valid),
         Conv::new(1, 1, 10, 40, 3, Padding::Same),
         Conv::new(2, 8, 7, 16, 3, Padding::Same),
+        Conv::new(3, 6, 9, 16, 5, Padding::Valid),
+        Conv::new(2, 4, 7, 8, 3, Padding::Same),
         Conv::new(3, 3, 6, 5, 3, Padding::Valid),
         Conv::new(1, 1, 8, 8, 3, Padding::Same),
         Conv::new(1, 1, 11, 33, 5, Padding::Valid),
@@ -68,9 +70,12 @@ fn each(harness: &mut Harness, conv: &Conv) -> Outcome {
         harness.check("fused forward", conv, precision.name(), |harness, verdict| {
             forward(harness, verdict, conv, precision)
         })?;
-        harness.check("fused backward_input", conv, precision.name(), |harness, verdict| {
-            backward_input(harness, verdict, conv, precision)
-        })?;
+        // The many images of one channel are for the passes of first layers only.
+        if conv.images < 100 {
+            harness.check("fused backward_input", conv, precision.name(), |harness, verdict| {
+                backward_input(harness, verdict, conv, precision)
+            })?;
+        }
         if first::is_supported(&conv.shape, None) {
             harness.check("fused backward_first", conv, precision.name(), |harness, verdict| {
                 [false, true]
