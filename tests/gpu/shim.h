@@ -83,7 +83,7 @@ struct WarpCall {
     const void* in;
     void* out;
     unsigned size;    // of a shuffled value, in bytes
-    unsigned lane;    // a shuffle's argument
+    unsigned lane;    // a shuffle's argument; for matrices whether their rows are scattered
     unsigned width;   // of a shuffle's segments
 };
 
@@ -166,10 +166,11 @@ inline void shim_mma_tf32_1688(float d[4], const unsigned a[4], const unsigned b
     shim::warp_call(call);
 }
 
-// Rows of 16 bytes from shared memory: `row` is that of row lane % 8 of matrix lane / 8.
-inline void shim_load_matrices(unsigned d[4], const unsigned* row, bool transposed) {
+// Rows of 16 bytes from shared memory: `row` is that of row lane % 8 of matrix lane / 8. If they are `scattered`, some may be
+// in the same banks.
+inline void shim_load_matrices(unsigned d[4], const unsigned* row, bool transposed, bool scattered) {
     const auto function = transposed ? shim::WarpFunction::LoadMatricesTransposed : shim::WarpFunction::LoadMatrices;
-    shim::WarpCall call{function, 0xffffffffu, row, d, 0, 0, 32};
+    shim::WarpCall call{function, 0xffffffffu, row, d, 0, scattered, 32};
     shim::warp_call(call);
 }
 

@@ -130,7 +130,7 @@ void multiply_tf32(WarpCall* const lanes[LANES]) {
 }
 
 // Loads four matrices. A real GPU reads the eight rows of a matrix at once if they are in different groups of four banks,
-// and ours all are.
+// and ours all are unless they are scattered.
 const char* load_matrices(WarpCall* const lanes[LANES], bool transposed) {
     unsigned short rows[LANES][8];
     for (unsigned matrix = 0; matrix < LANES; matrix += 8) {
@@ -141,7 +141,7 @@ const char* load_matrices(WarpCall* const lanes[LANES], bool transposed) {
             groups |= 1u << address / 16 % 8;
             memcpy(rows[row], lanes[row]->in, sizeof rows[row]);
         }
-        if (groups != 0xff) return "rows of a matrix in the same banks of shared memory";
+        if (groups != 0xff && !lanes[matrix]->lane) return "rows of a matrix in the same banks of shared memory";
     }
     for (unsigned lane = 0; lane < LANES; ++lane) {
         const unsigned g = lane / 4, t = lane % 4;

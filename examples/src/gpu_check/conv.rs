@@ -42,7 +42,7 @@ pub(super) fn check(harness: &mut Harness) -> Outcome {
     convs.extend([
         Conv::new(2, 2, 8, 24, 3, Padding::Same),
         Conv::new(1, 4, 7, 72, 1, Padding::Valid),
-        Conv::new(12, 6, 12, 16, 5, Padding::Valid),
+        Conv::new(12, 6, 12, 24, 5, Padding::Valid),
     ]);
     // The depth is cut into slices: of the forward pass, with any number of filters, and of the gradient of the input.
     convs.extend([
@@ -53,9 +53,31 @@ pub(super) fn check(harness: &mut Harness) -> Outcome {
         Conv::new(1, 64, 4, 12, 3, Padding::Same),
         Conv::new(1, 6, 9, 10, 9, Padding::Same),
         Conv::new(1, 6, 5, 64, 3, Padding::Same),
+        // Even numbers.
+        Conv::dense(70, 84, 10),
+        Conv::dense(3, 6, 84),
     ]);
     for conv in &convs {
         passes(harness, conv)?;
+    }
+    // Few channels and few filters. The last two have more bands than blocks, and are too wide.
+    let wide = |kernel, filters| {
+        let padding = Padding::Same;
+        Conv { shape: ConvShape { channels: 6, height: 6, width: 110, filters, kernel, padding }, images: 1 }
+    };
+    for conv in [
+        Conv::new(3, 6, 14, 16, 5, Padding::Valid),
+        Conv::new(2, 8, 9, 8, 5, Padding::Same),
+        Conv::new(5, 4, 7, 16, 3, Padding::Valid),
+        wide(3, 8),
+        Conv::new(100, 2, 6, 8, 3, Padding::Same),
+        wide(5, 8),
+    ] {
+        for precision in [Precision::Bf16, Precision::F16] {
+            for of in [LayerPass::Forward, LayerPass::BackwardInput, LayerPass::BackwardWeights] {
+                pass(harness, &conv, precision, of)?;
+            }
+        }
     }
     // Addresses that rule out 16-byte accesses.
     harness.skew = 1;

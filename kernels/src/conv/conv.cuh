@@ -16,6 +16,13 @@
 //
 // NARROW operands have 2, 4 or 6 channels of 16 bits, fewer than a unit of 16 bytes. Lines and depths that name a channel
 // are then numbered as if there were eight of them, so that a unit is the channels of one tap; the missing ones are zeros.
+//
+// EVEN operands are those of dense layers whose channels or filters are even, but no multiple of eight: the last unit of a
+// matrix's row is not whole.
+
+#define WHOLE_UNITS 0
+#define NARROW_UNITS 1
+#define EVEN_UNITS 2
 
 // Lines are pixels of the images `lines`, depths are (tap, channel): the pixels of the images `side` that the kernel
 // covers at that position. From an output pixel in row y, tap u reads the input row y - P + u; from an input pixel in
@@ -242,15 +249,55 @@ struct GatherByTap {
     }
 };
 
+// Lines are the rows of a matrix, depths its columns.
+template <class T, u32 LINES>
+struct EvenRows {
+    const T* values;
+    u32 rows, columns, depth;
+    const T* from[LINES];   // null beyond the last row
+
+    __device__ EvenRows(const T* values, u32 rows, u32 columns) : values(values), rows(rows), columns(columns) {}
+
+    // The rows of samples, and those of filters.
+    __device__ EvenRows(
+        const T* values, const ImageExtents& lines, const ImageExtents& side, const Convolution&, const ImageExtents* = nullptr)
+        : EvenRows(values, lines.pixels, side.channels) {}
+    __device__ EvenRows(const T* values, const Convolution& shape)
+        : EvenRows(values, shape.output.channels, shape.input.channels) {}
+
+    __device__ void find_line(u32 i, u32 line) { from[i] = line < rows ? values + (u64)line * columns : nullptr; }
+    __device__ void find_depth(u32 found) { depth = found; }
+
+    __device__ NarrowSource<T> source(u32 i) const {
+        return {from[i] + depth, from[i] ? least(4u, (columns - depth) / 2) : 0};
+    }
+};
+
+// Lines are the columns of a matrix, depths its rows: those of the weights or of the input, or of the gradients.
+template <class T, bool OF_OUTPUT>
+struct EvenColumns {
+    const T* values;
+    u32 columns, words;
+
+    __device__ EvenColumns(const T* values, const Convolution& shape)
+        : values(values), columns(OF_OUTPUT ? shape.output.channels : shape.input.channels) {}
+
+    __device__ void find_run(u32 line) { words = line < columns ? least(4u, (columns - line) / 2) : 0, values += line; }
+    __device__ NarrowSource<T> source(u32 depth) const { return {values + (u64)depth * columns, words}; }
+};
+
 // ---- The passes ----
 
 #define PRODUCT_TYPE template <class, class> class PRODUCT
 
 // The input's channels in lines and depths.
-template <class T, bool NARROW>
+template <class T, u32 UNITS>
 __device__ inline u32 numbered_channels(const Convolution& shape) {
-    return NARROW ? Elements<T>::QUAD : shape.input.channels;
+    return UNITS == NARROW_UNITS ? Elements<T>::QUAD : shape.input.channels;
 }
+
+template <u32 UNITS, class EVEN, class OTHER>
+using Operand = typename Conditional<UNITS == EVEN_UNITS, EVEN, OTHER>::Type;
 
 // Tiles that share rows have consecutive block indices, since the gathered operand is the larger one.
 template <class TILE>
@@ -281,13 +328,16 @@ __device__ inline void write_sums(
     product.write(result, shared);
 }
 
-template <class T, PRODUCT_TYPE, class TILE, bool VECTOR, bool NARROW = false>
+template <class T, PRODUCT_TYPE, class TILE, bool VECTOR, u32 UNITS = WHOLE_UNITS>
 __device__ inline void forward(
     const T* x, const T* w, const f32* bias, T* y, const Convolution& shape, const After& after,
     const DepthSums& sums) {
     using Product = PRODUCT<T, TILE>;
-    using Left = AlongDepth<T, TILE, Product, GatherByPixel<T, 1, MOVES<TILE>, NARROW>, VECTOR, VECTOR && !NARROW>;
-    using Right = AlongDepth<T, TILE, Product, Filters<T, MOVES<TILE>, NARROW>, VECTOR, VECTOR && !NARROW>;
+    constexpr bool WHOLE = VECTOR && UNITS == WHOLE_UNITS, NARROW = UNITS == NARROW_UNITS;
+    using Rows = EvenRows<T, MOVES<TILE>>;
+    using Pixels = Operand<UNITS, Rows, GatherByPixel<T, 1, MOVES<TILE>, NARROW>>;
+    using Left = AlongDepth<T, TILE, Product, Pixels, VECTOR, WHOLE>;
+    using Right = AlongDepth<T, TILE, Product, Operand<UNITS, Rows, Filters<T, MOVES<TILE>, NARROW>>, VECTOR, WHOLE>;
     __shared__ TileMemory<TILE, Left, Right> memory;
     const u32 columns = shape.output.channels;
     u32 row, column;
@@ -296,18 +346,21 @@ __device__ inline void forward(
     Right right({w, shape}, column);
     Product product;
     u32 start, end;
-    depth_of_block<TILE>(shape, shape.taps() * numbered_channels<T, NARROW>(shape), start, end);
+    depth_of_block<TILE>(shape, shape.taps() * numbered_channels<T, UNITS>(shape), start, end);
     multiply(left, right, product, memory, row, column, start, end, Elements<T>::STEP, [](const u32*) {});
     const ForwardResult<T, VECTOR> result{y, bias, shape, after, row, column};
     write_sums<TILE>(product, sums, result, result.rows(), columns, memory.words());
 }
 
-template <class T, PRODUCT_TYPE, class TILE, bool VECTOR, bool NARROW = false>
+template <class T, PRODUCT_TYPE, class TILE, bool VECTOR, u32 UNITS = WHOLE_UNITS>
 __device__ inline void backward_input(
     const T* w, const T* dy, T* dx, const Convolution& shape, const Before& before, const DepthSums& sums) {
     using Product = PRODUCT<T, TILE>;
-    using Left = AlongDepth<T, TILE, Product, GatherByPixel<T, -1, MOVES<TILE>>, VECTOR, VECTOR && !NARROW>;
-    using Right = AlongLines<T, TILE, Product, Channels<T, NARROW>, VECTOR, VECTOR && !NARROW>;
+    constexpr bool WHOLE = VECTOR && UNITS == WHOLE_UNITS;
+    using Pixels = Operand<UNITS, EvenRows<T, MOVES<TILE>>, GatherByPixel<T, -1, MOVES<TILE>>>;
+    using Weights = Operand<UNITS, EvenColumns<T, false>, Channels<T, UNITS == NARROW_UNITS>>;
+    using Left = AlongDepth<T, TILE, Product, Pixels, VECTOR, WHOLE>;
+    using Right = AlongLines<T, TILE, Product, Weights, VECTOR, WHOLE>;
     __shared__ TileMemory<TILE, Left, Right> memory;
     const u32 columns = shape.input.channels;
     u32 row, column;
@@ -318,22 +371,24 @@ __device__ inline void backward_input(
     u32 start, end;
     depth_of_block<TILE>(shape, shape.taps() * shape.output.channels, start, end);
     multiply(left, right, product, memory, row, column, start, end, Elements<T>::STEP, [](const u32*) {});
-    const InputResult<T, VECTOR && !NARROW> result{dx, shape.input.pixels, columns, before, row, column};
+    const InputResult<T, WHOLE> result{dx, shape.input.pixels, columns, before, row, column};
     write_sums<TILE>(product, sums, result, shape.input.pixels, columns, memory.words());
 }
 
 // The weights' gradient from a slice of the output pixels; the last blocks add up the slices. The gradient of the bias
 // is the sum of the lines of the left operand: the first tiles of the rows have them anyway.
-template <class T, PRODUCT_TYPE, class TILE, bool VECTOR, bool NARROW = false>
+template <class T, PRODUCT_TYPE, class TILE, bool VECTOR, u32 UNITS = WHOLE_UNITS>
 __device__ inline void backward_weights(const T* x, const T* dy, const Convolution& shape, const WeightSums& sums) {
     using Product = PRODUCT<T, TILE>;
-    using Left = AlongLines<T, TILE, Product, Gradients<T>, VECTOR, VECTOR && !NARROW>;
-    using Right = AlongLines<T, TILE, Product, GatherByTap<T, NARROW>, VECTOR, VECTOR && !NARROW>;
-    using Result = WeightsResult<VECTOR && !NARROW, NARROW ? Elements<T>::QUAD : 0>;
+    constexpr bool WHOLE = VECTOR && UNITS == WHOLE_UNITS, NARROW = UNITS == NARROW_UNITS;
+    using Left = AlongLines<T, TILE, Product, Operand<UNITS, EvenColumns<T, true>, Gradients<T>>, VECTOR, WHOLE>;
+    using Taps = Operand<UNITS, EvenColumns<T, false>, GatherByTap<T, NARROW>>;
+    using Right = AlongLines<T, TILE, Product, Taps, VECTOR, WHOLE>;
+    using Result = WeightsResult<WHOLE, NARROW ? Elements<T>::QUAD : 0>;
     __shared__ TileMemory<TILE, Left, Right> memory;
     const u32 channels = shape.input.channels, rows = shape.output.channels, columns = shape.taps() * channels;
     u32 row, column;
-    tile_of_block<TILE>(shape.taps() * numbered_channels<T, NARROW>(shape), row, column);
+    tile_of_block<TILE>(shape.taps() * numbered_channels<T, UNITS>(shape), row, column);
     const u32 start = blockIdx.y * shape.slice, end = least(start + shape.slice, shape.output.pixels);
     const bool sums_line = sums.bias && column == 0 && threadIdx.x < TILE::SIDE && row + threadIdx.x < rows;
     f32 line_sum = 0.0f;
@@ -364,7 +419,7 @@ __device__ inline void backward_weights(const T* x, const T* dy, const Convoluti
 // ---- Entry points ----
 // They are in a source for each precision. `_large` and `_small` move 16 bytes at a time: channels and, except in the
 // forward pass, filters are multiples of 4 in f32, of 8 in bf16 and f16. `_narrow` supports 2, 4 or 6 channels of these,
-// and filters as before; `_scalar` any numbers.
+// and filters as before; `_even` dense layers with even numbers; `_scalar` any numbers.
 
 #ifdef TENSOR_CORES
 #define TENSOR TensorProduct

@@ -14,7 +14,10 @@ KERNEL_BOUNDS(conv_forward_bf16_small, SMALL_AHEAD) FORWARD(bf16) {
     forward<bf16, TENSOR, Small, true>(x, w, bias, y, shape, after, sums);
 }
 KERNEL_BOUNDS(conv_forward_bf16_narrow, NARROW) FORWARD(bf16) {
-    forward<bf16, TENSOR, Small, true, true>(x, w, bias, y, shape, after, sums);
+    forward<bf16, TENSOR, Small, true, NARROW_UNITS>(x, w, bias, y, shape, after, sums);
+}
+KERNEL_BOUNDS(conv_forward_bf16_even, NARROW) FORWARD(bf16) {
+    forward<bf16, TENSOR, Small, true, EVEN_UNITS>(x, w, bias, y, shape, after, sums);
 }
 KERNEL_BOUNDS(conv_forward_bf16_scalar, SCALAR) FORWARD(bf16) {
     forward<bf16, TENSOR, Small, false>(x, w, bias, y, shape, after, sums);
@@ -27,7 +30,10 @@ KERNEL_BOUNDS(conv_backward_input_bf16_small, SMALL_AHEAD) BACKWARD_INPUT(bf16) 
     backward_input<bf16, TENSOR, Small, true>(w, dy, dx, shape, before, sums);
 }
 KERNEL_BOUNDS(conv_backward_input_bf16_narrow, NARROW) BACKWARD_INPUT(bf16) {
-    backward_input<bf16, TENSOR, Small, true, true>(w, dy, dx, shape, before, sums);
+    backward_input<bf16, TENSOR, Small, true, NARROW_UNITS>(w, dy, dx, shape, before, sums);
+}
+KERNEL_BOUNDS(conv_backward_input_bf16_even, NARROW) BACKWARD_INPUT(bf16) {
+    backward_input<bf16, TENSOR, Small, true, EVEN_UNITS>(w, dy, dx, shape, before, sums);
 }
 KERNEL_BOUNDS(conv_backward_input_bf16_scalar, SCALAR) BACKWARD_INPUT(bf16) {
     backward_input<bf16, TENSOR, Small, false>(w, dy, dx, shape, before, sums);
@@ -40,7 +46,10 @@ KERNEL_BOUNDS(conv_backward_weights_bf16_small, SMALL_AHEAD) BACKWARD_WEIGHTS(bf
     backward_weights<bf16, TENSOR, Small, true>(x, dy, shape, sums);
 }
 KERNEL_BOUNDS(conv_backward_weights_bf16_narrow, NARROW) BACKWARD_WEIGHTS(bf16) {
-    backward_weights<bf16, TENSOR, Small, true, true>(x, dy, shape, sums);
+    backward_weights<bf16, TENSOR, Small, true, NARROW_UNITS>(x, dy, shape, sums);
+}
+KERNEL_BOUNDS(conv_backward_weights_bf16_even, NARROW) BACKWARD_WEIGHTS(bf16) {
+    backward_weights<bf16, TENSOR, Small, true, EVEN_UNITS>(x, dy, shape, sums);
 }
 KERNEL_BOUNDS(conv_backward_weights_bf16_scalar, SCALAR) BACKWARD_WEIGHTS(bf16) {
     backward_weights<bf16, TENSOR, Small, false>(x, dy, shape, sums);

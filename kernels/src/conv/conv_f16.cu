@@ -21,7 +21,10 @@ KERNEL_BOUNDS(conv_forward_f16_small, SMALL_AHEAD) FORWARD(f16) {
     forward<f16, F16_TENSOR, Small, true>(x, w, bias, y, shape, after, sums);
 }
 KERNEL_BOUNDS(conv_forward_f16_narrow, NARROW) FORWARD(f16) {
-    forward<f16, F16_TENSOR, Small, true, true>(x, w, bias, y, shape, after, sums);
+    forward<f16, F16_TENSOR, Small, true, NARROW_UNITS>(x, w, bias, y, shape, after, sums);
+}
+KERNEL_BOUNDS(conv_forward_f16_even, NARROW) FORWARD(f16) {
+    forward<f16, F16_TENSOR, Small, true, EVEN_UNITS>(x, w, bias, y, shape, after, sums);
 }
 KERNEL_BOUNDS(conv_forward_f16_scalar, SCALAR) FORWARD(f16) {
     forward<f16, F16_TENSOR, Small, false>(x, w, bias, y, shape, after, sums);
@@ -34,7 +37,10 @@ KERNEL_BOUNDS(conv_backward_input_f16_small, SMALL_AHEAD) BACKWARD_INPUT(f16) {
     backward_input<f16, F16_TENSOR, Small, true>(w, dy, dx, shape, before, sums);
 }
 KERNEL_BOUNDS(conv_backward_input_f16_narrow, NARROW) BACKWARD_INPUT(f16) {
-    backward_input<f16, F16_TENSOR, Small, true, true>(w, dy, dx, shape, before, sums);
+    backward_input<f16, F16_TENSOR, Small, true, NARROW_UNITS>(w, dy, dx, shape, before, sums);
+}
+KERNEL_BOUNDS(conv_backward_input_f16_even, NARROW) BACKWARD_INPUT(f16) {
+    backward_input<f16, F16_TENSOR, Small, true, EVEN_UNITS>(w, dy, dx, shape, before, sums);
 }
 KERNEL_BOUNDS(conv_backward_input_f16_scalar, SCALAR) BACKWARD_INPUT(f16) {
     backward_input<f16, F16_TENSOR, Small, false>(w, dy, dx, shape, before, sums);
@@ -47,7 +53,10 @@ KERNEL_BOUNDS(conv_backward_weights_f16_small, SMALL_AHEAD) BACKWARD_WEIGHTS(f16
     backward_weights<f16, F16_TENSOR, Small, true>(x, dy, shape, sums);
 }
 KERNEL_BOUNDS(conv_backward_weights_f16_narrow, NARROW) BACKWARD_WEIGHTS(f16) {
-    backward_weights<f16, F16_TENSOR, Small, true, true>(x, dy, shape, sums);
+    backward_weights<f16, F16_TENSOR, Small, true, NARROW_UNITS>(x, dy, shape, sums);
+}
+KERNEL_BOUNDS(conv_backward_weights_f16_even, NARROW) BACKWARD_WEIGHTS(f16) {
+    backward_weights<f16, F16_TENSOR, Small, true, EVEN_UNITS>(x, dy, shape, sums);
 }
 KERNEL_BOUNDS(conv_backward_weights_f16_scalar, SCALAR) BACKWARD_WEIGHTS(f16) {
     backward_weights<f16, F16_TENSOR, Small, false>(x, dy, shape, sums);

@@ -1,14 +1,16 @@
 //! Convolution on a GPU by this crate's own kernels.
 //!
 //! They are matrix products whose operands are gathered on the fly (`conv.cuh`, over the tiles of `tiles.cuh`);
-//! images of one channel, whose products would be too thin, have kernels of their own (`conv_first.cu`). Every result
-//! is a function of the operands alone: the order of all sums is fixed.
+//! images of one channel, whose products would be too thin, have kernels of their own (`conv_first.cu`), and so have few
+//! channels with few filters in bf16 and f16 (`conv_direct.cu`). Every result is a function of the operands alone: the order of
+//! all sums is fixed.
 //!
 //! On the device, images are NHWC (channels fastest) and weights are \[F, K, K, C\]. Activations, their gradients and
 //! the weights are of the precision's [storage](Precision::storage) type; bias, the gradients of weights and bias,
 //! and the workspace are f32. The kernels move 16 bytes at a time if channels and filters are multiples of 4 (f32) or
 //! 8 (bf16, f16) and all addresses are multiples of 16; the forward pass needs that of the channels only. Inputs of 2, 4 or 6
-//! channels in bf16 or f16 are read pixel by pixel, as if they had eight; otherwise slower kernels move single elements.
+//! channels in bf16 or f16 are read pixel by pixel, as if they had eight, and even numbers of a dense layer in words of two;
+//! otherwise slower kernels move single elements.
 //!
 //! Passes with few results, such as those of dense layers and small batches, cut their sums into slices, and the last
 //! block of a tile adds these up.
@@ -19,6 +21,7 @@
 //! has 2^31 pixels or more; their errors are those of compiling, loading and launching a kernel.
 
 use super::ConvShape;
+use super::direct;
 use super::first::{self, OutputGradient};
 use super::partition::{self, Reciprocal, Slices, Tile, Units};
 use super::workspace::DepthSums;
@@ -70,6 +73,12 @@ pub static SUMS: Source = Source { name: "conv_sums", text: include_str!("conv_s
 
 /// Flips weights for the transposed convolution.
 pub static FLIP: Source = Source { name: "conv_flip", text: include_str!("conv_flip.cu") };
+
+/// The source of the kernels for most operands of a layer.
+pub(super) fn source(shape: &ConvShape, precision: Precision) -> &'static Source {
+    let is_direct = direct::is_supported(shape, precision);
+    if is_direct { &direct::SOURCE } else { &PRODUCTS[precision as usize] }
+}
 
 /// `struct ImageExtents` of the kernels.
 #[derive(Clone, Copy, bytemuck::NoUninit)]
@@ -174,6 +183,7 @@ fn tile(stream: &Stream, units: Units, slices: &Slices, rows: usize, columns: us
     match units {
         Units::Whole => partition::tile(slices, rows, columns, stream.device().multiprocessors()),
         Units::Narrow => Tile::Narrow,
+        Units::Even => Tile::Even,
         Units::Elements => Tile::Scalar,
     }
 }
@@ -232,18 +242,30 @@ pub fn forward_fused(
     let rows = if pool.is_some() { 4 * pixels } else { pixels };
     count(rows + Tile::Large.side());
     let views: Vec<View<'_>> = [x, weights, y].into_iter().chain(chosen).collect();
-    let units = if_aligned(Units::of_forward(shape, precision), &views);
+    let chosen_bytes = chosen.map_or(0, |chosen| chosen.bytes());
+    let after = Arg::of(&after.parameters(shape, images, pixels * shape.filters)).moving(chosen_bytes);
+    let [x, weights, bias, y] = operands.map(Arg::from);
+    let arguments = |slice, last| {
+        [x, weights, bias, y, Arg::of(&Convolution::new(shape, images, slice, slope)), after, last]
+    };
+    if let Some(bands) = direct::forward_bands(shape, images, precision, pool)
+        && direct::suits(stream, precision, &views)
+    {
+        let (blocks, arguments) = (direct::blocks(stream, bands), arguments(0, Arg::of(&bands)));
+        // SAFETY: the views have the lengths that the extents say, and bands lie within the images.
+        return unsafe { direct::launch(stream, "forward", shape, precision, blocks, &arguments) };
+    }
+    let units = match if_aligned(Units::of_forward(shape, precision), &views) {
+        // Lines are samples, not the pixels of windows.
+        Units::Even if pool.is_some() => Units::Elements,
+        units => units,
+    };
     let slices = partition::forward_slices(shape, workspace.batch, precision, units, pool.is_some());
     let tile = tile(stream, units, &slices, rows, shape.filters);
     let sums = DepthSums::argument(workspace, &slices, tile, rows, shape.filters);
-    let [x, weights, bias, y] = operands.map(Arg::from);
-    let extents = Arg::of(&Convolution::new(shape, images, slices.len, slope));
-    let chosen = chosen.map_or(0, |chosen| chosen.bytes());
-    let after = Arg::of(&after.parameters(shape, images, pixels * shape.filters)).moving(chosen);
-    let arguments = [x, weights, bias, y, extents, after, sums];
     let grid = (rows, shape.filters, slices.count);
     // SAFETY: the views have the lengths that the extents say, and the workspace has the sums of every slice.
-    unsafe { run_product(stream, "forward", precision, tile, grid, &arguments) }
+    unsafe { run_product(stream, "forward", precision, tile, grid, &arguments(slices.len, sums)) }
 }
 
 /// Overwrites `dx` \[N, H, W, C\] with the gradient of the input, for `dy` \[N, H', W', F\].
@@ -286,14 +308,24 @@ pub fn backward_input_fused(
     count(before_len);
     let (rows, columns) = (images * shape.height * shape.width, shape.channels);
     let views: Vec<View<'_>> = [weights, dy, dx].into_iter().chain(before.views()).collect();
+    let read = before.views().map(|view| view.bytes()).sum();
+    let before = Arg::of(&before.parameters(images, dtype, len)).moving(read);
+    let arguments = |slice, last| {
+        let extents = Arg::of(&Convolution::new(shape, images, slice, LINEAR));
+        [weights.into(), dy.into(), dx.into(), extents, before, last]
+    };
+    if let Some(bands) = direct::input_bands(shape, images, precision)
+        && direct::suits(stream, precision, &views)
+    {
+        let (blocks, arguments) = (direct::blocks(stream, bands), arguments(0, Arg::of(&bands)));
+        // SAFETY: as in `forward_fused`.
+        return unsafe { direct::launch(stream, "backward_input", shape, precision, blocks, &arguments) };
+    }
     let units = if_aligned(Units::of(shape, precision), &views);
     let slices = partition::input_slices(shape, workspace.batch, precision);
     let tile = tile(stream, units, &slices, rows, columns);
     let sums = DepthSums::argument(workspace, &slices, tile, rows, columns);
-    let extents = Convolution::new(shape, images, slices.len, LINEAR);
-    let read = before.views().map(|view| view.bytes()).sum();
-    let before = Arg::of(&before.parameters(images, dtype, len)).moving(read);
-    let arguments = [weights.into(), dy.into(), dx.into(), Arg::of(&extents), before, sums];
+    let arguments = arguments(slices.len, sums);
     let grid = (rows, columns, slices.count);
     // SAFETY: the views have the lengths that the extents say, and the workspace has the sums of every slice.
     unsafe { run_product(stream, "backward_input", precision, tile, grid, &arguments) }
@@ -306,6 +338,9 @@ pub(super) fn backward_input_fills(
     precision: Precision,
     multiprocessors: u32,
 ) -> bool {
+    if let Some(bands) = direct::input_bands(shape, images, precision) {
+        return bands.count >= multiprocessors;
+    }
     let (rows, columns) = (images * shape.height * shape.width, shape.channels);
     let slices = partition::input_slices(shape, images, precision);
     let tile = partition::tile(&slices, rows, columns, multiprocessors);
@@ -367,7 +402,19 @@ pub fn backward_weights(
         return db.map_or(Ok(()), |db| stream.zero(db));
     }
     // Whether the workspace is aligned decides too, since the sums of slices are written to it.
-    let units = if_aligned(Units::of(shape, precision), &[x, dy, dw, workspace.sums]);
+    let views = [x, dy, dw, workspace.sums];
+    if let Some(bands) = direct::weight_bands(shape, images, precision)
+        && direct::suits(stream, precision, &views)
+        && db.is_none_or(|db| aligned(4, &[db]))
+    {
+        let (slices, rows) = (bands.slices(), shape.filters);
+        let sums = WeightSums::new(workspace, slices, 1, dw, db, rows).argument(slices, dw, rows);
+        let extents = Arg::of(&Convolution::new(shape, images, 0, LINEAR));
+        let arguments = [x.into(), dy.into(), extents, sums, Arg::of(&bands)];
+        // SAFETY: as in `forward_fused`; the workspace has the sums of every block.
+        return unsafe { direct::launch(stream, "backward_weights", shape, precision, slices, &arguments) };
+    }
+    let units = if_aligned(Units::of(shape, precision), &views);
     let (tile, slices) = partition::partition_weights(shape, images, precision, units);
     let (rows, columns) = (shape.filters, units.weight_columns(shape));
     let sums = WeightSums::new(workspace, slices.count, tile.count(rows, columns), dw, db, rows);

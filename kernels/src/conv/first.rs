@@ -12,7 +12,7 @@ use crate::{DType, Precision};
 use super::ConvShape;
 use super::cuda::{LINEAR, WeightSums, Workspace};
 use super::fused::After;
-use super::partition::{BLOCKS, Bands};
+use super::partition::{Bands, first_slices};
 
 /// The kernels for images of one channel.
 pub static SOURCE: Source = Source {
@@ -123,7 +123,7 @@ pub(super) fn forward(
     bands: &Bands,
 ) -> Result<()> {
     let multiprocessors = stream.device().multiprocessors() as usize;
-    let resident = if precision.storage() == DType::F32 { 4 } else { 2 };
+    let resident = if precision.storage() == DType::F32 || shape.filters <= 8 { 4 } else { 2 };
     let blocks = bands.count.min(sharing(resident * multiprocessors, shape, precision));
     let (pool, chosen) = after.pool.unzip();
     let (name, grid) = kernel("forward", pool, shape, precision, blocks);
@@ -203,7 +203,7 @@ pub fn backward(
     }
     let (pool, chosen) = pool.unzip();
     let bands = bands(shape, images, pool).expect("a layer with one channel");
-    let slices = bands.count.clamp(1, sharing(BLOCKS, shape, precision));
+    let slices = bands.count.clamp(1, sharing(first_slices(shape, precision), shape, precision));
     let (name, grid) = kernel("backward", pool, shape, precision, slices);
     let sums = WeightSums::new(workspace, slices, grid.blocks[1] as usize, dw, db, shape.filters);
     let slope = activated.map_or(LINEAR, |(_, slope)| slope);

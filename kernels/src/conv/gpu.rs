@@ -118,7 +118,7 @@ impl Conv {
         let AutotuneOptions { deterministic, narrow_gradients, .. } = options;
         let problem =
             format!("layer {shape:?} {images} {precision} {slope} {deterministic} {narrow_gradients}");
-        let own_kernels = &cuda::PRODUCTS[precision as usize];
+        let own_kernels = cuda::source(&shape, precision);
         let key = autotune::key(stream.device(), &library.version(), &problem, own_kernels, pass);
         let mut notes = Vec::new();
         let supported = |algorithm: &LibraryAlgorithm| library.workspace(pass, algorithm);

@@ -32,6 +32,8 @@ pub mod cuda;
 #[cfg(feature = "cuda")]
 mod cudnn;
 #[cfg(feature = "cuda")]
+pub mod direct;
+#[cfg(feature = "cuda")]
 pub mod first;
 #[cfg(feature = "cuda")]
 mod fused;

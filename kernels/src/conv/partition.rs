@@ -14,7 +14,7 @@
 //! suffice for 256 steps. All this is for a number of images that is fixed when a layer is set up: the bits of an image
 //! do not depend on how many others are in its batch.
 
-use super::ConvShape;
+use super::{ConvShape, direct};
 use crate::Precision;
 
 /// Target number of blocks: two per multiprocessor of the largest supported GPUs (H100: 132).
@@ -55,6 +55,8 @@ pub(super) enum Tile {
     Small,
     /// As `Small`, for inputs with fewer channels than 16 bytes hold.
     Narrow,
+    /// As `Small`, for dense layers whose last 16 bytes of a row are not whole.
+    Even,
     /// As `Small`, but moves single elements: for any extents and addresses.
     Scalar,
 }
@@ -66,6 +68,8 @@ pub(super) enum Units {
     Whole,
     /// The channels of the input are less than 16 bytes, and are read together.
     Narrow,
+    /// Up to 16 bytes of a dense layer's row, in words of two elements.
+    Even,
     /// Single elements.
     Elements,
 }
@@ -74,7 +78,13 @@ impl Units {
     /// What the channels and filters of `shape` permit, if all addresses are multiples of 16.
     pub(super) fn of(shape: &ConvShape, precision: Precision) -> Self {
         let unit = 16 / precision.storage().size();
-        if shape.filters.is_multiple_of(unit) { Self::of_forward(shape, precision) } else { Units::Elements }
+        match Self::of_forward(shape, precision) {
+            units if shape.filters.is_multiple_of(unit) => units,
+            Units::Whole | Units::Even if may_be_even(shape, unit) && shape.filters.is_multiple_of(2) => {
+                Units::Even
+            }
+            _ => Units::Elements,
+        }
     }
 
     /// As [`of`](Self::of), for the forward pass: it does not read along the filters.
@@ -82,6 +92,7 @@ impl Units {
         let unit = 16 / precision.storage().size();
         match shape.channels {
             channels if channels.is_multiple_of(unit) => Units::Whole,
+            channels if may_be_even(shape, unit) && channels.is_multiple_of(2) => Units::Even,
             2 | 4 | 6 if unit == 8 => Units::Narrow,
             _ => Units::Elements,
         }
@@ -92,9 +103,14 @@ impl Units {
     pub(super) fn weight_columns(self, shape: &ConvShape) -> usize {
         match self {
             Units::Narrow => 8 * shape.kernel * shape.kernel,
-            Units::Whole | Units::Elements => shape.filter_len(),
+            Units::Whole | Units::Even | Units::Elements => shape.filter_len(),
         }
     }
+}
+
+/// Whether there are kernels for even numbers of channels or filters, if `unit` of them are 16 bytes.
+fn may_be_even(shape: &ConvShape, unit: usize) -> bool {
+    shape.is_dense() && unit == 8
 }
 
 impl Tile {
@@ -103,6 +119,7 @@ impl Tile {
             Tile::Large => "large",
             Tile::Small => "small",
             Tile::Narrow => "narrow",
+            Tile::Even => "even",
             Tile::Scalar => "scalar",
         }
     }
@@ -110,7 +127,7 @@ impl Tile {
     pub(super) const fn side(self) -> usize {
         match self {
             Tile::Large => 128,
-            Tile::Small | Tile::Narrow | Tile::Scalar => 64,
+            Tile::Small | Tile::Narrow | Tile::Even | Tile::Scalar => 64,
         }
     }
 
@@ -119,7 +136,7 @@ impl Tile {
         match self {
             Tile::Large if ahead => 128,
             Tile::Large => 256,
-            Tile::Small | Tile::Narrow | Tile::Scalar => 128,
+            Tile::Small | Tile::Narrow | Tile::Even | Tile::Scalar => 128,
         }
     }
 
@@ -219,6 +236,7 @@ pub(super) fn partition_weights(
     let tile = match units {
         Units::Elements => Tile::Scalar,
         Units::Narrow => Tile::Narrow,
+        Units::Even => Tile::Even,
         Units::Whole if 3 * large <= small && large * most >= BLOCKS / 2 => Tile::Large,
         Units::Whole => Tile::Small,
     };
@@ -269,6 +287,50 @@ impl Bands {
     }
 }
 
+/// Maximum number of slices of the gradients of a layer of one channel. With up to eight filters in 16 bits a slice is small, and
+/// twice as many blocks fit on a multiprocessor.
+pub(super) fn first_slices(shape: &ConvShape, precision: Precision) -> usize {
+    if shape.filters <= 8 && precision.is_half() { 2 * BLOCKS } else { BLOCKS }
+}
+
+/// The division of images into bands of rows, for direct convolutions: `struct RowBands` of the kernels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, bytemuck::NoUninit)]
+#[repr(C)]
+pub(super) struct RowBands {
+    /// Rows of a band, or pairs of them if they are pooled.
+    pub rows: u32,
+    /// Number of bands in the batch.
+    pub count: u32,
+}
+
+impl RowBands {
+    /// Pixels of a band including its border: `BAND_UNITS` of the kernels.
+    const PIXELS: usize = 512;
+
+    /// For results of `height` by `width`, each of them the `high` by `high` pixels that are pooled. `None` if the images are
+    /// too wide.
+    pub(super) fn new(
+        images: usize,
+        [height, width]: [usize; 2],
+        high: usize,
+        kernel: usize,
+    ) -> Option<Self> {
+        let border = kernel - 1;
+        let most = (Self::PIXELS / (high * width + border)).saturating_sub(border) / high;
+        if most == 0 {
+            return None;
+        }
+        let wanted = BLOCKS.div_ceil(images.max(1)).min(height.div_ceil(Bands::ROWS / high));
+        let rows = height.div_ceil(wanted).min(most);
+        Some(RowBands { rows: rows as u32, count: u32::try_from(images * height.div_ceil(rows)).ok()? })
+    }
+
+    /// Blocks that share the bands of the gradient of the weights: each of them has sums of its own.
+    pub(super) fn slices(self) -> usize {
+        (self.count as usize).clamp(1, 3 * BLOCKS / 2)
+    }
+}
+
 /// Bytes of f32 workspace that every pass of a layer needs for a batch of this size. The gradients of a smaller batch may
 /// need a few slices more than those of a larger one, so ask for each size that is used.
 pub fn workspace_bytes(shape: &ConvShape, images: usize, precision: Precision) -> usize {
@@ -300,12 +362,19 @@ pub(super) fn gradient_workspace_bytes(shape: &ConvShape, images: usize, precisi
     // The gradient of the bias is computed with that of the weights.
     let len = shape.weights_len() + shape.filters;
     let weights = match Bands::new(shape, images, None) {
-        Some(_) => BLOCKS * len,
+        Some(_) => first_slices(shape, precision) * len,
         // How operands are read depends on addresses as well.
-        None => [Units::Elements, Units::of(shape, precision)]
-            .map(|units| partition_weights(shape, images, precision, units).1.workspace(len))
-            .into_iter()
-            .fold(0, usize::max),
+        None => {
+            let direct =
+                direct::weight_bands(shape, images, precision).map_or(0, |bands| match bands.slices() {
+                    1 => 0,
+                    slices => slices * len,
+                });
+            [Units::Elements, Units::of(shape, precision)]
+                .map(|units| partition_weights(shape, images, precision, units).1.workspace(len))
+                .into_iter()
+                .fold(direct, usize::max)
+        }
     };
     size_of::<f32>() * weights.max(bias_slices(shape, images).workspace(shape.filters))
 }
@@ -367,6 +436,37 @@ mod tests {
         }
     }
 
+    proptest! {
+        #[test]
+        fn bands_of_rows_fit_the_shared_memory_and_cover_the_images(
+            images in 0usize..3000, height in 1usize..300, width in 1usize..200, five: bool, pooled: bool,
+        ) {
+            let (high, border) = (if pooled { 2 } else { 1 }, if five { 4 } else { 2 });
+            let Some(bands) = RowBands::new(images, [height, width], high, border + 1) else {
+                prop_assert!(high * width > 80, "only wide images are too wide");
+                return Ok(());
+            };
+            let (rows, count) = (bands.rows as usize, bands.count as usize);
+            prop_assert!(rows >= 1 && (high * rows + border) * (high * width + border) <= RowBands::PIXELS);
+            prop_assert_eq!(count, images * height.div_ceil(rows));
+            prop_assert!((1..=3 * BLOCKS / 2).contains(&bands.slices()) && bands.slices() <= count.max(1));
+        }
+    }
+
+    #[test]
+    fn few_channels_and_filters_have_bands() {
+        let bands = |channels, side, filters, precision| {
+            direct::weight_bands(&conv(channels, side, filters, 5), 1024, precision)
+        };
+        let whole = |rows| Some(RowBands { rows, count: 1024 });
+        assert_eq!([2, 4, 6, 8].map(|channels| bands(channels, 14, 16, Precision::Bf16)), [whole(14); 4]);
+        assert_eq!(bands(6, 12, 8, Precision::F16), whole(12));
+        assert_eq!([3, 10].map(|channels| bands(channels, 14, 16, Precision::Bf16)), [None; 2]);
+        assert_eq!([10, 24].map(|filters| bands(6, 14, filters, Precision::Bf16)), [None; 2]);
+        assert_eq!([Precision::F32, Precision::Tf32].map(|precision| bands(6, 14, 16, precision)), [None; 2]);
+        assert_eq!(bands(6, 110, 16, Precision::Bf16), None, "a row and its border are too long");
+    }
+
     fn conv(channels: usize, side: usize, filters: usize, kernel: usize) -> ConvShape {
         ConvShape { channels, height: side, width: side, filters, kernel, padding: Padding::Same }
     }
@@ -377,6 +477,11 @@ mod tests {
         assert_eq!([2, 4, 6].map(|channels| units(channels, 16, Precision::Bf16)), [Units::Narrow; 3]);
         assert_eq!([1, 3, 5, 10].map(|channels| units(channels, 16, Precision::Bf16)), [Units::Elements; 4]);
         assert_eq!(units(6, 10, Precision::Bf16), Units::Elements, "whole units of filters only");
+        let dense = |channels, filters, precision| Units::of(&dense(channels, filters), precision);
+        let last = [(84, 10), (1152, 10), (120, 84), (400, 120), (4800, 5)];
+        let expected = [Units::Even, Units::Even, Units::Even, Units::Whole, Units::Elements];
+        assert_eq!(last.map(|(channels, filters)| dense(channels, filters, Precision::Bf16)), expected);
+        assert_eq!(dense(84, 10, Precision::Tf32), Units::Elements, "single elements are words");
         let forward = |channels| Units::of_forward(&conv(channels, 12, 10, 5), Precision::Bf16);
         assert_eq!([6, 8, 10].map(forward), [Units::Narrow, Units::Whole, Units::Elements], "any filters");
         assert_eq!(units(6, 16, Precision::Tf32), Units::Elements, "six channels are 24 bytes");
@@ -470,8 +575,12 @@ mod tests {
         let shape = conv(128, 28, 128, 5);
         assert_eq!(workspace_bytes(&shape, 1024, Precision::Bf16), 10 * (shape.weights_len() + 128) * 4);
         assert_eq!(workspace_bytes(&shape, 0, Precision::F32), 0);
+        let few = ConvShape { padding: Padding::Valid, ..conv(6, 14, 16, 5) };
+        assert_eq!(workspace_bytes(&few, 1024, Precision::Bf16), 396 * (few.weights_len() + 16) * 4);
         let first = conv(1, 28, 64, 5);
         assert_eq!(workspace_bytes(&first, 1024, Precision::Bf16), 264 * 64 * 26 * 4);
+        let six = conv(1, 28, 6, 5);
+        assert_eq!(workspace_bytes(&six, 1024, Precision::Bf16), 528 * 6 * 26 * 4);
         let last = dense(4800, 10);
         assert_eq!(workspace_bytes(&last, 1024, Precision::Bf16), 15 * 16 * 64 * 64 * 4, "of 16 tiles");
         let tiny = conv(8, 2, 8, 1);

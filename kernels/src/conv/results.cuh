@@ -4,40 +4,43 @@
 // A result receives units of four rows and four columns. Every step rounds to the type of the activations, as when the
 // operations are launched one by one, so the bits are the same.
 
-// Four values side by side, of which `known` lie in the matrix.
-template <class T, bool VECTOR>
-__device__ inline void store_four(T* to, const T values[4], u32 known) {
+// N values side by side, of which `known` lie in the matrix: all of them with VECTOR.
+template <u32 N, bool VECTOR, class T>
+__device__ inline void store_values(T* to, const T values[N], u32 known) {
     if constexpr (VECTOR) {
-        store_pack<4>(to, Pack<T, 4>{{values[0], values[1], values[2], values[3]}});
+        Pack<T, N> pack;
+#pragma unroll
+        for (u32 e = 0; e < N; e++) pack.at[e] = values[e];
+        store_pack(to, pack);
     } else {
 #pragma unroll
-        for (u32 e = 0; e < 4; e++) {
+        for (u32 e = 0; e < N; e++) {
             if (e < known) to[e] = values[e];
         }
     }
 }
 
-template <class T, bool VECTOR>
-__device__ inline void load_four(const T* from, T values[4], u32 known) {
+template <u32 N, bool VECTOR, class T>
+__device__ inline void load_values(const T* from, T values[N], u32 known) {
     if constexpr (VECTOR) {
-        const Pack<T, 4> pack = load_pack<4>(from);
+        const Pack<T, N> pack = load_pack<N>(from);
 #pragma unroll
-        for (u32 e = 0; e < 4; e++) values[e] = pack.at[e];
+        for (u32 e = 0; e < N; e++) values[e] = pack.at[e];
     } else {
 #pragma unroll
-        for (u32 e = 0; e < 4; e++) values[e] = e < known ? from[e] : T{};
+        for (u32 e = 0; e < N; e++) values[e] = e < known ? from[e] : T{};
     }
 }
 
-// Dropout of four neighbours in memory, from index `at` on.
-template <class T>
-__device__ inline void drop_four(const DropoutMask& mask, const StepState* state, u32 at, T values[4], u32 known) {
+// Dropout of N neighbours in memory, from index `at` on.
+template <u32 N, class T>
+__device__ inline void drop_values(const DropoutMask& mask, const StepState* state, u32 at, T values[N], u32 known) {
     const u64 base = mask.base(state);
     u64 element = mask.element(at);
-    for (u32 e = 0; e < 4; e++) {
+    for (u32 e = 0; e < N; e++) {
         if (e < known) values[e] = mask.apply(base, element, values[e]);
         // The next one may be of another position.
-        element = mask.channels % 4 == 0 && at % 4 == 0 ? element + mask.plane : mask.element(at + e + 1);
+        element = mask.channels % N == 0 && at % N == 0 ? element + mask.plane : mask.element(at + e + 1);
     }
 }
 
@@ -101,8 +104,9 @@ struct ForwardResult {
     const Convolution& shape;
     const After& after;
     u32 first_row, first_column;
+    u32 end = ~0u;   // rows from here on are not written
 
-    __device__ u32 rows() const { return after.chosen ? 4 * after.pooled.pixels : shape.output.pixels; }
+    __device__ u32 rows() const { return least(end, after.chosen ? 4 * after.pooled.pixels : shape.output.pixels); }
 
     __device__ void unit(u32 down, u32 across, const f32 values[4][4]) const {
         const u32 row = first_row + down, column = first_column + across, columns = shape.output.channels;
@@ -147,16 +151,16 @@ struct ForwardResult {
     }
 
     __device__ void store(u32 at, T values[4], u32 known) const {
-        if (after.state) drop_four(after.mask, after.state, at, values, known);
+        if (after.state) drop_values<4>(after.mask, after.state, at, values, known);
         store_columns(y + at, values, known);
     }
 
     template <class S>
     __device__ void store_columns(S* to, const S values[4], u32 known) const {
         if (VECTOR && shape.output.channels % 4 == 0) {
-            store_four<S, true>(to, values, known);
+            store_values<4, true>(to, values, known);
         } else {
-            store_four<S, false>(to, values, known);
+            store_values<4, false>(to, values, known);
         }
     }
 };
@@ -175,7 +179,8 @@ struct Before {
     DropoutMask mask;
 };
 
-template <class T, bool VECTOR>
+// It receives N neighbouring channels at once.
+template <class T, bool VECTOR, u32 N = 4>
 struct InputResult {
     T* dx;
     u32 rows, columns;
@@ -196,54 +201,65 @@ struct InputResult {
                 const f32 value = r == 0 ? values[0][e] : r == 1 ? values[1][e] : r == 2 ? values[2][e] : values[3][e];
                 gradient[e] = from_f32<T>(value);
             }
-            finish((row + r) * columns + column, gradient, known);
+            finish((row + r) * columns + column, gradient, known, [&](u32 at) { return place(at); });
         }
     }
 
-    __device__ void finish(u32 at, T gradient[4], u32 known) const {
-        if (before.state) drop_four(before.mask, before.state, at, gradient, known);
+    // Where an element of the pooled input is.
+    struct Place {
+        u32 image, row, column, channel;
+    };
+
+    __device__ Place place(u32 at) const {
+        const u32 pixel = at / before.channels, line = pixel / before.width;
+        return {line / before.height, line % before.height, pixel % before.width, at % before.channels};
+    }
+
+    // Stores the gradients of the elements from index `at` on. `place` finds an element if the input was pooled.
+    template <class PLACE>
+    __device__ void finish(u32 at, T gradient[N], u32 known, const PLACE& place) const {
+        if (before.state) drop_values<N>(before.mask, before.state, at, gradient, known);
         if (before.y) {
-            T y[4];
-            load_four<T, VECTOR>((const T*)before.y + at, y, known);
+            T y[N];
+            load_values<N, VECTOR>((const T*)before.y + at, y, known);
 #pragma unroll
-            for (u32 e = 0; e < 4; e++) gradient[e] = rectify_gradient(y[e], gradient[e], before.slope);
+            for (u32 e = 0; e < N; e++) gradient[e] = rectify_gradient(y[e], gradient[e], before.slope);
         }
         if (!before.chosen) {
-            store_four<T, VECTOR>(dx + at, gradient, known);
+            store_values<N, VECTOR>(dx + at, gradient, known);
             return;
         }
-        u8 places[4];
-        load_four<u8, VECTOR>(before.chosen + at, places, known);
-        if (VECTOR && before.channels % 4 == 0) {
-            unpool<true>(at, gradient, places, 4);
+        u8 places[N];
+        load_values<N, VECTOR>(before.chosen + at, places, known);
+        if (VECTOR && before.channels % N == 0) {
+            unpool<true>(place(at), gradient, places);
         } else {
 #pragma unroll
-            for (u32 e = 0; e < 4; e++) {
-                if (e < known) unpool<false>(at + e, gradient + e, places + e, 1);
+            for (u32 e = 0; e < N; e++) {
+                if (e < known) unpool<false>(place(at + e), gradient + e, places + e);
             }
         }
     }
 
-    // Writes the window of an output of the pooling layer, or those of four neighbouring channels, with the pixels that
+    // Writes the window of an output of the pooling layer, or those of N neighbouring channels, with the pixels that
     // an odd extent leaves over.
     template <bool WIDE>
-    __device__ void unpool(u32 at, const T* gradient, const u8* places, u32 known) const {
-        const u32 pixel = at / before.channels, channel = at % before.channels;
-        const u32 j = pixel % before.width, line = pixel / before.width;
-        const u32 i = line % before.height, image = line / before.height;
+    __device__ void unpool(const Place& at, const T* gradient, const u8* places) const {
+        const u32 i = at.row, j = at.column;
         const u32 bottom = i + 1 == before.height ? before.unpooled_height : 2 * i + 2;
         const u32 right = j + 1 == before.width ? before.unpooled_width : 2 * j + 2;
         for (u32 y = 2 * i; y < bottom; y++) {
             for (u32 x = 2 * j; x < right; x++) {
                 const u32 v = x - 2 * j, place = v < 2 ? 2 * (y - 2 * i) + v : 4;
-                T* to = dx + (((u64)image * before.unpooled_height + y) * before.unpooled_width + x) * before.channels;
-                T part[4];
+                const u64 line = (u64)at.image * before.unpooled_height + y;
+                T* to = dx + (line * before.unpooled_width + x) * before.channels + at.channel;
+                T part[N];
 #pragma unroll
-                for (u32 e = 0; e < (WIDE ? 4 : 1); e++) part[e] = places[e] == place ? gradient[e] : from_f32<T>(0.0f);
+                for (u32 e = 0; e < (WIDE ? N : 1); e++) part[e] = places[e] == place ? gradient[e] : from_f32<T>(0.0f);
                 if constexpr (WIDE) {
-                    store_four<T, true>(to + channel, part, known);
+                    store_values<N, true>(to, part, N);
                 } else {
-                    to[channel] = part[0];
+                    to[0] = part[0];
                 }
             }
         }
@@ -289,7 +305,7 @@ struct WeightsResult {
 #pragma unroll
         for (u32 r = 0; r < 4; r++) {
             f32* to = weights + ((u64)(row + r) * columns + column);
-            if (row + r < rows) store_four<f32, VECTOR>(to, values[r], known);
+            if (row + r < rows) store_values<4, VECTOR>(to, values[r], known);
         }
     }
 

@@ -197,7 +197,7 @@ struct Source {
     __device__ Quad load() const { return inside ? *(const Quad*)at : Quad{}; }
 };
 
-// Less than 16 bytes of an operand, followed by zeros: that many words, at most three.
+// Up to 16 bytes of an operand, followed by zeros: that many words, which are loaded one by one.
 template <class T>
 struct NarrowSource {
     const T* at;
@@ -206,7 +206,7 @@ struct NarrowSource {
     __device__ Quad load() const {
         Quad quad{};
 #pragma unroll
-        for (u32 word = 0; word < 3; word++) {
+        for (u32 word = 0; word < 4; word++) {
             if (word < words) quad.word[word] = ((const u32*)at)[word];
         }
         return quad;

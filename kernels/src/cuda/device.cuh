@@ -445,10 +445,12 @@ __device__ inline void multiply_add(f32 d[4], const u32 a[4], const u32 b[2], f3
 #endif
 
 // Four matrices of eight rows of 16 bytes from shared memory. Lane l passes the address of row l % 8 of matrix l / 8, and
-// gets word t of row g of each matrix, where g = l / 4 and t = l % 4.
+// gets word t of row g of each matrix, where g = l / 4 and t = l % 4. The rows of a matrix are in different groups of four
+// banks, or take longer if they are SCATTERED.
+template <bool SCATTERED = false>
 __device__ inline void load_matrices(u32 d[4], const u32* row) {
 #ifdef MGPU_SHIM
-    shim_load_matrices(d, row, false);
+    shim_load_matrices(d, row, false, SCATTERED);
 #else
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
@@ -458,9 +460,10 @@ __device__ inline void load_matrices(u32 d[4], const u32* row) {
 }
 
 // The same for 8x8 elements of 16 bits: a lane gets those of column g in the rows 2t (lower half) and 2t + 1.
+template <bool SCATTERED = false>
 __device__ inline void load_matrices_transposed(u32 d[4], const u32* row) {
 #ifdef MGPU_SHIM
-    shim_load_matrices(d, row, true);
+    shim_load_matrices(d, row, true, SCATTERED);
 #else
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])

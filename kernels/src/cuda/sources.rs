@@ -7,6 +7,7 @@ use crate::{activation, arena, conv, digest, dropout, gather, gelu, loss, norm, 
 pub fn sources() -> Vec<&'static Source> {
     let mut all: Vec<&'static Source> = conv::cuda::PRODUCTS.iter().collect();
     all.extend([
+        &conv::direct::SOURCE,
         &conv::first::SOURCE,
         &conv::cuda::SUMS,
         &conv::cuda::FLIP,
