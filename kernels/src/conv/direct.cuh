@@ -46,15 +46,15 @@ struct BandPlane {
 };
 
 // The pixels of an image that a band covers: `rows` by `columns`, from this row and column on, which may be negative.
-struct Window {
+struct Area {
     u32 first_row, first_column, rows, columns;
 };
 
-// Loads a window of image `image` to PLANES planes, with zeros outside the image. Threads have finished the band before.
+// Loads an area of image `image` to PLANES planes, with zeros outside the image. Threads have finished the band before.
 template <u32 PLANES, u32 THREADS, class T>
-__device__ inline void load_window(
-    BandPlane planes[PLANES], const T* values, const ImageExtents& extents, u32 image, const Window& window) {
-    const u32 count = window.rows * window.columns, channels = extents.channels;
+__device__ inline void load_area(
+    BandPlane planes[PLANES], const T* values, const ImageExtents& extents, u32 image, const Area& area) {
+    const u32 count = area.rows * area.columns, channels = extents.channels;
     const T* from = values + (u64)image * extents.height * extents.width * channels;
     // Several loads are in flight before the first unit is stored.
     constexpr u32 AT_ONCE = 2;
@@ -63,7 +63,7 @@ __device__ inline void load_window(
 #pragma unroll
         for (u32 n = 0; n < AT_ONCE; n++) {
             const u32 i = begin + n * THREADS;
-            const u32 row = window.first_row + i / window.columns, column = window.first_column + i % window.columns;
+            const u32 row = area.first_row + i / area.columns, column = area.first_column + i % area.columns;
             const bool inside = i < count && row < extents.height && column < extents.width;
             const T* pixel = from + (row * extents.width + column) * channels;
 #pragma unroll
@@ -131,7 +131,7 @@ __device__ inline void direct_forward(
     for (u32 index = blockIdx.x; index < bands.count; index += gridDim.x) {
         const RowBand band = band_of(bands, index, height);
         __syncthreads();
-        load_window<1, DIRECT_THREADS>(
+        load_area<1, DIRECT_THREADS>(
             &input, x, shape.input, band.image,
             {high * band.first - shape.pad, 0u - shape.pad, high * band.rows + K - 1, stride});
         __syncthreads();
@@ -197,7 +197,7 @@ __device__ inline void direct_backward_input(
         const RowBand band = band_of(bands, index, height);
         const u32 border = K - 1 - shape.pad;
         __syncthreads();
-        load_window<2, DIRECT_THREADS>(
+        load_area<2, DIRECT_THREADS>(
             gradients, dy, shape.output, band.image, {band.first - border, 0u - border, band.rows + K - 1, stride});
         __syncthreads();
         const u32 pixels = band.rows * width, first = (band.image * height + band.first) * width;
@@ -254,9 +254,9 @@ __device__ inline void direct_backward_weights(
     for (u32 index = blockIdx.x; index < bands.count; index += gridDim.x) {
         const RowBand band = band_of(bands, index, height);
         __syncthreads();
-        load_window<1, DIRECT_WEIGHTS_THREADS>(
+        load_area<1, DIRECT_WEIGHTS_THREADS>(
             &input, x, shape.input, band.image, {band.first - shape.pad, 0u - shape.pad, band.rows + K - 1, stride});
-        load_window<2, DIRECT_WEIGHTS_THREADS>(
+        load_area<2, DIRECT_WEIGHTS_THREADS>(
             gradients, dy, shape.output, band.image, {band.first, 0, band.rows, width});
         __syncthreads();
         const u32 pixels = band.rows * width;
