@@ -40,32 +40,12 @@ pub(super) use super::workspace::WeightSums;
 /// The `slope` of [`forward`] that means no activation.
 pub const LINEAR: f32 = 1.0;
 
-macro_rules! product_source {
-    ($name:literal) => {
-        Source {
-            name: $name,
-            text: concat!(
-                "#line 1 \"tiles.cuh\"\n",
-                include_str!("tiles.cuh"),
-                "#line 1 \"extents.cuh\"\n",
-                include_str!("extents.cuh"),
-                "#line 1 \"results.cuh\"\n",
-                include_str!("results.cuh"),
-                "#line 1 \"conv.cuh\"\n",
-                include_str!("conv.cuh"),
-                concat!("#line 1 \"", $name, ".cu\"\n"),
-                include_str!(concat!($name, ".cu"))
-            ),
-        }
-    };
-}
-
 /// The matrix products, indexed by [`Precision`].
 pub static PRODUCTS: [Source; 4] = [
-    product_source!("conv_f32"),
-    product_source!("conv_tf32"),
-    product_source!("conv_bf16"),
-    product_source!("conv_f16"),
+    kernel_source!("conv_f32": "tiles.cuh", "extents.cuh", "results.cuh", "conv.cuh"),
+    kernel_source!("conv_tf32": "tiles.cuh", "extents.cuh", "results.cuh", "conv.cuh"),
+    kernel_source!("conv_bf16": "tiles.cuh", "extents.cuh", "results.cuh", "conv.cuh"),
+    kernel_source!("conv_f16": "tiles.cuh", "extents.cuh", "results.cuh", "conv.cuh"),
 ];
 
 /// Sums of rows.

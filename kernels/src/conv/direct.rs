@@ -3,30 +3,16 @@
 //! They need tensor cores for elements of 16 bits, and 2, 4, 6 or 8 channels, 8 or 16 filters, and kernels of 3×3 or 5×5,
 //! as the second layer of LeNet-5 has. Other layers of so few channels are matrix products.
 
+use super::ConvShape;
+use super::partition::RowBands;
 use crate::Precision;
 use crate::cuda::elements::{aligned, count, run};
 use crate::cuda::{Arg, Grid, Result, Source, Stream, View};
-
-use super::ConvShape;
-use super::partition::RowBands;
 use crate::pool::PoolShape;
 
 /// The kernels for few channels and filters.
-pub static SOURCE: Source = Source {
-    name: "conv_direct",
-    text: concat!(
-        "#line 1 \"tiles.cuh\"\n",
-        include_str!("tiles.cuh"),
-        "#line 1 \"extents.cuh\"\n",
-        include_str!("extents.cuh"),
-        "#line 1 \"results.cuh\"\n",
-        include_str!("results.cuh"),
-        "#line 1 \"direct.cuh\"\n",
-        include_str!("direct.cuh"),
-        "#line 1 \"conv_direct.cu\"\n",
-        include_str!("conv_direct.cu"),
-    ),
-};
+pub static SOURCE: Source =
+    kernel_source!("conv_direct": "tiles.cuh", "extents.cuh", "results.cuh", "direct.cuh");
 
 /// How many blocks of a pass whose result has the size of a batch are on a multiprocessor at once.
 const RESIDENT: usize = 4;

@@ -15,17 +15,7 @@ use super::fused::After;
 use super::partition::{Bands, first_slices};
 
 /// The kernels for images of one channel.
-pub static SOURCE: Source = Source {
-    name: "conv_first",
-    text: concat!(
-        "#line 1 \"first.cuh\"\n",
-        include_str!("first.cuh"),
-        "#line 1 \"first_tensors.cuh\"\n",
-        include_str!("first_tensors.cuh"),
-        "#line 1 \"conv_first.cu\"\n",
-        include_str!("conv_first.cu"),
-    ),
-};
+pub static SOURCE: Source = kernel_source!("conv_first": "first.cuh", "first_tensors.cuh");
 
 /// `struct OneChannel` of the kernels.
 #[derive(Clone, Copy, bytemuck::NoUninit)]
