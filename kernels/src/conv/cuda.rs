@@ -124,10 +124,14 @@ impl Convolution {
     }
 }
 
+/// Whether all addresses are multiples of 16.
+pub(super) fn are_aligned(views: &[View<'_>]) -> bool {
+    views.iter().all(|view| aligned(16 / view.dtype().size(), &[*view]))
+}
+
 /// How the kernels read these operands, if the extents permit `units`.
 fn if_aligned(units: Units, views: &[View<'_>]) -> Units {
-    let aligned = views.iter().all(|view| aligned(16 / view.dtype().size(), &[*view]));
-    if aligned { units } else { Units::Elements }
+    if are_aligned(views) { units } else { Units::Elements }
 }
 
 /// Runs the matrix product of `pass`, with a block for every tile of `rows` by `columns` and every slice.
@@ -385,9 +389,9 @@ pub fn backward_weights(
     let views = [x, dy, dw, workspace.sums];
     if let Some(bands) = direct::weight_bands(shape, images, precision)
         && direct::suits(stream, precision, &views)
-        && db.is_none_or(|db| aligned(4, &[db]))
+        && db.is_none_or(|db| are_aligned(&[db]))
     {
-        let (slices, rows) = (bands.slices(), shape.filters);
+        let (slices, rows) = (bands.slices().count, shape.filters);
         let sums = WeightSums::new(workspace, slices, 1, dw, db, rows).argument(slices, dw, rows);
         let extents = Arg::of(&Convolution::new(shape, images, 0, LINEAR));
         let arguments = [x.into(), dy.into(), extents, sums, Arg::of(&bands)];

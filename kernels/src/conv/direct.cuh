@@ -15,8 +15,8 @@
 // | backward_input | 16 pixels | 16 filters of a tap | 8 channels |
 // | backward_weights | 16 filters | 16 pixels | 8 channels of a tap |
 //
-// A row beyond the last pixel, or a tap beyond the last one, reads a unit of zeros, so that no result depends on values
-// that do not belong to it, not even on a NaN.
+// A depth beyond the last tap or pixel reads a unit of zeros, so that no result depends on values that do not belong to it, not
+// even on a NaN. A row beyond the last pixel reads that pixel's values again, and is not written.
 
 #define DIRECT_THREADS 128u
 #define DIRECT_WEIGHTS_THREADS 256u

@@ -4,9 +4,10 @@
 //! as the second layer of LeNet-5 has. Other layers of so few channels are matrix products.
 
 use super::ConvShape;
+use super::cuda::are_aligned;
 use super::partition::RowBands;
 use crate::Precision;
-use crate::cuda::elements::{aligned, count, run};
+use crate::cuda::elements::{count, run};
 use crate::cuda::{Arg, Grid, Result, Source, Stream, View};
 use crate::pool::PoolShape;
 
@@ -53,8 +54,7 @@ pub(super) fn weight_bands(shape: &ConvShape, images: usize, precision: Precisio
 /// Whether the kernels run on this GPU, on operands at these addresses.
 pub(super) fn suits(stream: &Stream, precision: Precision, views: &[View<'_>]) -> bool {
     let tensor_cores = if precision == Precision::F16 { (7, 5) } else { (8, 0) };
-    stream.device().architecture() >= tensor_cores
-        && views.iter().all(|view| aligned(16 / view.dtype().size(), &[*view]))
+    stream.device().architecture() >= tensor_cores && are_aligned(views)
 }
 
 /// Blocks of a pass whose result has the size of a batch.

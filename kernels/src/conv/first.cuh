@@ -28,7 +28,7 @@ struct OneChannel {
     f32 slope;
     u32 pooled_height, pooled_width;   // only if the output is pooled
 
-    // Of the output as it is stored: pooled, if a row of strips has two output rows.
+    // The extents of the output in memory. It is pooled if a row of strips has two output rows.
     template <u32 HIGH>
     __device__ u32 stored_height() const { return HIGH == 1 ? out_height : pooled_height; }
     template <u32 HIGH>

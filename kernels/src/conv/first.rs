@@ -12,7 +12,7 @@ use crate::{DType, Precision};
 use super::ConvShape;
 use super::cuda::{LINEAR, WeightSums, Workspace};
 use super::fused::After;
-use super::partition::{Bands, first_slices};
+use super::partition::{Bands, FEW_FILTERS, first_slices};
 
 /// The kernels for images of one channel.
 pub static SOURCE: Source = kernel_source!("conv_first": "first.cuh", "first_tensors.cuh");
@@ -72,7 +72,7 @@ pub(super) fn bands(shape: &ConvShape, images: usize, pool: Option<&PoolShape>) 
 /// The filters of a block, and what kernels for so many are called.
 fn filters_of_block(shape: &ConvShape, precision: Precision) -> (usize, &'static str) {
     match shape.filters {
-        0..=8 => (8, "few"),
+        0..=FEW_FILTERS => (FEW_FILTERS, "few"),
         33.. if precision.storage() == DType::F32 => (64, "x2"),
         _ => (32, "x1"),
     }
@@ -113,7 +113,7 @@ pub(super) fn forward(
     bands: &Bands,
 ) -> Result<()> {
     let multiprocessors = stream.device().multiprocessors() as usize;
-    let resident = if precision.storage() == DType::F32 || shape.filters <= 8 { 4 } else { 2 };
+    let resident = if precision.storage() == DType::F32 || shape.filters <= FEW_FILTERS { 4 } else { 2 };
     let blocks = bands.count.min(sharing(resident * multiprocessors, shape, precision));
     let (pool, chosen) = after.pool.unzip();
     let (name, grid) = kernel("forward", pool, shape, precision, blocks);

@@ -287,10 +287,13 @@ impl Bands {
     }
 }
 
-/// Maximum number of slices of the gradients of a layer of one channel. With up to eight filters in 16 bits a slice is small, and
+/// Up to so many filters of images with one channel are computed by blocks for few of them.
+pub(super) const FEW_FILTERS: usize = 8;
+
+/// Maximum number of slices of the gradients of a layer of one channel. With few filters in 16 bits a slice is small, and
 /// twice as many blocks fit on a multiprocessor.
 pub(super) fn first_slices(shape: &ConvShape, precision: Precision) -> usize {
-    if shape.filters <= 8 && precision.is_half() { 2 * BLOCKS } else { BLOCKS }
+    if shape.filters <= FEW_FILTERS && precision.is_half() { 2 * BLOCKS } else { BLOCKS }
 }
 
 /// The division of images into bands of rows, for direct convolutions: `struct RowBands` of the kernels.
@@ -325,9 +328,11 @@ impl RowBands {
         Some(RowBands { rows: rows as u32, count: u32::try_from(images * height.div_ceil(rows)).ok()? })
     }
 
-    /// Blocks that share the bands of the gradient of the weights: each of them has sums of its own.
-    pub(super) fn slices(self) -> usize {
-        (self.count as usize).clamp(1, 3 * BLOCKS / 2)
+    /// The slices of the gradient of the weights, in bands: each block has sums of its own.
+    pub(super) fn slices(self) -> Slices {
+        let bands = self.count as usize;
+        let count = bands.clamp(1, 3 * BLOCKS / 2);
+        Slices { count, len: bands.div_ceil(count) }
     }
 }
 
@@ -365,11 +370,8 @@ pub(super) fn gradient_workspace_bytes(shape: &ConvShape, images: usize, precisi
         Some(_) => first_slices(shape, precision) * len,
         // How operands are read depends on addresses as well.
         None => {
-            let direct =
-                direct::weight_bands(shape, images, precision).map_or(0, |bands| match bands.slices() {
-                    1 => 0,
-                    slices => slices * len,
-                });
+            let bands = direct::weight_bands(shape, images, precision);
+            let direct = bands.map_or(0, |bands| bands.slices().workspace(len));
             [Units::Elements, Units::of(shape, precision)]
                 .map(|units| partition_weights(shape, images, precision, units).1.workspace(len))
                 .into_iter()
@@ -449,7 +451,9 @@ mod tests {
             let (rows, count) = (bands.rows as usize, bands.count as usize);
             prop_assert!(rows >= 1 && (high * rows + border) * (high * width + border) <= RowBands::PIXELS);
             prop_assert_eq!(count, images * height.div_ceil(rows));
-            prop_assert!((1..=3 * BLOCKS / 2).contains(&bands.slices()) && bands.slices() <= count.max(1));
+            let slices = bands.slices();
+            prop_assert!((1..=3 * BLOCKS / 2).contains(&slices.count) && slices.count <= count.max(1));
+            prop_assert!(slices.count * slices.len >= count);
         }
     }
 

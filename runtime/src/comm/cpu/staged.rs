@@ -199,11 +199,8 @@ impl CpuTransport {
                     let bytes = len * payload.element;
                     // SAFETY: the peer has put its part of the result into its slot, and does not write that now.
                     unsafe {
-                        std::ptr::copy_nonoverlapping(
-                            slots[peer as usize].wrapping_add(at),
-                            own.wrapping_add(at),
-                            bytes,
-                        );
+                        let result = slots[peer as usize].wrapping_add(at);
+                        Stores::Cached.copy(result, own.wrapping_add(at), bytes);
                     }
                     comm.count(bytes, 1);
                 }

@@ -1,4 +1,4 @@
-//! How ranks write what another rank has sent: through the caches, or around them.
+//! How ranks write slots that peers read, and results: through the caches, or around them.
 //!
 //! # Slots
 //!
@@ -19,7 +19,7 @@
 
 use std::sync::LazyLock;
 
-/// How slots are written.
+/// How memory is written.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) enum Stores {
     #[default]
