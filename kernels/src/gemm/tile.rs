@@ -351,38 +351,38 @@ unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
             unroll!(VECTORS, { bias[I] = simd.load_first(origin.bias.add(I * S::LANES), counts[I]) });
             sums = [bias; ROWS];
         }
-        // Whether the destination already holds a part of the result, and the number of terms in the sums.
+        // Whether the destination already holds a part of the result, and the number of terms in the sums. Whole and partial
+        // vectors are told apart once for all of them: a branch for each would make the compiler spill registers.
         let (mut existing, mut terms) = (origin.existing, 0);
         macro_rules! add_existing {
+            ($($count:ident)? => $load:ident) => {
+                unroll!(ROWS, {
+                    const ROW: usize = I;
+                    let from = origin.c.add(ROW * origin.row).cast_const();
+                    unroll!(VECTORS, {
+                        let before = simd.$load(from.add(I * S::LANES) $(, $count[I])?);
+                        sums[ROW][I] = simd.add(sums[ROW][I], before);
+                    });
+                });
+            };
             () => {
                 if existing {
-                    unroll!(ROWS, {
-                        const ROW: usize = I;
-                        let from = origin.c.add(ROW * origin.row).cast_const();
-                        unroll!(VECTORS, {
-                            let from = from.add(I * S::LANES);
-                            let before =
-                                if whole { simd.load(from) } else { simd.load_first(from, counts[I]) };
-                            sums[ROW][I] = simd.add(sums[ROW][I], before);
-                        });
-                    });
+                    if whole { add_existing!(=> load); } else { add_existing!(counts => load_first); }
                 }
             };
         }
         macro_rules! store {
-            () => {
+            ($($count:ident)? => $store:ident) => {
                 unroll!(ROWS, {
                     const ROW: usize = I;
                     let to = origin.c.add(ROW * origin.row);
                     unroll!(VECTORS, {
-                        let to = to.add(I * S::LANES);
-                        if whole {
-                            simd.store(sums[ROW][I], to);
-                        } else {
-                            simd.store_first(sums[ROW][I], to, counts[I]);
-                        }
+                        simd.$store(sums[ROW][I], to.add(I * S::LANES) $(, $count[I])?);
                     });
                 });
+            };
+            () => {
+                if whole { store!(=> store); } else { store!(counts => store_first); }
             };
         }
         let mut prefetch = origin.prefetch;
