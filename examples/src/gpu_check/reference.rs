@@ -141,7 +141,8 @@ mod tests {
             let (wide_x, wide_dy, wide_w) = (wide(&x), wide(&dy), wide(&to_device(&w, 3, 9)));
             let threads = Threads::new(1);
             let mut scratch = mgpu_kernels::Scratch::new(&threads);
-            let mut conv = cpu::Conv::new(shape, cpu::Epilogue::NONE, cpu::ConvPolicy::Direct);
+            let direct = cpu::ConvOptions { policy: cpu::ConvPolicy::Direct, ..cpu::ConvOptions::default() };
+            let mut conv = cpu::Conv::new(shape, cpu::Epilogue::NONE, direct);
 
             let mut y = vec![0.0; dy.len()];
             conv.forward(&threads, &mut scratch, &x, &w, &b, &mut y, &mut []);

@@ -108,8 +108,11 @@ impl<E: Storage> Net<E> {
     ) -> Net<E> {
         let threads = Threads::new(threads);
         let engine = tile_engine::of_storage::<E>();
-        let kernels =
-            |stage: &Stage| CpuKernels { conv: choice, engine: engine.filter(|_| !stage.stays_f32) };
+        let kernels = |stage: &Stage| CpuKernels {
+            conv: choice,
+            engine: engine.filter(|_| !stage.stays_f32),
+            storage: E::DTYPE,
+        };
         let tensors = plan.tensors.parameters.tensors();
         let biases =
             plan.stages.iter().filter_map(|stage| stage.op.weight()).map(|weight| tensors[weight + 1].len());

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use half::{bf16, f16};
 use mgpu_kernels::Precision;
 use mgpu_kernels::Scratch;
-use mgpu_kernels::conv::cpu::{self, Backward, ConvPolicy, Epilogue};
+use mgpu_kernels::conv::cpu::{self, Backward, ConvOptions, ConvPolicy, Epilogue};
 use mgpu_kernels::conv::gpu::Conv;
 use mgpu_kernels::conv::{self, Padding};
 use mgpu_kernels::cuda::{AutotuneOptions, Device, Memory, Result, Stream, View};
@@ -219,7 +219,11 @@ fn on_cpu(shape: conv::ConvShape, images: usize, precision: Precision, slope: f3
     let mut y = vec![0.0; dy.len()];
     let (mut dx, mut dw, mut db) = (vec![0.0; x.len()], vec![0.0; w.len()], vec![0.0; b.len()]);
     // The backward passes start before the activation here.
-    let mut layer = cpu::Conv::new(shape, Epilogue::NONE, ConvPolicy::Direct);
+    let mut layer = cpu::Conv::new(
+        shape,
+        Epilogue::NONE,
+        ConvOptions { policy: ConvPolicy::Direct, ..ConvOptions::default() },
+    );
     layer.forward(&threads, &mut scratch, &x, &w, &b, &mut y, &mut []);
     let from = Backward { x: &x, weights: &w, y: &y, chosen: &[], dy: &dy };
     layer.backward(&threads, &mut scratch, from, &mut dw, &mut db, Some(&mut dx));

@@ -89,10 +89,12 @@ impl Operation for ConvOp {
 
     fn on_cpu(&self, kernels: CpuKernels) -> CpuLayer {
         let epilogue = ConvEpilogue { slope: self.slope, pool: self.pool.map(|pool| pool.shape.rounding) };
+        let CpuKernels { conv: policy, engine, storage } = kernels;
+        let options = conv::cpu::ConvOptions { policy, engine, storage };
         CpuLayer::Conv(Box::new(Cpu {
             filters: self.shape.filters,
             weight: self.weight,
-            kernel: conv::cpu::Conv::with_engine(self.shape, epilogue, kernels.conv, kernels.engine),
+            kernel: conv::cpu::Conv::new(self.shape, epilogue, options),
         }))
     }
 

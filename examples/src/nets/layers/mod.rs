@@ -22,12 +22,12 @@ mod max_pool;
 
 use std::fmt;
 
-use mgpu_kernels::Storage;
 use mgpu_kernels::activation::LEAKY_SLOPE;
 use mgpu_kernels::conv::Padding;
 use mgpu_kernels::conv::cpu::ConvPolicy;
 use mgpu_kernels::pool::Rounding;
 use mgpu_kernels::tile_engine::Engine;
+use mgpu_kernels::{DType, Storage};
 
 use super::tensors::Tensors;
 pub(super) use cpu::{BackwardPass, ForwardPass, OnCpu, PassState, StageTensors, Step};
@@ -213,6 +213,8 @@ pub(super) struct CpuKernels {
     pub(super) conv: ConvPolicy,
     /// What computes products, if operands may be rounded to bf16.
     pub(super) engine: Option<Engine>,
+    /// The type that activations are stored in.
+    pub(super) storage: DType,
 }
 
 /// Which passes of an operation work in place.

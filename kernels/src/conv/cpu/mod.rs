@@ -10,10 +10,10 @@
 //! - `winograd`: tiles of pixels are transformed, multiplied and transformed back, with 2 to 6 times fewer
 //!   multiplications (Lavin and Gray, "Fast algorithms for convolutional neural networks", CVPR 2016).
 //!
-//! A layer with an engine for products of bf16 ([`Conv::with_engine`]) is computed directly by it (`tiles`), if its shape
+//! A layer with an engine for products of bf16 ([`ConvOptions::engine`]) is computed directly by it (`tiles`), if its shape
 //! suits.
 //!
-//! The selection depends on the shape and the engine alone, so a run is reproducible bit for bit.
+//! The selection depends on the shape and the options alone, so a run is reproducible bit for bit.
 
 mod direct;
 #[cfg(test)]
@@ -32,7 +32,7 @@ use direct::Direct;
 use direct::tiles::{self, TiledDirect};
 use winograd::Winograd;
 
-use crate::{Scratch, Storage};
+use crate::{DType, Scratch, Storage};
 
 /// The operations fused with a convolution, applied while its outputs are in the cache: `y = pool(activation(conv +
 /// bias))`.
@@ -68,6 +68,24 @@ pub enum ConvPolicy {
     Auto,
     /// `direct` for all layers.
     Direct,
+}
+
+/// What decides on the algorithm of a layer, besides its shape.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ConvOptions {
+    /// The algorithms that are allowed.
+    pub policy: ConvPolicy,
+    /// What multiplies operands rounded to bf16, where it is faster; `None` if products are those of f32.
+    pub engine: Option<Engine>,
+    /// The type that images are stored in. What is rounded to 16 bits may be computed with less accuracy.
+    pub storage: DType,
+}
+
+impl Default for ConvOptions {
+    /// Everything in f32.
+    fn default() -> Self {
+        ConvOptions { policy: ConvPolicy::default(), engine: None, storage: DType::F32 }
+    }
 }
 
 /// A convolution with its epilogue.
@@ -120,11 +138,10 @@ impl Epilogue {
 }
 
 impl ConvAlgorithm {
-    /// The algorithm for `shape`, a function of the arguments alone. `engine` computes products of bf16, if they are
-    /// allowed.
-    pub fn choose(shape: &ConvShape, policy: ConvPolicy, engine: Option<Engine>) -> ConvAlgorithm {
-        let in_f32 = ConvAlgorithm::choose_in_f32(shape, policy);
-        match engine.filter(|_| tiles::suits(shape)) {
+    /// The algorithm for `shape`, a function of the arguments alone.
+    pub fn choose(shape: &ConvShape, options: ConvOptions) -> ConvAlgorithm {
+        let in_f32 = ConvAlgorithm::choose_in_f32(shape, options);
+        match options.engine.filter(|_| tiles::suits(shape)) {
             Some(engine) if engine.beats_winograd() || in_f32 == ConvAlgorithm::Direct => {
                 ConvAlgorithm::Tiles(engine)
             }
@@ -132,10 +149,10 @@ impl ConvAlgorithm {
         }
     }
 
-    fn choose_in_f32(shape: &ConvShape, policy: ConvPolicy) -> ConvAlgorithm {
-        match policy {
+    fn choose_in_f32(shape: &ConvShape, options: ConvOptions) -> ConvAlgorithm {
+        match options.policy {
             ConvPolicy::Auto => {
-                let tiles = winograd::tiles(shape);
+                let tiles = winograd::tiles(shape, options.storage);
                 tiles.map_or(ConvAlgorithm::Direct, |(forward, backward)| ConvAlgorithm::Winograd {
                     forward,
                     backward,
@@ -178,22 +195,9 @@ impl Conv {
     ///
     /// # Panics
     /// If the kernel does not fit the image.
-    pub fn new(shape: ConvShape, epilogue: Epilogue, policy: ConvPolicy) -> Conv {
-        Self::with_engine(shape, epilogue, policy, None)
-    }
-
-    /// As [`new`](Self::new), for a layer whose operands may be rounded to bf16, so that `engine` can multiply them.
-    ///
-    /// # Panics
-    /// As [`new`](Self::new).
-    pub fn with_engine(
-        shape: ConvShape,
-        epilogue: Epilogue,
-        policy: ConvPolicy,
-        engine: Option<Engine>,
-    ) -> Conv {
+    pub fn new(shape: ConvShape, epilogue: Epilogue, options: ConvOptions) -> Conv {
         shape.check();
-        let kind = match ConvAlgorithm::choose(&shape, policy, engine) {
+        let kind = match ConvAlgorithm::choose(&shape, options) {
             ConvAlgorithm::Tiles(engine) => Kind::Tiles(TiledDirect::new(shape, epilogue, engine)),
             ConvAlgorithm::Direct => Kind::Direct(Direct::new(shape, epilogue)),
             ConvAlgorithm::Winograd { forward, backward } => {

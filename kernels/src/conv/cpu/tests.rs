@@ -7,11 +7,8 @@ use super::*;
 use crate::conv::Padding;
 use crate::reference::{assert_close, narrow, random, widen};
 
-/// What selects the algorithm, besides the shape.
-type Choice = (ConvPolicy, Option<Engine>);
-
-const DIRECT: Choice = (ConvPolicy::Direct, None);
-const AUTO: Choice = (ConvPolicy::Auto, None);
+const AUTO: ConvOptions = ConvOptions { policy: ConvPolicy::Auto, engine: None, storage: DType::F32 };
+const DIRECT: ConvOptions = ConvOptions { policy: ConvPolicy::Direct, ..AUTO };
 
 /// The results of the definition, in `f64`.
 struct Expected {
@@ -103,9 +100,9 @@ struct Passes<E> {
 }
 
 /// As [`inputs`], of which an engine's operands are bf16 numbers.
-fn inputs_for((_, engine): Choice, shape: &ConvShape, epilogue: &Epilogue, images: usize) -> [Vec<f32>; 4] {
+fn inputs_for(options: ConvOptions, shape: &ConvShape, epilogue: &Epilogue, images: usize) -> [Vec<f32>; 4] {
     let [x, w, b, dy] = inputs(shape, epilogue, images);
-    match engine {
+    match options.engine {
         Some(_) => [widen(&narrow(&x)), widen(&narrow(&w)), b, widen(&narrow(&dy))],
         None => [x, w, b, dy],
     }
@@ -123,22 +120,28 @@ fn inputs(shape: &ConvShape, epilogue: &Epilogue, images: usize) -> [Vec<f32>; 4
 }
 
 /// All passes, computed twice with the same memory, and the results compared.
-fn compute(shape: ConvShape, epilogue: Epilogue, choice: Choice, images: usize, count: usize) -> Passes<f32> {
-    let [x, w, b, dy] = inputs_for(choice, &shape, &epilogue, images);
-    compute_from((shape, epilogue, choice), count, (&x, &w, &b, &dy), None)
+fn compute(
+    shape: ConvShape,
+    epilogue: Epilogue,
+    options: ConvOptions,
+    images: usize,
+    count: usize,
+) -> Passes<f32> {
+    let [x, w, b, dy] = inputs_for(options, &shape, &epilogue, images);
+    compute_from((shape, epilogue, options), count, (&x, &w, &b, &dy), None)
 }
 
 /// As [`compute`], from given inputs x, w, b and dy. The backward pass uses `result`, if given, instead of the
 /// computed result.
 fn compute_from<E: Storage + PartialEq>(
-    (shape, epilogue, (policy, engine)): (ConvShape, Epilogue, Choice),
+    (shape, epilogue, options): (ConvShape, Epilogue, ConvOptions),
     count: usize,
     (x, w, b, dy): (&[E], &[f32], &[f32], &[E]),
     result: Option<&[E]>,
 ) -> Passes<E> {
     let threads = Threads::new(count);
     let mut scratch = Scratch::new(&threads);
-    let mut conv = Conv::with_engine(shape, epilogue, policy, engine);
+    let mut conv = Conv::new(shape, epilogue, options);
     let mut run = || {
         let (mut y, mut chosen) = (vec![E::narrow(f32::NAN); dy.len()], vec![9; dy.len()]);
         chosen.truncate(if epilogue.pool.is_some() { dy.len() } else { 0 });
@@ -157,9 +160,16 @@ fn compute_from<E: Storage + PartialEq>(
     first
 }
 
-fn check(shape: ConvShape, epilogue: Epilogue, choice: Choice, images: usize, count: usize, tolerance: f64) {
-    let [x, w, b, dy] = inputs_for(choice, &shape, &epilogue, images);
-    let passes = compute(shape, epilogue, choice, images, count);
+fn check(
+    shape: ConvShape,
+    epilogue: Epilogue,
+    options: ConvOptions,
+    images: usize,
+    count: usize,
+    tolerance: f64,
+) {
+    let [x, w, b, dy] = inputs_for(options, &shape, &epilogue, images);
+    let passes = compute(shape, epilogue, options, images, count);
     let expected = forward(&shape, &epilogue, images, &x, &w, &b);
     assert_close(&passes.y, &expected.y, tolerance);
     let outputs = images * shape.output_len();
@@ -182,7 +192,7 @@ fn check(shape: ConvShape, epilogue: Epilogue, choice: Choice, images: usize, co
         assert!((marked - maxima).abs() <= tolerance * dy.len() as f64, "{marked} instead of {maxima}");
     }
     let (mut dw, mut db, mut dx) = (vec![0.0; w.len()], vec![0.0; b.len()], vec![0.0; x.len()]);
-    let operand = if choice.1.is_some() { widen(&narrow(&gradient)) } else { gradient.clone() };
+    let operand = if options.engine.is_some() { widen(&narrow(&gradient)) } else { gradient.clone() };
     for_each_product(&shape, images, |at, wi, xi| {
         dw[wi] += f64::from(operand[at]) * f64::from(x[xi]);
         dx[xi] += f64::from(operand[at]) * f64::from(w[wi]);
@@ -248,12 +258,12 @@ proptest! {
     ) {
         let shape = ConvShape { channels: few.channels + 15, filters: few.filters + 15, ..few };
         for engine in Engine::available() {
-            let choice = (ConvPolicy::Direct, Some(engine));
+            let options = ConvOptions { engine: Some(engine), ..DIRECT };
             prop_assert_eq!(
-                ConvAlgorithm::choose(&shape, choice.0, choice.1),
+                ConvAlgorithm::choose(&shape, options),
                 ConvAlgorithm::Tiles(engine)
             );
-            check(shape, epilogue, choice, images, count, 1e-4);
+            check(shape, epilogue, options, images, count, 1e-4);
         }
     }
 }
@@ -270,7 +280,7 @@ fn engines_match_the_definition_on_large_images_and_large_batches() {
         let shape = ConvShape { channels: 18, height: extent, width: extent, filters: 20, kernel, padding };
         let epilogue = Epilogue { slope: Some(0.0), pool: Some(Rounding::Floor) };
         for engine in Engine::available() {
-            check(shape, epilogue, (ConvPolicy::Auto, Some(engine)), images, 2, 1e-4);
+            check(shape, epilogue, ConvOptions { engine: Some(engine), ..AUTO }, images, 2, 1e-4);
         }
     }
 }
@@ -279,7 +289,8 @@ fn engines_match_the_definition_on_large_images_and_large_batches() {
 fn an_engine_computes_only_the_layers_that_suit_it() {
     let shape =
         ConvShape { channels: 64, height: 14, width: 14, filters: 64, kernel: 3, padding: Padding::Same };
-    let name = |shape: &ConvShape, engine| ConvAlgorithm::choose(shape, ConvPolicy::Auto, engine).to_string();
+    let name =
+        |shape: &ConvShape, engine| ConvAlgorithm::choose(shape, ConvOptions { engine, ..AUTO }).to_string();
     assert_eq!(name(&shape, Some(Engine::Amx)), "direct, bf16 by amx");
     assert_eq!(name(&shape, Some(Engine::Avx512Bf16)), "winograd 4x4");
     assert_eq!(name(&shape, None), "winograd 4x4");
@@ -319,7 +330,7 @@ fn the_first_of_equal_outputs_is_chosen() {
         let expected = forward(&shape, &epilogue, 3, &x, &w, &b);
         let threads = Threads::new(2);
         let (mut y, mut chosen) = (vec![0.0; expected.y.len()], vec![9; expected.y.len()]);
-        Conv::new(shape, epilogue, ConvPolicy::Direct).forward(
+        Conv::new(shape, epilogue, DIRECT).forward(
             &threads,
             &mut Scratch::new(&threads),
             &x,
@@ -361,14 +372,37 @@ fn algorithms_agree() {
     ] {
         let shape = ConvShape { channels, height: extent, width: extent, filters, kernel, padding };
         let epilogue = Epilogue { slope: Some(0.2), pool };
-        let [direct, auto] = [DIRECT, AUTO].map(|choice| compute(shape, epilogue, choice, 4, 2));
-        assert_eq!(direct.chosen, auto.chosen);
-        for (auto, direct) in
-            [(&auto.y, direct.y), (&auto.dw, direct.dw), (&auto.db, direct.db), (&auto.dx, direct.dx)]
-        {
-            assert_close(auto, &direct.iter().map(|&value| f64::from(value)).collect::<Vec<_>>(), 1e-3);
+        let direct = compute(shape, epilogue, DIRECT, 4, 2);
+        for storage in [DType::F32, DType::Bf16] {
+            let auto = compute(shape, epilogue, ConvOptions { storage, ..AUTO }, 4, 2);
+            assert_eq!(direct.chosen, auto.chosen);
+            for (auto, direct) in
+                [(&auto.y, &direct.y), (&auto.dw, &direct.dw), (&auto.db, &direct.db), (&auto.dx, &direct.dx)]
+            {
+                assert_close(auto, &direct.iter().map(|&value| f64::from(value)).collect::<Vec<_>>(), 1e-3);
+            }
         }
     }
+}
+
+#[test]
+fn forward_passes_of_images_in_16_bits_take_the_fewest_products() {
+    let names = |kernel, extent| {
+        let shape = ConvShape {
+            channels: 32,
+            height: extent,
+            width: extent,
+            filters: 32,
+            kernel,
+            padding: Padding::Same,
+        };
+        [DType::F32, DType::Bf16, DType::F16]
+            .map(|storage| ConvAlgorithm::choose(&shape, ConvOptions { storage, ..AUTO }).to_string())
+    };
+    assert_eq!(names(5, 14), ["winograd 2x2, 4x4", "winograd 4x4", "winograd 4x4"]);
+    assert_eq!(names(3, 12), ["winograd 4x4, 6x6", "winograd 6x6", "winograd 6x6"]);
+    // Fewer tiles of 4×4 suffice.
+    assert_eq!(names(3, 7), ["winograd 4x4"; 3]);
 }
 
 proptest! {
@@ -386,7 +420,7 @@ proptest! {
         };
         let [x, w, b, dy] = inputs(&shape, &epilogue, images);
         let (x, dy) = (narrow(&x), narrow(&dy));
-        let layer = (shape, epilogue, (ConvPolicy::Auto, engine));
+        let layer = (shape, epilogue, ConvOptions { engine, storage: DType::Bf16, ..AUTO });
         let passes = compute_from(layer, 2, (&x, &w, &b, &dy), None);
         let (x, dy, y) = (widen(&x), widen(&dy), widen(&passes.y));
         let wide = compute_from(layer, 2, (&x, &w, &b, &dy), Some(&y));
@@ -404,7 +438,7 @@ proptest! {
         let wide = |values: &[f16]| values.iter().map(|value| value.to_f32()).collect::<Vec<_>>();
         let [x, w, b, dy] = inputs(&shape, &epilogue, images);
         let (x, dy) = (halves(&x), halves(&dy));
-        let layer = (shape, epilogue, (ConvPolicy::Auto, None));
+        let layer = (shape, epilogue, ConvOptions { storage: DType::F16, ..AUTO });
         let passes = compute_from(layer, 2, (&x, &w, &b, &dy), None);
         let (x, dy, y) = (wide(&x), wide(&dy), wide(&passes.y));
         let exact = compute_from(layer, 2, (&x, &w, &b, &dy), Some(&y));

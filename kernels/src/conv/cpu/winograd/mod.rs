@@ -24,7 +24,7 @@ use crate::conv::ConvShape;
 use crate::gemm::tile::{Left, PANEL, Product, Right, Start};
 use crate::simd::{self, MAX_LANES};
 use crate::threads::{PerPart, Rows, Threads};
-use crate::{Scratch, Storage};
+use crate::{DType, Scratch, Storage};
 use tiles::{InputGradients, Inputs, OutputGradients, Outputs, Tiling};
 use weights::{Filters, Orientation, weight_gradients};
 
@@ -33,26 +33,30 @@ use weights::{Filters, Orientation, weight_gradients};
 /// channels have to be whole vectors.
 ///
 /// More points mean fewer products and more rounding. The forward pass decides which value of a window is the largest
-/// and which values are positive, and a decision that differs from exact arithmetic moves whole gradients; so the
-/// forward pass uses tiles that round no more than a direct sum does. That holds for tiles of 4×4 with filters of
-/// 3×3. With filters of 5×5 such tiles round three times as much (found by simulation, and the golden runs fail),
+/// and which values are positive, and a decision that differs from exact arithmetic moves whole gradients; so for images
+/// in f32 the forward pass uses tiles that round no more than a direct sum does. That holds for tiles of 4×4 with filters
+/// of 3×3. With filters of 5×5 such tiles round three times as much (found by simulation, and the golden runs fail),
 /// which is acceptable for gradients only. So are tiles of 6×6 with filters of 3×3, where the root mean square of the
 /// gradients' errors is 2.5·10⁻⁶ of theirs (tiles of 4×4: 0.6·10⁻⁶, direct sums: 0.15·10⁻⁶; 256 channels, 128 filters).
-pub(super) fn tiles(shape: &ConvShape) -> Option<(usize, usize)> {
+///
+/// Images that are stored in 16 bits have been rounded a hundred times as much (bf16: up to 4·10⁻³, fp16: 5·10⁻⁴), so
+/// there the forward pass uses the tiles with the fewest products, too.
+pub(super) fn tiles(shape: &ConvShape, storage: DType) -> Option<(usize, usize)> {
     let channels = shape.channels.min(shape.filters);
     let vectors = shape.channels.is_multiple_of(MAX_LANES) && shape.filters.is_multiple_of(MAX_LANES);
     let outputs = shape.out_height().min(shape.out_width());
-    match shape.kernel {
-        _ if !vectors || channels < 32 || outputs < 4 => None,
-        3 => Some((4, gradient_tile(shape))),
-        5 => Some((2, 4)),
-        _ => None,
-    }
+    let (exact, fewest_products) = match shape.kernel {
+        _ if !vectors || channels < 32 || outputs < 4 => return None,
+        3 => (4, tile_with_fewest_products(shape)),
+        5 => (2, 4),
+        _ => return None,
+    };
+    Some((if storage == DType::F32 { exact } else { fewest_products }, fewest_products))
 }
 
-/// Extent of the tiles with which the gradients of a layer with filters of 3×3 take the fewest products. Larger tiles take
-/// fewer for each output, but more of them lie outside.
-fn gradient_tile(shape: &ConvShape) -> usize {
+/// Extent of the tiles with which a layer with filters of 3×3 takes the fewest products. Larger tiles take fewer for each
+/// output, but more of them lie outside.
+fn tile_with_fewest_products(shape: &ConvShape) -> usize {
     let products = |tile: usize| {
         let tiles = shape.out_height().div_ceil(tile) * shape.out_width().div_ceil(tile);
         tiles * (tile + 2) * (tile + 2)
