@@ -16,7 +16,9 @@ use half::bf16;
 
 use super::DenseShape;
 use crate::gemm::block::{Block, Columns};
+use crate::gemm::prefetch::Prefetch;
 use crate::gemm::transpose::Transpose;
+use crate::simd::{Simd, Task, dispatch};
 use crate::threads::{PerPart, Rows, Threads};
 use crate::tile_engine::pack::{RowPairs, round_row, row_stride, rows_as_panel, steps};
 use crate::tile_engine::{BLOCK, DEPTH, Depth, Engine, Left, Right, SIDE, SUMS, Session, TILE, row_of};
@@ -29,7 +31,7 @@ const WORTH_ANOTHER_THREAD: usize = 1 << 22;
 const FORWARD_DEPTH: usize = 1024;
 
 /// The depth of a block of the input's gradient.
-const BACKWARD_DEPTH: usize = 512;
+const BACKWARD_DEPTH: usize = 256;
 
 /// Columns that the backward pass packs at a time; a multiple of a block's.
 const WIDTH: usize = 256;
@@ -91,6 +93,12 @@ pub(super) fn forward(
     });
 
     let packed = &*packed;
+    let weight_rows = |block: usize, first: usize| Prefetch {
+        start: weights.as_ptr().wrapping_add(block * BLOCK * inputs + first),
+        row: inputs,
+        rows: BLOCK.min(outputs - block * BLOCK),
+        run: inputs.saturating_sub(first).min(FORWARD_DEPTH),
+    };
     let grain = WORTH_ANOTHER_THREAD.div_ceil((samples * inputs * BLOCK).max(1));
     let y = Columns::new(Block::new(y, samples, outputs, outputs), BLOCK);
     threads.divide(outputs.div_ceil(BLOCK), grain, (y, PerPart::new(parts)), |range, (mut y, part)| {
@@ -111,11 +119,17 @@ pub(super) fn forward(
                         _ => to.fill(bf16::ZERO),
                     }
                 }
+                // What is rounded next: the same part of the next outputs, or the next part of the first ones.
+                let next = match output + 1 {
+                    next if next < range.end => weight_rows(next, first),
+                    _ => weight_rows(range.start, first + FORWARD_DEPTH),
+                };
                 for (pair, sums) in sums.chunks_exact_mut(SUMS).enumerate() {
                     let left = Left { values: copy, groups: [0, SIDE * stride], row: stride, segment: 0 };
                     let at = index * block_len + 2 * pair * panel;
                     let right = Right { values: packed, panels: [at, at + panel], segment: 0 };
-                    session.multiply(left, right, Depth { segments: 1, steps: steps(depth) }, sums);
+                    let depth = Depth { segments: 1, steps: steps(depth) };
+                    session.multiply_prefetching(left, right, depth, sums, next.of_tile(pair, panels / 2));
                 }
             }
         }
@@ -243,12 +257,14 @@ fn weight_gradient(
 ) {
     let Gradient { outputs, samples, .. } = *gradient;
     let (inputs, steps, stride) = (dw.row_stride(), steps(samples), row_stride(samples));
-    let panel = steps * TILE;
+    let panel = panel_stride(steps);
     let blocks = columns.len().div_ceil(BLOCK);
     let packed_len = blocks * 2 * panel;
     let mut memory = scratch.reserve(needed(&[packed_len.div_ceil(2), SUMS]));
     let (packed, sums) = (cut_bf16(&mut memory, packed_len), cut(&mut memory, SUMS));
-    pack_columns(x.get(columns.start..).unwrap_or_default(), inputs, samples, columns.len(), panel, packed);
+    let from = x.get(columns.start..).unwrap_or_default();
+    RowPairs { from, row: inputs, rows: samples, columns: columns.len(), panel }.pack(packed);
+    clear_odd_panel(columns.len(), panel, packed);
     for output in (0..outputs).step_by(BLOCK) {
         let at = output * stride;
         let left =
@@ -256,22 +272,25 @@ fn weight_gradient(
         for block in 0..blocks {
             let panels = [2 * block * panel, (2 * block + 1) * panel];
             sums.fill(0.0);
-            session.multiply(
+            let first = columns.start - origin + block * BLOCK;
+            let width = BLOCK.min(columns.end - origin - first);
+            let rows = output..outputs.min(output + BLOCK);
+            session.multiply_prefetching(
                 left,
                 Right { values: packed, panels, segment: 0 },
                 Depth { segments: 1, steps },
                 sums,
+                dw.prefetch(rows.clone(), first..first + width),
             );
-            let first = columns.start - origin + block * BLOCK;
-            let width = BLOCK.min(columns.end - origin - first);
-            for row in 0..BLOCK.min(outputs - output) {
-                copy_row(sums, row, &mut dw.row(output + row)[first..first + width]);
-            }
+            dispatch(CopySums { sums, rows, columns: first..first + width, to: dw });
         }
     }
 }
 
 /// `dx = dz · W` for some columns; `dx` begins at column `origin`.
+///
+/// While one block of the depth is multiplied, the next one is packed: some rows of it after each product, which were
+/// prefetched meanwhile. Prefetching much earlier would be too early, since the rows of a block map to few cache sets.
 fn input_gradient(
     session: &Session,
     scratch: &mut AlignedVec,
@@ -284,46 +303,92 @@ fn input_gradient(
     let Gradient { outputs, samples, .. } = *gradient;
     let (inputs, stride) = (dx.row_stride(), row_stride(outputs));
     let blocks = columns.len().div_ceil(BLOCK);
-    let (panel, lines) = (steps(BACKWARD_DEPTH.min(outputs)) * TILE, samples.div_ceil(BLOCK));
+    let (panel, lines) = (panel_stride(steps(BACKWARD_DEPTH.min(outputs))), samples.div_ceil(BLOCK));
     let (packed_len, sums_len) = (blocks * 2 * panel, blocks * lines * SUMS);
-    let mut memory = scratch.reserve(needed(&[packed_len.div_ceil(2), sums_len]));
-    let (packed, sums) = (cut_bf16(&mut memory, packed_len), cut(&mut memory, sums_len));
+    let mut memory = scratch.reserve(needed(&[packed_len.div_ceil(2), packed_len.div_ceil(2), sums_len]));
+    let [mut packed, mut other] = [(); 2].map(|()| cut_bf16(&mut memory, packed_len));
+    let sums = cut(&mut memory, sums_len);
     sums.fill(0.0);
+    for memory in [&mut *packed, &mut *other] {
+        clear_odd_panel(columns.len(), panel, memory);
+    }
+    let rows = |first: usize| {
+        let rows = BACKWARD_DEPTH.min(outputs - first);
+        RowPairs {
+            from: &weights[first * inputs + columns.start..],
+            row: inputs,
+            rows,
+            columns: columns.len(),
+            panel,
+        }
+    };
+    rows(0).pack(packed);
     for first in (0..outputs).step_by(BACKWARD_DEPTH) {
-        let depth = BACKWARD_DEPTH.min(outputs - first);
-        pack_columns(&weights[first * inputs + columns.start..], inputs, depth, columns.len(), panel, packed);
+        let steps = steps(BACKWARD_DEPTH.min(outputs - first));
+        let next = (first + BACKWARD_DEPTH < outputs).then(|| rows(first + BACKWARD_DEPTH));
+        // The pairs of rows that are packed after a product.
+        let share = |rows: &RowPairs<'_>, product: usize| {
+            let end = |products: usize| rows.pairs() * products.min(blocks * lines) / (blocks * lines);
+            end(product)..end(product + 1)
+        };
         for (at, sums) in sums.chunks_exact_mut(SUMS).enumerate() {
             let (block, line) = (at / lines, at % lines);
-            let at = line * BLOCK * stride + first;
-            let left =
-                Left { values: gradient.rows, groups: [at, at + SIDE * stride], row: stride, segment: 0 };
-            let right =
-                Right { values: packed, panels: [2 * block * panel, (2 * block + 1) * panel], segment: 0 };
-            session.multiply(left, right, Depth { segments: 1, steps: steps(depth) }, sums);
+            let place = line * BLOCK * stride + first;
+            let groups = [place, place + SIDE * stride];
+            let left = Left { values: gradient.rows, groups, row: stride, segment: 0 };
+            let panels = [2 * block * panel, (2 * block + 1) * panel];
+            let right = Right { values: packed, panels, segment: 0 };
+            let ahead = next.map_or(Prefetch::NONE, |rows| rows.prefetch(share(&rows, at + 1)));
+            session.multiply_prefetching(left, right, Depth { segments: 1, steps }, sums, ahead);
+            if let Some(rows) = next {
+                rows.pack_part(share(&rows, at), other);
+            }
         }
+        std::mem::swap(&mut packed, &mut other);
     }
     for (at, sums) in sums.chunks_exact(SUMS).enumerate() {
         let (block, line) = (at / lines, at % lines);
         let first = columns.start - origin + block * BLOCK;
         let width = BLOCK.min(columns.end - origin - first);
-        for row in 0..BLOCK.min(samples - line * BLOCK) {
-            copy_row(sums, row, &mut dx.row(line * BLOCK + row)[first..first + width]);
+        let rows = line * BLOCK..samples.min(line * BLOCK + BLOCK);
+        dispatch(CopySums { sums, rows, columns: first..first + width, to: dx });
+    }
+}
+
+/// Elements from one panel of `steps` tiles to the next: a cache line more than they have, so that the same row of all panels
+/// maps to different cache sets.
+fn panel_stride(steps: usize) -> usize {
+    steps * TILE + DEPTH
+}
+
+/// Panels are multiplied two at a time: if their number is odd, fills one more with zeros.
+fn clear_odd_panel(columns: usize, panel: usize, packed: &mut [bf16]) {
+    let panels = columns.div_ceil(SIDE);
+    if panels % 2 == 1 {
+        packed[panels * panel..(panels + 1) * panel].fill(bf16::ZERO);
+    }
+}
+
+/// Copies the sums of a block to some rows and columns, at most as many as it has.
+struct CopySums<'a, 'b> {
+    sums: &'a [f32],
+    rows: Range<usize>,
+    columns: Range<usize>,
+    to: &'a mut Block<'b>,
+}
+
+impl Task for CopySums<'_, '_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        let CopySums { sums, rows, columns, to } = self;
+        for (index, row) in rows.enumerate() {
+            for (to, from) in to.row(row)[columns.clone()].chunks_mut(SIDE).zip(row_of(sums, index)) {
+                match to.first_chunk_mut() {
+                    Some(whole) => *whole = *from,
+                    None => to.copy_from_slice(&from[..to.len()]),
+                }
+            }
         }
-    }
-}
-
-/// Packs columns as the panels of whole blocks.
-fn pack_columns(from: &[f32], row: usize, rows: usize, columns: usize, panel: usize, packed: &mut [bf16]) {
-    RowPairs { from, row, rows, columns, panel }.pack(packed);
-    if columns.div_ceil(SIDE) % 2 == 1 {
-        let end = columns.div_ceil(SIDE) * panel;
-        packed[end..end + panel].fill(bf16::ZERO);
-    }
-}
-
-/// Copies the beginning of a row of sums.
-fn copy_row(sums: &[f32], row: usize, to: &mut [f32]) {
-    for (to, from) in to.chunks_mut(SIDE).zip(row_of(sums, row)) {
-        to.copy_from_slice(&from[..to.len()]);
     }
 }

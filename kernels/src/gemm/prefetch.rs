@@ -1,5 +1,8 @@
 //! Software prefetching.
 
+/// Elements of a cache line.
+const LINE: usize = 16;
+
 /// Memory to prefetch during a product because it is needed afterwards: rows of `run` elements, `row` apart. Only a
 /// hint: any address is allowed, and prefetches that do not fit into the time of the product are left out.
 #[derive(Debug, Clone, Copy)]
@@ -15,9 +18,16 @@ impl Prefetch {
     pub(crate) const NONE: Prefetch = Prefetch { start: std::ptr::null(), row: 0, rows: 0, run: 0 };
 
     /// The share of tile `tile` of `tiles`.
-    pub(super) fn of_tile(&self, tile: usize, tiles: usize) -> Prefetch {
+    pub(crate) fn of_tile(&self, tile: usize, tiles: usize) -> Prefetch {
         let first = self.rows * tile / tiles;
         let start = self.start.wrapping_add(first * self.row);
         Prefetch { start, rows: self.rows * (tile + 1) / tiles - first, ..*self }
+    }
+
+    /// The lines of memory, one after the other.
+    pub(crate) fn lines(self) -> impl ExactSizeIterator<Item = *const f32> {
+        let Prefetch { start, row, rows, run } = self;
+        let lines = run.div_ceil(LINE);
+        (0..rows * lines).map(move |at| start.wrapping_add(at / lines * row + at % lines * LINE))
     }
 }

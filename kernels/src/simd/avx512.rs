@@ -34,12 +34,12 @@ fn first(count: usize) -> __mmask16 {
     ((1u32 << count) - 1) as __mmask16
 }
 
-/// Elements of half the width, rounded to nearest even.
+/// Elements of half the width, rounded to nearest even, in the lower halves of the lanes, with zeros above.
 ///
 /// # Safety
 /// As for [`run`].
 #[inline(always)]
-unsafe fn narrow(values: __m512) -> __m256i {
+unsafe fn narrow(values: __m512) -> __m512i {
     // SAFETY: the caller guarantees the instructions.
     unsafe {
         let bits = _mm512_castps_si512(values);
@@ -49,8 +49,7 @@ unsafe fn narrow(values: __m512) -> __m256i {
         let carried = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
         let rounded = _mm512_srli_epi32::<16>(carried);
         let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(values, values);
-        let rounded = _mm512_mask_or_epi32(rounded, nan, upper, _mm512_set1_epi32(0x40));
-        _mm512_cvtepi32_epi16(rounded)
+        _mm512_mask_or_epi32(rounded, nan, upper, _mm512_set1_epi32(0x40))
     }
 }
 
@@ -122,12 +121,20 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn store_bf16(self, values: __m512, to: *mut bf16) {
         // SAFETY: above; 32 bytes.
-        unsafe { _mm256_storeu_si256(to.cast(), narrow(values)) }
+        unsafe { _mm256_storeu_si256(to.cast(), _mm512_cvtepi32_epi16(narrow(values))) }
     }
     #[inline(always)]
     unsafe fn store_first_bf16(self, values: __m512, to: *mut bf16, count: usize) {
         // SAFETY: above; masked lanes are not accessed.
-        unsafe { _mm256_mask_storeu_epi16(to.cast(), first(count), narrow(values)) }
+        unsafe { _mm256_mask_storeu_epi16(to.cast(), first(count), _mm512_cvtepi32_epi16(narrow(values))) }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16_pairs(self, even: __m512, odd: __m512, to: *mut bf16) {
+        // SAFETY: above; 64 bytes. The elements of `even` have zeros in the upper halves.
+        unsafe {
+            let pairs = _mm512_or_si512(narrow(even), _mm512_slli_epi32::<16>(narrow(odd)));
+            _mm512_storeu_si512(to.cast(), pairs);
+        }
     }
     #[inline(always)]
     unsafe fn load_f16(self, from: *const f16) -> __m512 {

@@ -148,6 +148,24 @@ pub trait Simd: Copy + Send + Sync {
         }
     }
 
+    /// Writes all lanes of both vectors, rounded to nearest even, in turn: a pair for each lane.
+    ///
+    /// # Safety
+    /// The elements can be written.
+    #[inline(always)]
+    unsafe fn store_bf16_pairs(self, even: Self::F32, odd: Self::F32, to: *mut bf16) {
+        let mut rounded = [[bf16::ZERO; MAX_LANES]; 2];
+        // SAFETY: the caller guarantees two elements for each lane, and `rounded` has room for whole vectors.
+        unsafe {
+            self.store_bf16(even, rounded[0].as_mut_ptr());
+            self.store_bf16(odd, rounded[1].as_mut_ptr());
+            for (lane, (even, odd)) in rounded[0].iter().zip(&rounded[1]).take(Self::LANES).enumerate() {
+                to.add(2 * lane).write(*even);
+                to.add(2 * lane + 1).write(*odd);
+            }
+        }
+    }
+
     /// As [`load_bf16`](Self::load_bf16).
     ///
     /// # Safety
@@ -299,8 +317,14 @@ mod tests {
                     let read = |lane: usize| if lane < count { halves[lane].to_f32() } else { 0.0 };
                     assert_eq!(wide, (0..S::LANES).map(read).collect::<Vec<_>>());
                 }
+                let mut pairs = vec![bf16::NAN; 2 * S::LANES];
+                simd.store_bf16_pairs(simd.load(exact.as_ptr()), vb, pairs.as_mut_ptr());
+                let in_turn = halves.iter().zip(&b).flat_map(|(a, b)| [*a, bf16::from_f32(*b)]);
+                assert!(pairs.iter().copied().eq(in_turn));
                 simd.store_bf16(simd.splat(f32::NAN), narrow.as_mut_ptr());
                 assert!(narrow.iter().all(|value| value.is_nan()));
+                simd.store_bf16_pairs(simd.splat(-f32::NAN), simd.splat(f32::NAN), pairs.as_mut_ptr());
+                assert!(pairs.iter().all(|value| value.is_nan()));
                 let mut back = vec![0; S::LANES];
                 simd.store_bytes(simd.load_bytes(bytes.as_ptr()), back.as_mut_ptr());
                 assert_eq!(back, bytes);

@@ -9,12 +9,13 @@
 //! beginning of a pass and released at its end.
 
 use std::arch::asm;
-use std::arch::x86_64::{__cpuid, __cpuid_count, _xgetbv};
+use std::arch::x86_64::{__cpuid, __cpuid_count, _MM_HINT_T1, _mm_prefetch, _xgetbv};
 use std::sync::OnceLock;
 
 use nix::libc;
 
 use super::{DEPTH, Operands, SIDE, SUMS, TILE, TileEngine};
+use crate::gemm::prefetch::Prefetch;
 
 /// Exists only if the processor has AMX with bf16 and this process may use it.
 struct Amx(());
@@ -83,7 +84,11 @@ impl TileEngine for Amx {
         unsafe { release() }
     }
 
-    unsafe fn multiply(&self, operands: &Operands, sums: &mut [f32; SUMS]) {
+    unsafe fn multiply(&self, operands: &Operands, sums: &mut [f32; SUMS], ahead: Prefetch) {
+        for line in ahead.lines() {
+            // SAFETY: a hint, for any address.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(line.cast()) }
+        }
         // SAFETY: as above; the caller's promise.
         unsafe { multiply(operands, sums) }
     }

@@ -6,6 +6,7 @@
 use std::arch::x86_64::*;
 
 use super::{Operands, PAIRS, SIDE, SUMS, TileEngine};
+use crate::gemm::prefetch::Prefetch;
 use crate::level;
 
 /// Rows of a part.
@@ -30,24 +31,33 @@ pub(super) fn is_faster_than_f32() -> bool {
 }
 
 impl TileEngine for Avx512Bf16 {
-    unsafe fn multiply(&self, operands: &Operands, sums: &mut [f32; SUMS]) {
+    unsafe fn multiply(&self, operands: &Operands, sums: &mut [f32; SUMS], ahead: Prefetch) {
         for part in 0..4 {
             // SAFETY: the type exists only if the processor has the instructions; the caller guarantees the
             // operands.
-            unsafe { eight_rows(operands, part / 2, part % 2 * ROWS, sums) };
+            unsafe { eight_rows(operands, part / 2, part % 2 * ROWS, sums, ahead.of_tile(part, 4)) };
         }
     }
 }
 
-/// Adds the product of rows `first..first + ROWS` of a group to its sums.
+/// Adds the product of rows `first..first + ROWS` of a group to its sums. The lines of `ahead` are spread over it: so many at
+/// once that the processor must wait for them would cost what they save.
 ///
 /// # Safety
 /// The processor has AVX-512 with bf16; the operands can be read.
 #[target_feature(enable = "avx512f,avx512bf16")]
-unsafe fn eight_rows(operands: &Operands, group: usize, first: usize, sums: &mut [f32; SUMS]) {
+unsafe fn eight_rows(
+    operands: &Operands,
+    group: usize,
+    first: usize,
+    sums: &mut [f32; SUMS],
+    ahead: Prefetch,
+) {
     let Operands { a, a_row, a_segment, b, b_segment, steps, segments } = *operands;
     let at = |row: usize, panel: usize| (group * 2 + panel) * SIDE * SIDE + (first + row) * SIDE;
-    // SAFETY: rows of tiles lie within the block; the caller guarantees the operands.
+    let mut lines = ahead.lines();
+    let lines_per_step = lines.len().div_ceil(segments * steps);
+    // SAFETY: rows of tiles lie within the block; the caller guarantees the operands. A prefetch is a hint, for any address.
     unsafe {
         let mut acc = [[_mm512_setzero_ps(); 2]; ROWS];
         for (row, acc) in acc.iter_mut().enumerate() {
@@ -58,7 +68,12 @@ unsafe fn eight_rows(operands: &Operands, group: usize, first: usize, sums: &mut
         for segment in 0..segments {
             let mut a = a[group].add(first * a_row + segment * a_segment).cast::<i32>();
             let mut b = b.map(|b| b.add(segment * b_segment).cast::<__m512i>());
-            for _ in 0..steps * PAIRS {
+            for pair in 0..steps * PAIRS {
+                if pair.is_multiple_of(PAIRS) {
+                    for line in lines.by_ref().take(lines_per_step) {
+                        _mm_prefetch::<_MM_HINT_T1>(line.cast());
+                    }
+                }
                 let columns = b.map(|b| bf16_pairs(_mm512_loadu_si512(b)));
                 for (row, acc) in acc.iter_mut().enumerate() {
                     let pair = a.cast::<u8>().add(row * a_row * 2).cast::<i32>().read_unaligned();

@@ -4,13 +4,14 @@ use std::slice;
 
 use super::arithmetic::tile_product;
 use super::{DEPTH, Operands, SIDE, SUMS, TILE, TileEngine};
+use crate::gemm::prefetch::Prefetch;
 use crate::simd::{Simd, Task, dispatch};
 
 /// Works on every processor.
 pub(super) struct Emulated;
 
 impl TileEngine for Emulated {
-    unsafe fn multiply(&self, operands: &Operands, sums: &mut [f32; SUMS]) {
+    unsafe fn multiply(&self, operands: &Operands, sums: &mut [f32; SUMS], _: Prefetch) {
         dispatch(Multiply { operands, sums });
     }
 }

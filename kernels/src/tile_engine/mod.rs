@@ -32,6 +32,7 @@ use std::sync::OnceLock;
 
 use half::bf16;
 
+use crate::gemm::prefetch::Prefetch;
 use crate::{DType, Storage, level};
 
 /// Rows and columns of a tile of sums, and the columns of a panel.
@@ -133,11 +134,11 @@ trait TileEngine {
     /// Undoes [`configure`](Self::configure).
     fn release(&self) {}
 
-    /// Adds the product of `operands` to `sums`.
+    /// Adds the product of `operands` to `sums`, and may prefetch other memory meanwhile.
     ///
     /// # Safety
     /// All elements of the operands can be read; the calling thread is configured.
-    unsafe fn multiply(&self, operands: &Operands, sums: &mut [f32; SUMS]);
+    unsafe fn multiply(&self, operands: &Operands, sums: &mut [f32; SUMS], ahead: Prefetch);
 }
 
 /// The operands of a block, as pointers: elements of a row or of a tile are contiguous.
@@ -202,6 +203,18 @@ impl Session {
     /// # Panics
     /// If an operand is too short, or `sums` is not a block.
     pub(crate) fn multiply(&self, left: Left<'_>, right: Right<'_>, depth: Depth, sums: &mut [f32]) {
+        self.multiply_prefetching(left, right, depth, sums, Prefetch::NONE);
+    }
+
+    /// As [`multiply`](Self::multiply), prefetching other memory meanwhile.
+    pub(crate) fn multiply_prefetching(
+        &self,
+        left: Left<'_>,
+        right: Right<'_>,
+        depth: Depth,
+        sums: &mut [f32],
+        ahead: Prefetch,
+    ) {
         let Depth { segments, steps } = depth;
         let sums: &mut [f32; SUMS] = sums.try_into().expect("the sums of a block");
         if segments == 0 || steps == 0 {
@@ -223,7 +236,7 @@ impl Session {
         };
         // SAFETY: the last elements of both operands exist; the session has configured this thread, which it cannot
         // leave.
-        unsafe { self.engine.multiply(&operands, sums) }
+        unsafe { self.engine.multiply(&operands, sums, ahead) }
     }
 }
 

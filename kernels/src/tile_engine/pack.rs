@@ -1,10 +1,12 @@
 //! Copies of f32 matrices as operands of an engine, rounded to nearest even.
 
+use std::ops::Range;
+
 use half::bf16;
 
 use super::{DEPTH, SIDE};
+use crate::gemm::prefetch::Prefetch;
 use crate::gemm::transpose::Transpose;
-use crate::reduce::half_floats::narrow_bf16;
 use crate::simd::{Simd, Task, dispatch};
 use crate::storage::convert;
 
@@ -66,54 +68,71 @@ pub(crate) struct RowPairs<'a> {
 }
 
 impl RowPairs<'_> {
+    /// Pairs of rows of a panel, with those that are padding.
+    pub(crate) fn pairs(&self) -> usize {
+        steps(self.rows) * DEPTH / 2
+    }
+
     /// Writes the panels that have some of the columns, and pads them to 16 columns and whole tiles.
     ///
     /// # Panics
     /// If a side is too short.
     pub(crate) fn pack(&self, panels: &mut [bf16]) {
-        dispatch(PackPairs { matrix: *self, panels });
+        self.pack_part(0..self.pairs(), panels);
+    }
+
+    /// As [`pack`](Self::pack), but writes only some pairs of rows.
+    pub(crate) fn pack_part(&self, pairs: Range<usize>, panels: &mut [bf16]) {
+        dispatch(PackPairs { matrix: *self, pairs, panels });
+    }
+
+    /// The rows of some pairs, to prefetch before they are packed.
+    pub(crate) fn prefetch(&self, pairs: Range<usize>) -> Prefetch {
+        let rows = (2 * pairs.start).min(self.rows)..(2 * pairs.end).min(self.rows);
+        let start = self.from.as_ptr().wrapping_add(rows.start * self.row);
+        Prefetch { start, row: self.row, rows: rows.len(), run: self.columns }
     }
 }
 
 struct PackPairs<'a, 'b> {
     matrix: RowPairs<'a>,
+    pairs: Range<usize>,
     panels: &'b mut [bf16],
 }
 
 impl Task for PackPairs<'_, '_> {
     type Output = ();
     #[inline(always)]
-    fn run<S: Simd>(self, _: S) {
-        let RowPairs { from, row, rows, columns, panel } = self.matrix;
-        let pairs = steps(rows) * DEPTH / 2;
-        assert!(
-            panel >= pairs * 2 * SIDE || columns <= SIDE,
-            "panels of {pairs} pairs {panel} elements apart"
-        );
-        let zeros = [0.0; SIDE];
-        for pair in 0..pairs {
+    fn run<S: Simd>(self, simd: S) {
+        let PackPairs { matrix, pairs, panels } = self;
+        let RowPairs { from, row, rows, columns, panel } = matrix;
+        let len = matrix.pairs() * 2 * SIDE;
+        assert!(panel >= len || columns <= SIDE, "panels of {len} elements {panel} elements apart");
+        for pair in pairs {
+            let lines = [2 * pair, 2 * pair + 1]
+                .map(|at| if at < rows { &from[at * row..][..columns] } else { Default::default() });
             for (index, first) in (0..columns).step_by(SIDE).enumerate() {
-                let width = SIDE.min(columns - first);
-                let to: &mut [bf16; 2 * SIDE] = self.panels[index * panel + pair * 2 * SIDE..]
-                    .first_chunk_mut()
-                    .expect("a pair of a panel");
-                let mut partial = [zeros; 2];
-                let mut both = [&zeros; 2];
-                for (at, (values, partial)) in both.iter_mut().zip(&mut partial).enumerate() {
-                    if 2 * pair + at < rows {
-                        let from = &from[(2 * pair + at) * row + first..];
-                        *values = match from.first_chunk() {
-                            Some(whole) if width == SIDE => whole,
-                            _ => {
-                                partial[..width].copy_from_slice(&from[..width]);
-                                partial
-                            }
-                        };
+                let to: &mut [bf16; 2 * SIDE] =
+                    panels[index * panel + pair * 2 * SIDE..].first_chunk_mut().expect("a pair of a panel");
+                let mut partial = [[0.0; SIDE]; 2];
+                let whole = lines.map(|line| line.get(first..first + SIDE));
+                let [even, odd] = match whole {
+                    [Some(even), Some(odd)] => [even, odd],
+                    _ => {
+                        for (line, partial) in lines.iter().zip(&mut partial) {
+                            let rest = line.get(first..).unwrap_or_default();
+                            let width = rest.len().min(SIDE);
+                            partial[..width].copy_from_slice(&rest[..width]);
+                        }
+                        [&partial[0][..], &partial[1]]
                     }
-                }
-                for column in 0..SIDE {
-                    to[2 * column] = narrow_bf16(both[0][column]);
-                    to[2 * column + 1] = narrow_bf16(both[1][column]);
+                };
+                for column in (0..SIDE).step_by(S::LANES) {
+                    // SAFETY: both rows have 16 columns, and `to` as many pairs.
+                    unsafe {
+                        let [even, odd] = [even, odd].map(|line| simd.load(line.as_ptr().add(column)));
+                        simd.store_bf16_pairs(even, odd, to.as_mut_ptr().add(2 * column));
+                    }
                 }
             }
         }

@@ -216,7 +216,7 @@ fn the_assembly_computes_what_the_emulation_does() {
         let traps = TRAPS.load(Relaxed);
         // SAFETY: the operands exist; the instructions are those of the processor, or are trapped.
         unsafe {
-            Emulated.multiply(&operands, &mut expected);
+            Emulated.multiply(&operands, &mut expected, Prefetch::NONE);
             configure();
             multiply(&operands, &mut actual);
             release();
