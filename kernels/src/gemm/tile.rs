@@ -413,7 +413,7 @@ unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
                     });
                     unroll!(5, {
                         if 3 * I < ROWS {
-                            a[I] = a[I].wrapping_add(left.depth);
+                            a[I] = detached(a[I].wrapping_add(left.depth));
                         }
                     });
                     unroll!(2, { b[I] = b[I].wrapping_add(right.depth) });
