@@ -6,7 +6,7 @@
 //!                                                                                   └─ dm · uᵀ ─→ dv ── B dv Bᵀ ─→ dx
 //! ```
 //!
-//! Images are processed in blocks, so that a block's matrices stay in the cache between transforms and products, and
+//! Tiles are processed in blocks, so that a block's matrices stay in the cache between transforms and products, and
 //! the filters' matrices are read once for many tiles. The backward pass is the transpose of the forward one, step by
 //! step. One transform of the output's gradient serves weights and input. The transform of the input is computed
 //! again, since keeping its n²/m² times as many values would cost more than computing them.
@@ -21,11 +21,12 @@ mod weights;
 
 use super::{Backward, Epilogue};
 use crate::conv::ConvShape;
+use crate::gemm::prefetch::Prefetch;
 use crate::gemm::tile::{Left, PANEL, Product, Right, Start};
 use crate::simd::{self, MAX_LANES};
 use crate::threads::{PerPart, Rows, Threads};
 use crate::{DType, Scratch, Storage};
-use tiles::{InputGradients, Inputs, OutputGradients, Outputs, Tiling};
+use tiles::{BACKWARD_TILES, FORWARD_TILES, InputGradients, Inputs, OutputGradients, Outputs, Tiling};
 use weights::{Filters, Orientation, weight_gradients};
 
 /// Extents of the tiles of the forward and the backward passes, or `None` if Winograd is not suitable for `shape`:
@@ -136,19 +137,19 @@ impl Winograd {
         threads.divide(images, 1, outputs, |range, (y, chosen, part)| {
             let part = part.own();
             let (images, x) = (range.len(), &x[range.start * image..range.end * image]);
-            let block = tiling.block(images);
-            for first in (0..images).step_by(block) {
-                let count = block.min(images - first);
-                let tiles = count * tiling.tiles();
-                let (inputs, outputs) = (Tiling::stride(tiles, channels), Tiling::stride(tiles, filters));
+            let all = images * tiling.tiles();
+            let block = tiling.block(all, FORWARD_TILES);
+            for first in (0..all).step_by(block) {
+                let tiles = first..all.min(first + block);
+                let (inputs, outputs) =
+                    (Tiling::stride(tiles.len(), channels), Tiling::stride(tiles.len(), filters));
                 let scratch = part.reserve(tiling.points() * (inputs + outputs));
                 let (v, m) = scratch.split_at_mut(tiling.points() * inputs);
-                let x = &x[first * image..][..count * image];
-                with_points!(tiling, input Inputs { tiling, x, v: &mut *v });
+                with_points!(tiling, input Inputs { tiling, x, tiles: tiles.clone(), v: &mut *v });
                 for point in 0..tiling.points() {
                     let (u, panel) = forward.at(point);
                     let product = Product {
-                        rows: tiles,
+                        rows: tiles.len(),
                         columns: filters,
                         depth: channels,
                         segments: 1,
@@ -159,9 +160,8 @@ impl Winograd {
                     };
                     product.compute(&mut m[point * outputs..][..outputs], filters);
                 }
-                let y = &mut y.values[first * result..][..count * result];
-                let chosen = &mut chosen.values[first * choices..][..count * choices];
-                with_points!(tiling, Outputs { tiling, m: &*m, bias, y, chosen });
+                let (y, chosen) = (&mut *y.values, &mut *chosen.values);
+                with_points!(tiling, Outputs { tiling, m: &*m, bias, tiles, y, chosen });
             }
         });
     }
@@ -203,32 +203,31 @@ impl Winograd {
         threads.divide(images, 1, outputs, |range, (dx, part, sums)| {
             let (part, sums) = (part.own(), sums.own());
             sums.fill(0.0);
-            let images = range.len();
-            let block = tiling.block(images);
+            let all = range.len() * tiling.tiles();
+            let results = range.start * result..range.end * result;
+            let (x, y) = (&x[range.start * image..range.end * image], &y[results.clone()]);
+            let (dy, chosen) = (&dy[results], &chosen[range.start * choices..range.end * choices]);
+            let block = tiling.block(all, BACKWARD_TILES);
             let mut start = Start::Zero;
-            for first in (range.start..range.end).step_by(block) {
-                let count = block.min(range.end - first);
-                let tiles = count * tiling.tiles();
-                let (inputs, outputs) = (Tiling::stride(tiles, channels), Tiling::stride(tiles, filters));
+            for first in (0..all).step_by(block) {
+                let tiles = first..all.min(first + block);
+                let (inputs, outputs) =
+                    (Tiling::stride(tiles.len(), channels), Tiling::stride(tiles.len(), filters));
                 let scratch = part.reserve(points * (gradients + inputs + outputs) + input_len);
                 let (du, rest) = scratch.split_at_mut(points * gradients);
                 let (image_sums, rest) = rest.split_at_mut(input_len);
                 let (v, dm) = rest.split_at_mut(points * inputs);
-                let results = first * result..(first + count) * result;
-                let chosen = &chosen[first * choices..(first + count) * choices];
-                let (y, dy) = (&y[results.clone()], &dy[results]);
                 with_points!(
                     tiling,
-                    OutputGradients { tiling, y, chosen, dy, dm: &mut *dm, sums: &mut *sums }
+                    OutputGradients { tiling, tiles: tiles.clone(), y, chosen, dy, dm: &mut *dm, sums: &mut *sums }
                 );
-                let x = &x[first * image..][..count * image];
-                with_points!(tiling, input Inputs { tiling, x, v: &mut *v });
+                with_points!(tiling, input Inputs { tiling, x, tiles: tiles.clone(), v: &mut *v });
                 for point in 0..points {
                     let (v, dm) = (&mut v[point * inputs..][..inputs], &dm[point * outputs..]);
                     let product = Product {
                         rows: channels,
                         columns: filters,
-                        depth: tiles,
+                        depth: tiles.len(),
                         segments: 1,
                         left: Left { values: v, row: 1, depth: channels, segment: 0 },
                         right: Right { values: dm, depth: filters, segment: 0, panel: PANEL },
@@ -240,7 +239,7 @@ impl Winograd {
                     if let Some(backward) = backward.as_ref().filter(|_| input_len > 0) {
                         let (u, panel) = backward.at(point);
                         let product = Product {
-                            rows: tiles,
+                            rows: tiles.len(),
                             columns: channels,
                             depth: filters,
                             segments: 1,
@@ -249,13 +248,18 @@ impl Winograd {
                             start: Start::Zero,
                             slope: 1.0,
                         };
-                        product.compute(v, channels);
+                        // The sums of the next point are a few rows in many places, which the processor does not
+                        // foresee.
+                        let next = du[(point + 1) * gradients..].as_ptr();
+                        let rows = if point + 1 < points { channels } else { 0 };
+                        let ahead = Prefetch { start: next, row: filters, rows, run: filters };
+                        product.compute_prefetching(v, channels, ahead);
                     }
                 }
                 start = Start::Existing;
                 if input_len > 0 {
-                    let dx = &mut dx.values[(first - range.start) * image..][..count * image];
-                    with_points!(tiling, input InputGradients { tiling, dv: &*v, sums: &mut *image_sums, dx });
+                    let dx = &mut *dx.values;
+                    with_points!(tiling, input InputGradients { tiling, dv: &*v, sums: &mut *image_sums, tiles, dx });
                 }
             }
         });
@@ -363,6 +367,8 @@ mod tests {
             (32, 32, 5, 14, (2, 4)),
             (32, 48, 3, 11, (6, 6)),
             (48, 32, 3, 12, (4, 6)),
+            // Blocks of the backward passes that end within images.
+            (32, 32, 3, 39, (4, 4)),
         ];
         for (index, (channels, filters, kernel, extent, (forward, backward))) in cases.into_iter().enumerate()
         {

@@ -13,6 +13,8 @@
 
 #![expect(clippy::needless_range_loop, reason = "an index is a place in a tile, in several arrays at once")]
 
+use std::ops::Range;
+
 use super::points::{MAX_POINTS, Points};
 use super::transform::{input, input_gradient, output, output_gradient};
 use crate::Storage;
@@ -21,9 +23,18 @@ use crate::conv::cpu::Epilogue;
 use crate::pool;
 use crate::simd::{MAX_LANES, Simd, Task};
 
-/// Approximate number of tiles in a block: enough that reading the filters' matrices is little work compared to the
-/// arithmetic.
-const BLOCK_TILES: usize = 128;
+/// Most tiles in a block of the forward pass: three register tiles of rows with AVX-512. Two threads then take 6 MB with 128
+/// channels and filters at 64 points; with twice as many tiles the pass took 1.4 times as long.
+pub(super) const FORWARD_TILES: usize = 42;
+
+/// The same for the backward passes. Each block reads and writes the sums of the weights' gradient, so fewer would cost more
+/// than they save.
+pub(super) const BACKWARD_TILES: usize = 84;
+
+/// The same for all passes of layers whose filters' matrices take more than [`LARGE_FILTERS`] bytes, and are read from memory
+/// for each block.
+const TILES_WITH_LARGE_FILTERS: usize = 168;
+const LARGE_FILTERS: usize = 8 << 20;
 
 /// A tiling of the outputs of a convolution.
 #[derive(Debug, Clone, Copy)]
@@ -63,10 +74,12 @@ impl Tiling {
         self.rows * self.columns
     }
 
-    /// Images in a block, for a part of the batch with `images`: blocks of about equal size.
-    pub(super) fn block(&self, images: usize) -> usize {
-        let blocks = (images * self.tiles()).div_ceil(BLOCK_TILES).clamp(1, images.max(1));
-        images.div_ceil(blocks).max(1)
+    /// Tiles in a block, when `all` tiles of a thread are divided into blocks of about equal size: at most `most`, or more
+    /// with large filters.
+    pub(super) fn block(&self, all: usize, most: usize) -> usize {
+        let filters = self.points() * self.shape.channels * self.shape.filters * size_of::<f32>();
+        let most = if filters > LARGE_FILTERS { TILES_WITH_LARGE_FILTERS } else { most };
+        all.div_ceil(all.div_ceil(most).max(1)).max(1)
     }
 
     /// Number of points in two dimensions, n².
@@ -88,13 +101,13 @@ impl Tiling {
         (height, width, height * width * self.shape.filters)
     }
 
-    /// The tiles of `images` images: index, image, first output row and column.
+    /// Some tiles of consecutive images: index among them, image, first output row and column.
     #[inline(always)]
-    fn each(&self, images: usize) -> impl Iterator<Item = (usize, usize, usize, usize)> + use<> {
+    fn each(&self, tiles: Range<usize>) -> impl Iterator<Item = (usize, usize, usize, usize)> + use<> {
         let Tiling { rows, columns, points: Points { tile, .. }, .. } = *self;
-        (0..images * rows * columns).map(move |number| {
+        tiles.enumerate().map(move |(index, number)| {
             let (image, place) = (number / (rows * columns), number % (rows * columns));
-            (number, image, place / columns * tile, place % columns * tile)
+            (index, image, place / columns * tile, place % columns * tile)
         })
     }
 }
@@ -102,8 +115,9 @@ impl Tiling {
 /// Images to values at the points: `v = Bᵀ x B`.
 pub(super) struct Inputs<'a, E, const PAIRS: usize> {
     pub(super) tiling: &'a Tiling,
-    /// All images of the block.
+    /// Whole images, and the block's tiles of them.
     pub(super) x: &'a [E],
+    pub(super) tiles: Range<usize>,
     pub(super) v: &'a mut [f32],
 }
 
@@ -112,15 +126,15 @@ impl<E: Storage, const PAIRS: usize> Task for Inputs<'_, E, PAIRS> {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let Inputs { tiling, x, v } = self;
+        let Inputs { tiling, x, tiles, v } = self;
         let ConvShape { channels, height, width, .. } = tiling.shape;
         let (n, pad) = (2 * PAIRS + 2, tiling.shape.pad() as isize);
         let images = x.len() / tiling.shape.input_len();
-        let stride = Tiling::stride(images * tiling.tiles(), channels);
-        assert!(x.len() == images * tiling.shape.input_len() && v.len() >= n * n * stride);
+        let stride = Tiling::stride(tiles.len(), channels);
+        assert!(tiles.end <= images * tiling.tiles() && v.len() >= n * n * stride);
         assert!(channels.is_multiple_of(S::LANES) && n == tiling.points.count());
         let zero = simd.splat(0.0);
-        for (number, image, row, column) in tiling.each(images) {
+        for (number, image, row, column) in tiling.each(tiles) {
             let (row, column) = (row as isize - pad, column as isize - pad);
             let (rows, columns) = (within(row, n, height), within(column, n, width));
             // Columns outside the image stay zero.
@@ -156,9 +170,10 @@ impl<E: Storage, const PAIRS: usize> Task for Inputs<'_, E, PAIRS> {
 pub(super) struct InputGradients<'a, E, const PAIRS: usize> {
     pub(super) tiling: &'a Tiling,
     pub(super) dv: &'a [f32],
-    /// Memory for one image.
+    /// Memory for one image. It keeps the sums of an image whose other tiles are in the next block.
     pub(super) sums: &'a mut [f32],
-    /// All images of the block.
+    /// Whole images, and the block's tiles of them.
+    pub(super) tiles: Range<usize>,
     pub(super) dx: &'a mut [E],
 }
 
@@ -167,18 +182,18 @@ impl<E: Storage, const PAIRS: usize> Task for InputGradients<'_, E, PAIRS> {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let InputGradients { tiling, dv, sums, dx } = self;
+        let InputGradients { tiling, dv, sums, tiles, dx } = self;
         let ConvShape { channels, height, width, .. } = tiling.shape;
         let (n, pad) = (2 * PAIRS + 2, tiling.shape.pad() as isize);
         let len = tiling.shape.input_len();
         let images = dx.len() / len;
-        let stride = Tiling::stride(images * tiling.tiles(), channels);
-        assert!(dx.len() == images * len && sums.len() == len && dv.len() >= n * n * stride);
+        let stride = Tiling::stride(tiles.len(), channels);
+        assert!(tiles.end <= images * tiling.tiles() && sums.len() == len && dv.len() >= n * n * stride);
         assert!(channels.is_multiple_of(S::LANES) && n == tiling.points.count());
         let mut across = [[simd.splat(0.0); MAX_POINTS]; MAX_POINTS];
-        for (number, image, row, column) in tiling.each(images) {
+        for (number, image, row, column) in tiling.each(tiles.clone()) {
             // The first tile of an image.
-            if number % tiling.tiles() == 0 {
+            if (row, column) == (0, 0) {
                 sums.fill(0.0);
             }
             let (row, column) = (row as isize - pad, column as isize - pad);
@@ -210,7 +225,7 @@ impl<E: Storage, const PAIRS: usize> Task for InputGradients<'_, E, PAIRS> {
                 }
             }
             // The last one.
-            if (number + 1) % tiling.tiles() == 0 {
+            if (tiles.start + number + 1).is_multiple_of(tiling.tiles()) {
                 for at in (0..len).step_by(S::LANES) {
                     // SAFETY: pixels of the image, whose channels are whole vectors.
                     unsafe {
@@ -231,7 +246,8 @@ pub(super) struct Outputs<'a, E, const PAIRS: usize, const TILE: usize> {
     pub(super) tiling: &'a Tiling,
     pub(super) m: &'a [f32],
     pub(super) bias: &'a [f32],
-    /// All images of the block.
+    /// Whole images, and the block's tiles of them.
+    pub(super) tiles: Range<usize>,
     pub(super) y: &'a mut [E],
     pub(super) chosen: &'a mut [u8],
 }
@@ -241,20 +257,20 @@ impl<E: Storage, const PAIRS: usize, const TILE: usize> Task for Outputs<'_, E, 
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let Outputs { tiling, m, bias, y, chosen } = self;
+        let Outputs { tiling, m, bias, tiles, y, chosen } = self;
         let n = 2 * PAIRS + 2;
         let filters = tiling.shape.filters;
         let (out_height, out_width) = (tiling.shape.out_height(), tiling.shape.out_width());
         let (height, width, len) = tiling.result();
         let images = y.len() / len;
-        let stride = Tiling::stride(images * tiling.tiles(), filters);
-        assert!(y.len() == images * len && m.len() >= n * n * stride && bias.len() == filters);
+        let stride = Tiling::stride(tiles.len(), filters);
+        assert!(tiles.end <= images * tiling.tiles() && m.len() >= n * n * stride && bias.len() == filters);
         assert!(filters.is_multiple_of(S::LANES) && n == tiling.points.count() && TILE == tiling.points.tile);
         assert!(tiling.pool.is_none() || chosen.len() == y.len());
         let (zero, slope) = (simd.splat(0.0), simd.splat(tiling.slope));
         let mut down = [[zero; MAX_POINTS]; TILE];
         let mut tile = [[zero; MAX_POINTS]; TILE];
-        for (number, image, row, column) in tiling.each(images) {
+        for (number, image, row, column) in tiling.each(tiles) {
             for filter in (0..filters).step_by(S::LANES) {
                 for j in 0..n {
                     let mut line = [zero; MAX_POINTS];
@@ -332,7 +348,8 @@ unsafe fn before_activation<S: Simd, E: Storage>(
 /// activation and pooling; and the sum of `dz` for each filter.
 pub(super) struct OutputGradients<'a, E, const PAIRS: usize, const TILE: usize> {
     pub(super) tiling: &'a Tiling,
-    /// All images of the block.
+    /// Whole images, and the block's tiles of them.
+    pub(super) tiles: Range<usize>,
     pub(super) y: &'a [E],
     pub(super) chosen: &'a [u8],
     pub(super) dy: &'a [E],
@@ -346,18 +363,18 @@ impl<E: Storage, const PAIRS: usize, const TILE: usize> Task for OutputGradients
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let OutputGradients { tiling, y, chosen, dy, dm, sums } = self;
+        let OutputGradients { tiling, tiles, y, chosen, dy, dm, sums } = self;
         let n = 2 * PAIRS + 2;
         let filters = tiling.shape.filters;
         let (height, width, len) = tiling.result();
         let images = y.len() / len;
-        let stride = Tiling::stride(images * tiling.tiles(), filters);
-        assert!(y.len() == images * len && dy.len() == y.len() && dm.len() >= n * n * stride);
+        let stride = Tiling::stride(tiles.len(), filters);
+        assert!(tiles.end <= images * tiling.tiles() && dy.len() == y.len() && dm.len() >= n * n * stride);
         assert!(filters.is_multiple_of(S::LANES) && n == tiling.points.count() && TILE == tiling.points.tile);
         assert!((tiling.pool.is_none() || chosen.len() == y.len()) && sums.len() == filters);
         let (zero, slope) = (simd.splat(0.0), simd.splat(tiling.slope));
         let mut down = [[zero; MAX_POINTS]; MAX_POINTS];
-        for (number, image, row, column) in tiling.each(images) {
+        for (number, image, row, column) in tiling.each(tiles) {
             // By column; elements outside the image stay zero.
             let mut tile = [[zero; MAX_POINTS]; TILE];
             for filter in (0..filters).step_by(S::LANES) {
