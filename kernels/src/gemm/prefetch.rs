@@ -1,6 +1,7 @@
 //! Software prefetching.
 
 /// Elements of a cache line.
+#[cfg(target_arch = "x86_64")]
 const LINE: usize = 16;
 
 /// Memory to prefetch during a product because it is needed afterwards: rows of `run` elements, `row` apart. Only a
@@ -25,6 +26,7 @@ impl Prefetch {
     }
 
     /// The lines of memory, one after the other.
+    #[cfg(target_arch = "x86_64")]
     pub(crate) fn lines(self) -> impl ExactSizeIterator<Item = *const f32> {
         let Prefetch { start, row, rows, run } = self;
         let lines = run.div_ceil(LINE);
