@@ -306,29 +306,26 @@ fn input_gradient(
     let (panel, lines) = (panel_stride(steps(BACKWARD_DEPTH.min(outputs))), samples.div_ceil(BLOCK));
     let (packed_len, sums_len) = (blocks * 2 * panel, blocks * lines * SUMS);
     let mut memory = scratch.reserve(needed(&[packed_len.div_ceil(2), packed_len.div_ceil(2), sums_len]));
-    let [mut packed, mut other] = [(); 2].map(|()| cut_bf16(&mut memory, packed_len));
+    let (mut packed, mut other) = (cut_bf16(&mut memory, packed_len), cut_bf16(&mut memory, packed_len));
     let sums = cut(&mut memory, sums_len);
     sums.fill(0.0);
     for memory in [&mut *packed, &mut *other] {
         clear_odd_panel(columns.len(), panel, memory);
     }
-    let rows = |first: usize| {
-        let rows = BACKWARD_DEPTH.min(outputs - first);
-        RowPairs {
-            from: &weights[first * inputs + columns.start..],
-            row: inputs,
-            rows,
-            columns: columns.len(),
-            panel,
-        }
+    let block_at = |first: usize| RowPairs {
+        from: &weights[first * inputs + columns.start..],
+        row: inputs,
+        rows: BACKWARD_DEPTH.min(outputs - first),
+        columns: columns.len(),
+        panel,
     };
-    rows(0).pack(packed);
+    block_at(0).pack(packed);
     for first in (0..outputs).step_by(BACKWARD_DEPTH) {
         let steps = steps(BACKWARD_DEPTH.min(outputs - first));
-        let next = (first + BACKWARD_DEPTH < outputs).then(|| rows(first + BACKWARD_DEPTH));
+        let next = (first + BACKWARD_DEPTH < outputs).then(|| block_at(first + BACKWARD_DEPTH));
         // The pairs of rows that are packed after a product.
-        let share = |rows: &RowPairs<'_>, product: usize| {
-            let end = |products: usize| rows.pairs() * products.min(blocks * lines) / (blocks * lines);
+        let share = |next: &RowPairs<'_>, product: usize| {
+            let end = |products: usize| next.pairs() * products.min(blocks * lines) / (blocks * lines);
             end(product)..end(product + 1)
         };
         for (at, sums) in sums.chunks_exact_mut(SUMS).enumerate() {
@@ -338,10 +335,10 @@ fn input_gradient(
             let left = Left { values: gradient.rows, groups, row: stride, segment: 0 };
             let panels = [2 * block * panel, (2 * block + 1) * panel];
             let right = Right { values: packed, panels, segment: 0 };
-            let ahead = next.map_or(Prefetch::NONE, |rows| rows.prefetch(share(&rows, at + 1)));
+            let ahead = next.map_or(Prefetch::NONE, |next| next.prefetch(share(&next, at + 1)));
             session.multiply_prefetching(left, right, Depth { segments: 1, steps }, sums, ahead);
-            if let Some(rows) = next {
-                rows.pack_part(share(&rows, at), other);
+            if let Some(next) = next {
+                next.pack_part(share(&next, at), other);
             }
         }
         std::mem::swap(&mut packed, &mut other);

@@ -114,23 +114,24 @@ impl Task for PackPairs<'_, '_> {
             for (index, first) in (0..columns).step_by(SIDE).enumerate() {
                 let to: &mut [bf16; 2 * SIDE] =
                     panels[index * panel + pair * 2 * SIDE..].first_chunk_mut().expect("a pair of a panel");
-                let mut partial = [[0.0; SIDE]; 2];
-                let whole = lines.map(|line| line.get(first..first + SIDE));
-                let [even, odd] = match whole {
+                let rest = lines.map(|line| line.get(first..).unwrap_or_default());
+                let padded;
+                let [even, odd]: [&[f32; SIDE]; 2] = match rest.map(|rest| rest.first_chunk()) {
                     [Some(even), Some(odd)] => [even, odd],
                     _ => {
-                        for (line, partial) in lines.iter().zip(&mut partial) {
-                            let rest = line.get(first..).unwrap_or_default();
+                        padded = rest.map(|rest| {
+                            let mut columns = [0.0; SIDE];
                             let width = rest.len().min(SIDE);
-                            partial[..width].copy_from_slice(&rest[..width]);
-                        }
-                        [&partial[0][..], &partial[1]]
+                            columns[..width].copy_from_slice(&rest[..width]);
+                            columns
+                        });
+                        padded.each_ref()
                     }
                 };
                 for column in (0..SIDE).step_by(S::LANES) {
                     // SAFETY: both rows have 16 columns, and `to` as many pairs.
                     unsafe {
-                        let [even, odd] = [even, odd].map(|line| simd.load(line.as_ptr().add(column)));
+                        let [even, odd] = [even, odd].map(|row| simd.load(row.as_ptr().add(column)));
                         simd.store_bf16_pairs(even, odd, to.as_mut_ptr().add(2 * column));
                     }
                 }
