@@ -14,7 +14,7 @@ from train_work import work
 RATIOS = {"lenet5": 2.0, "conv6": 2.0, "keras": 1.6, "deep": 1.5, "layers": 1.5, "ensemble2400": 1.4}
 BF16_RATIO = 1.3
 # Networks that are also measured in bf16.
-BF16 = ("deep", "keras", "conv6")
+BF16 = ("deep", "keras", "layers", "ensemble2400", "conv6")
 # Two ranks with half of the cores each, divided by one rank with all of them.
 RANKS_RATIO = 0.97
 
