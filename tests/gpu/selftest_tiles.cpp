@@ -68,12 +68,29 @@ struct TestProduct {
     unsigned rows, columns, depths, start, end;
 };
 
+float left_at(unsigned line, unsigned depth) { return (float)((line * 7 + depth * 5) % 13) - 6.0f; }
+float right_at(unsigned line, unsigned depth) { return (float)((line * 3 + depth * 11) % 9) * 0.25f - 1.0f; }
+
+// Checks the products of `lines` lines in a square tile, and behind them the sums of the left operand's lines.
+void check_products(const std::vector<float>& found, unsigned side, const TestProduct& product, bool sums_lines) {
+    for (unsigned row = 0; row < side; ++row) {
+        float line_sum = 0;
+        for (unsigned depth = product.start; depth < product.end && row < product.rows; ++depth) line_sum += left_at(row, depth);
+        CHECK(found[side * side + row] == (sums_lines ? line_sum : 0));
+        for (unsigned column = 0; column < side; ++column) {
+            float expected = 0;
+            for (unsigned depth = product.start; depth < product.end && row < product.rows && column < product.columns; ++depth) {
+                expected += left_at(row, depth) * right_at(column, depth);
+            }
+            CHECK(found[row * side + column] == expected);
+        }
+    }
+}
+
 // Both loops compute what is expected, for lines and depths that fill no tile and no step, and for parts of the depth.
 template <class T>
 void products(const char* name) {
     const unsigned quad = 16 / sizeof(T), step = 64 / sizeof(T);
-    auto left_at = [](unsigned line, unsigned depth) { return (float)((line * 7 + depth * 5) % 13) - 6.0f; };
-    auto right_at = [](unsigned line, unsigned depth) { return (float)((line * 3 + depth * 11) % 9) * 0.25f - 1.0f; };
     for (unsigned layouts = 0; layouts < 6; ++layouts) {
         const bool large = layouts >= 4, left_by_lines = large || layouts % 2 == 1, right_by_lines = layouts / 2 % 2 == 1;
         const unsigned side = large ? 128 : 64;
@@ -93,23 +110,56 @@ void products(const char* name) {
                     const TestProduct product{lines, lines, depths, start, end};
                     OK(launch(kernel(name), 1, layouts == 5 ? 256 : 128, 0, nullptr, left.address, right.address, out.address,
                               product, layouts, vector));
-                    const auto found = out.read();
-                    for (unsigned row = 0; row < side; ++row) {
-                        float line_sum = 0;
-                        for (unsigned depth = start; depth < end && row < lines; ++depth) line_sum += left_at(row, depth);
-                        CHECK(found[side * side + row] == (left_by_lines ? line_sum : 0));
-                        for (unsigned column = 0; column < side; ++column) {
-                            float expected = 0;
-                            for (unsigned depth = start; depth < end && row < lines && column < lines; ++depth) {
-                                expected += left_at(row, depth) * right_at(column, depth);
-                            }
-                            CHECK(found[row * side + column] == expected);
-                        }
-                    }
+                    check_products(out.read(), side, product, left_by_lines);
                 }
             }
         }
     }
+}
+
+// A kernel with a block of a warpgroup (`Tile::shared` in partition.rs).
+constexpr unsigned GROUP_SHARED = 3 * 2 * 128 * 64 * 2 + 1024;
+CUfunction group_kernel(const char* name) {
+    const CUfunction found = kernel(name);
+    constexpr auto MOST_DYNAMIC_SHARED = (CUfunction_attribute)8;
+    OK(cuFuncSetAttribute(found, MOST_DYNAMIC_SHARED, GROUP_SHARED));
+    return found;
+}
+
+// The same for a warpgroup's loop, which has one kind of operands.
+void group_products() {
+    using T = unsigned short;
+    constexpr unsigned quad = 8, step = 64, side = 128;
+    const CUfunction multiply = group_kernel("selftest_group_bf16");
+    for (unsigned layouts = 0; layouts < 4; ++layouts) {
+        const bool left_by_lines = layouts % 2 == 1, right_by_lines = layouts / 2 == 1;
+        for (const unsigned depths : {quad, step - quad, 4 * step + quad, 7 * step + 3 * quad}) {
+            for (const unsigned lines : {quad, side - quad, side}) {
+                const TestProduct product{lines, lines, depths, depths > 2 * step ? step / 2 : 0, depths};
+                std::vector<T> a(lines * depths), b(lines * depths);
+                for (unsigned line = 0; line < lines; ++line) {
+                    for (unsigned depth = 0; depth < depths; ++depth) {
+                        put(a, left_by_lines ? depth * lines + line : line * depths + depth, left_at(line, depth));
+                        put(b, right_by_lines ? depth * lines + line : line * depths + depth, right_at(line, depth));
+                    }
+                }
+                const Buffer<T> left(a), right(b);
+                const Buffer<float> out(side * side + side);
+                OK(launch(multiply, 1, 128, GROUP_SHARED, nullptr, left.address, right.address, out.address, product, layouts));
+                check_products(out.read(), side, product, left_by_lines);
+            }
+        }
+    }
+}
+
+// Whether the sums of this kind (`enum` in selftest_tiles.cu) are right.
+bool group_is_right(unsigned kind) {
+    const Buffer<unsigned> zeros(std::vector<unsigned>(512));
+    const Buffer<float> out(128);
+    OK(launch(group_kernel("selftest_group_kinds"), 1, 128, GROUP_SHARED, nullptr, zeros.address, out.address, kind));
+    bool right = true;
+    for (const float value : out.read()) right = right && value == 64;
+    return right;
 }
 
 // Values whose sums are rounded, among them NaN and infinities: both loops give the same bits.
@@ -151,6 +201,12 @@ void tiles_case(const std::string& name) {
     else if (name == "tiles_copies_without_barrier") CHECK(!copies_arrive(2));
     else if (name == "tiles_copies_too_early") CHECK(!copies_arrive(3));
     else if (name == "tiles_copies_left_behind") copies_arrive(4);
+    else if (name == "tiles_group") CHECK(group_is_right(0));
+    else if (name == "tiles_group_read_too_early") CHECK(!group_is_right(1));
+    else if (name == "tiles_group_overwritten") CHECK(!group_is_right(2));
+    else if (name == "tiles_group_askew") group_is_right(3);
+    else if (name == "tiles_group_left_behind") group_is_right(4);
+    else if (name == "tiles_group_products") group_products();
     else if (name == "tiles_products_bf16") products<unsigned short>("selftest_product_bf16");
     else if (name == "tiles_products_tf32") products<float>("selftest_product_tf32");
     else if (name == "tiles_same_bits_bf16") same_bits<unsigned short>("selftest_product_bf16");

@@ -1,5 +1,6 @@
 // Kernels that test the main loop of matrix products (conv/tiles.cuh), and what the shim emulates for it.
 #include "../../kernels/src/conv/tiles.cuh"
+#include "../../kernels/src/conv/groups.cuh"
 
 // ---- Loads of matrices and asynchronous copies ----
 
@@ -134,6 +135,17 @@ __device__ inline void count_layouts(Conflicts& conflicts) {
     }
 }
 
+template <class T, class TILE>
+__device__ inline void count_group_layouts(Conflicts& conflicts) {
+    using Product = GroupProduct<T, TILE>;
+    count_copies<AlongDepth<T, TILE, Product, NoOperand, false>*>(conflicts, [](auto* mover) {
+        return Product::Lines::at(mover->line(0), mover->unit());
+    });
+    count_copies<AlongLines<T, TILE, Product, NoOperand, false>*>(conflicts, [](auto* mover) {
+        return Product::Depths::at(mover->depth(0), mover->unit());
+    });
+}
+
 enum { SMALL_TILE, LARGE_TILE, LARGE_AHEAD_TILE };
 
 // For blocks of as many threads as the tile has. Writes the conflicts of all layouts, then those of one that has them.
@@ -148,6 +160,7 @@ KERNEL(selftest_conflicts)(u32* out, u32 tile) {
     } else {
         count_layouts<bf16, LargeAhead>(conflicts);
         count_layouts<f32, LargeAhead>(conflicts);
+        count_group_layouts<bf16, Group>(conflicts);
     }
     if (threadIdx.x != 0) return;
     Conflicts wrong{};
@@ -187,10 +200,13 @@ struct TestMatrix {
     }
 };
 
+template <class T, class TILE>
+using ProductOf = typename Conditional<ARE_SAME<TILE, Group>, GroupProduct<T, TILE>, TensorProduct<T, TILE>>::Type;
+
 template <class T, class TILE, bool BY_LINES, bool VECTOR>
 using Mover = typename Conditional<
-    BY_LINES, AlongLines<T, TILE, TensorProduct<T, TILE>, TestMatrix<T, true>, VECTOR>,
-    AlongDepth<T, TILE, TensorProduct<T, TILE>, TestMatrix<T, false>, VECTOR>>::Type;
+    BY_LINES, AlongLines<T, TILE, ProductOf<T, TILE>, TestMatrix<T, true>, VECTOR>,
+    AlongDepth<T, TILE, ProductOf<T, TILE>, TestMatrix<T, false>, VECTOR>>::Type;
 
 struct TestResult {
     f32* to;
@@ -209,12 +225,12 @@ template <class T, class TILE, bool LEFT_BY_LINES, bool RIGHT_BY_LINES, bool VEC
 __device__ inline void test_product(const T* a, const T* b, f32* to, const TestProduct& product) {
     using Left = Mover<T, TILE, LEFT_BY_LINES, VECTOR>;
     using Right = Mover<T, TILE, RIGHT_BY_LINES, VECTOR>;
-    __shared__ TileMemory<TILE, Left, Right> memory;
+    auto& memory = TileMemory<TILE, Left, Right>::of_block();
     Left left({a, product.rows, product.depths}, 0);
     Right right({b, product.columns, product.depths}, 0);
-    TensorProduct<T, TILE> sums;
+    ProductOf<T, TILE> sums;
     f32 line_sum = 0.0f;
-    multiply(left, right, sums, memory, 0, 0, product.start, product.end, Elements<T>::STEP, [&](const u32* lines) {
+    multiply(left, right, sums, memory, 0, 0, product.start, product.end, STEP<T, TILE>, [&](const u32* lines) {
         if constexpr (LEFT_BY_LINES) {
             if (threadIdx.x < TILE::SIDE) line_sum += Left::sum_line(lines, threadIdx.x);
         }
@@ -250,6 +266,48 @@ __device__ inline void test_layouts(const T* a, const T* b, f32* to, const TestP
     } else {
         test_loops<T, Small, true, true>(a, b, to, product, vector);
     }
+}
+
+// The layouts of operands, in the same order, for tiles of a warpgroup.
+template <class T>
+__device__ inline void test_group(const T* a, const T* b, f32* to, const TestProduct& product, u32 layouts) {
+    if (layouts == 0) {
+        test_product<T, Group, false, false, true>(a, b, to, product);
+    } else if (layouts == 1) {
+        test_product<T, Group, true, false, true>(a, b, to, product);
+    } else if (layouts == 2) {
+        test_product<T, Group, false, true, true>(a, b, to, product);
+    } else {
+        test_product<T, Group, true, true, true>(a, b, to, product);
+    }
+}
+
+KERNEL(selftest_group_bf16)(const bf16* a, const bf16* b, f32* to, TestProduct product, u32 layouts) {
+    test_group(a, b, to, product, layouts);
+}
+
+enum { GROUP_RIGHT, GROUP_READ_TOO_EARLY, GROUP_OVERWRITTEN, GROUP_ASKEW, GROUP_LEFT_BEHIND };
+
+// A product of ones, whose sums are 64. In all kinds but one something is wrong.
+KERNEL(selftest_group_kinds)(const u32* zeros, f32* out, u32 kind) {
+    using Product = GroupProduct<bf16, Group>;
+    using Operand = Product::Lines;
+    DYNAMIC_SHARED(u8, bytes);
+    u32* lefts = (u32*)(((u64)bytes + 1023) / 1024 * 1024) + (kind == GROUP_ASKEW ? 32 : 0);
+    u32* rights = lefts + Operand::WORDS;
+    for (u32 i = threadIdx.x; i < 2 * Operand::WORDS; i += Group::THREADS) lefts[i] = 0x3f803f80u;
+    __syncthreads();
+    Product product;
+    product.publish();
+    product.begin<Operand, Operand>(lefts, rights);
+    if (kind == GROUP_READ_TOO_EARLY) out[threadIdx.x] = product.sums[0][0][0];
+    if (kind == GROUP_LEFT_BEHIND) return;
+    __syncthreads();
+    if (kind == GROUP_OVERWRITTEN) copy_async(rights + threadIdx.x * 4, zeros, true);
+    commit_copies();
+    product.await();
+    if (kind != GROUP_READ_TOO_EARLY) out[threadIdx.x] = product.sums[0][0][0];
+    await_copies<0>();
 }
 
 KERNEL(selftest_product_bf16)(const bf16* a, const bf16* b, f32* to, TestProduct product, u32 layouts, u32 vector) {

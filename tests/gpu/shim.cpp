@@ -21,6 +21,7 @@
 
 #include "shim.h"
 #include "shim_copies.h"
+#include "shim_groups.h"
 
 __thread ShimNow shim_now;
 
@@ -174,11 +175,18 @@ class Engine {
     }
 
     void copy_async(unsigned* to, const void* from, unsigned bytes) {
+        numbers.clear();
         if (const char* wrong = copies[current->thread].issue(to, from, bytes)) fail(wrong);
     }
 
     void commit_copies() { copies[current->thread].commit(); }
     void await_copies(unsigned later) { copies[current->thread].await(later); }
+
+    void begin_group(float* d, const GroupOperand& left, const GroupOperand& right, bool bfloat16) {
+        if (const char* wrong = groups[current->thread].begin(d, left, right, bfloat16)) fail(wrong);
+    }
+
+    void await_groups() { groups[current->thread].await(current->thread, numbers); }
 
     void warp_call(WarpCall& call) {
         const unsigned thread = current->thread;
@@ -216,6 +224,7 @@ class Engine {
         living = count;
         next = 0;
         at_barrier = 0;
+        numbers.clear();
         arrived = false;
         std::fill_n(state, count, State::Unstarted);
         for (unsigned warp = 0; warp * WARP < count; ++warp) {
@@ -238,6 +247,7 @@ class Engine {
         check_stack(self);
         if (copies[thread].pending()) fail("a thread ends with asynchronous copies that it has not awaited");
         copies[thread].clear();
+        if (groups[thread].pending()) fail("a thread ends with products of its warpgroup that it has not awaited");
         state[thread] = State::Done;
         alive[thread / WARP] &= ~(1u << thread % WARP);
         --living;
@@ -283,6 +293,7 @@ class Engine {
     void release_barrier_if_complete() {
         if (at_barrier < living) return;
         at_barrier = 0;
+        numbers.clear();
         any = arrived;
         arrived = false;
         std::copy_n(start_order, count, released);
@@ -391,6 +402,8 @@ class Engine {
     unsigned waiting[MOST_THREADS / WARP];   // the lanes in a warp function
     WarpCall* calls[MOST_THREADS];
     Copies copies[MOST_THREADS];
+    Groups groups[MOST_THREADS];
+    GroupNumbers numbers;
     unsigned start_order[MOST_THREADS], released[MOST_THREADS];
     std::vector<std::unique_ptr<Fiber>> fibers;
     std::vector<Fiber*> idle;
@@ -456,3 +469,7 @@ int __syncthreads_or(int predicate) { return shim::engine().barrier(predicate !=
 void shim_copy_async(unsigned* to, const void* from, unsigned bytes) { shim::engine().copy_async(to, from, bytes); }
 void shim_commit_copies() { shim::engine().commit_copies(); }
 void shim_await_copies(unsigned later) { shim::engine().await_copies(later); }
+void shim_group_multiply(float d[64], const shim::GroupOperand& left, const shim::GroupOperand& right, bool bfloat16) {
+    shim::engine().begin_group(d, left, right, bfloat16);
+}
+void shim_await_groups() { shim::engine().await_groups(); }

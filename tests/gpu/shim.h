@@ -99,6 +99,13 @@ struct MmaLane {
     const unsigned* b;
 };
 
+// An operand of a warpgroup's product, in atoms of eight swizzled rows of 128 bytes.
+struct GroupOperand {
+    const void* at;
+    unsigned leading, stride;   // bytes: see groups.cuh
+    bool transposed;            // a row is a depth's, not a line's
+};
+
 template <class T>
 T shuffle(WarpFunction function, unsigned mask, T value, unsigned lane, int width) {
     static_assert((sizeof(T) == 4 || sizeof(T) == 8) && __is_trivially_copyable(T), "no such shuffle");
@@ -178,6 +185,10 @@ inline void shim_load_matrices(unsigned d[4], const unsigned* row, bool transpos
 void shim_copy_async(unsigned* to, const void* from, unsigned bytes);
 void shim_commit_copies();
 void shim_await_copies(unsigned later);
+
+// Products of a warpgroup: see shim_groups.h.
+void shim_group_multiply(float d[64], const shim::GroupOperand& left, const shim::GroupOperand& right, bool bfloat16);
+void shim_await_groups();
 
 // ---- Atomics: real ones, because kernels of other streams run on other host threads ----
 

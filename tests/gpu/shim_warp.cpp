@@ -1,11 +1,9 @@
 // Warp functions: computed for all lanes at once, by the lane that arrives last.
-#include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 
-#include "fake_half.h"
 #include "shim.h"
+#include "shim_products.h"
 
 namespace shim {
 namespace {
@@ -44,32 +42,8 @@ void ballot(WarpCall* const lanes[LANES]) {
     }
 }
 
-float from_bits(unsigned bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-float bf16_half(unsigned pair, unsigned half) { return from_bits(half == 0 ? pair << 16 : pair & 0xffff0000u); }
-
-float f16_half(unsigned pair, unsigned half) {
-    return fake::F16{(uint16_t)(half == 0 ? pair : pair >> 16)}.wide();
-}
-
 // Tensor cores ignore the lower 13 bits of the mantissa of TF32 operands.
 float tf32(unsigned bits) { return from_bits(bits & 0xffffe000u); }
-
-// With FAKE_GPU_TRUNCATE=1 products are added as tensor cores do: eight at a time to the sum so far, exactly, and the
-// result loses all bits beyond those of an f32. So each step's error is towards zero, up to 2^-23 of the sum.
-bool truncates() {
-    static const char* text = getenv("FAKE_GPU_TRUNCATE");
-    return text != nullptr && *text == '1';
-}
-
-float towards_zero(double value) {
-    const float nearest = (float)value;
-    return std::fabs((double)nearest) > std::fabs(value) ? std::nextafterf(nearest, 0.0f) : nearest;
-}
 
 template <unsigned K>
 void multiply_truncating(WarpCall* const lanes[LANES], const float (&a)[16][K], const float (&b)[K][8]) {

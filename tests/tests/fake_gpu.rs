@@ -84,6 +84,22 @@ fn tiles_are_multiplied_at_any_depth_by_both_loops() {
     }
 }
 
+/// What a warpgroup multiplies is read, and its sums are complete, when the kernel awaits them and no earlier.
+#[test]
+fn products_of_a_warpgroup_are_awaited() {
+    for order in ["forward", "reverse", "shuffled"] {
+        for name in ["", "_products", "_read_too_early", "_overwritten"] {
+            case(&[&format!("tiles_group{name}")], &[("FAKE_GPU_ORDER", order)]).expect(0, &[]);
+        }
+    }
+    case(&["tiles_group_products"], &[("FAKE_GPU_TRUNCATE", "1")]).expect(0, &[]);
+    ends_with("tiles_group_askew", "a warpgroup's operand does not begin with an atom");
+    ends_with(
+        "tiles_group_left_behind",
+        "a thread ends with products of its warpgroup that it has not awaited",
+    );
+}
+
 #[test]
 fn a_misaligned_access_is_reported() {
     passes("aligned");

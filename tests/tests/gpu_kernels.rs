@@ -16,13 +16,14 @@ fn gpu_check() -> Command {
     fake_gpu::command(env!("CARGO_BIN_EXE_t-gpu_check"))
 }
 
-/// Runs the quick checks with a thread order, a seed, and tensor cores that truncate their sums or round them.
-fn quick(order: &str, seed: &str, truncate: bool) -> Finished {
+/// Runs the quick checks with a thread order, a seed, a compute capability times ten, and tensor cores that truncate their sums or
+/// round them.
+fn quick(order: &str, seed: &str, capability: &str, truncate: bool) -> Finished {
     let folder = tempfile::tempdir().expect("a folder");
     let json = folder.path().join("results.json");
     let mut command = gpu_check();
     command.env("FAKE_GPU_ORDER", order).env("FAKE_GPU_SEED", seed);
-    command.env("FAKE_GPU_TRUNCATE", if truncate { "1" } else { "0" });
+    command.env("FAKE_GPU_TRUNCATE", if truncate { "1" } else { "0" }).env("FAKE_GPU_CAPABILITY", capability);
     let finished = run(command.args(["--quick", "--seed", seed, "--json"]).arg(&json));
     finished.expect(0, &["on FAKE GPU (tests only), 0 failed", &format!("seed {seed}")]);
     let text = std::fs::read_to_string(json).expect("the results");
@@ -42,17 +43,17 @@ fn quick(order: &str, seed: &str, truncate: bool) -> Finished {
 
 #[test]
 fn all_kernels_are_right_with_threads_forward() {
-    quick("forward", "1", false);
+    quick("forward", "1", "90", false);
 }
 
 #[test]
-fn all_kernels_are_right_with_threads_in_reverse_and_truncated_sums() {
-    quick("reverse", "2", true);
+fn all_kernels_are_right_without_warpgroups_with_threads_in_reverse_and_truncated_sums() {
+    quick("reverse", "2", "80", true);
 }
 
 #[test]
 fn all_kernels_are_right_with_threads_shuffled() {
-    quick("shuffled", "3", false);
+    quick("shuffled", "3", "90", false);
 }
 
 /// As many multiprocessors as an H100 has: they choose grids, tiles and the depth of splits, and so the order of sums.
@@ -78,6 +79,9 @@ fn a_wrong_kernel_is_detected() {
     for (kernel, only) in [
         ("activation_bias_bf16", "activation bias"),
         ("arena_narrow_bf16", "arena narrow"),
+        ("conv_forward_bf16_group", "dense forward"),
+        ("conv_backward_input_f16_group", "dense backward_input"),
+        ("conv_backward_weights_bf16_group", "dense backward_weights"),
         ("conv_backward_weights_tf32_small", "conv backward_weights"),
         ("conv_first_forward_f32_k5_x1", "conv forward"),
         ("conv_forward_bf16_scalar", "dense forward"),

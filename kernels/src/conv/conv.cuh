@@ -338,7 +338,7 @@ __device__ inline void forward(
     using Pixels = Operand<UNITS, Rows, GatherByPixel<T, 1, MOVES<TILE>, NARROW>>;
     using Left = AlongDepth<T, TILE, Product, Pixels, VECTOR, WHOLE>;
     using Right = AlongDepth<T, TILE, Product, Operand<UNITS, Rows, Filters<T, MOVES<TILE>, NARROW>>, VECTOR, WHOLE>;
-    __shared__ TileMemory<TILE, Left, Right> memory;
+    auto& memory = TileMemory<TILE, Left, Right>::of_block();
     const u32 columns = shape.output.channels;
     u32 row, column;
     tile_of_block<TILE>(columns, row, column);
@@ -347,7 +347,7 @@ __device__ inline void forward(
     Product product;
     u32 start, end;
     depth_of_block<TILE>(shape, shape.taps() * numbered_channels<T, UNITS>(shape), start, end);
-    multiply(left, right, product, memory, row, column, start, end, Elements<T>::STEP, [](const u32*) {});
+    multiply(left, right, product, memory, row, column, start, end, STEP<T, TILE>, [](const u32*) {});
     const ForwardResult<T, VECTOR> result{y, bias, shape, after, row, column};
     write_sums<TILE>(product, sums, result, result.rows(), columns, memory.words());
 }
@@ -361,7 +361,7 @@ __device__ inline void backward_input(
     using Weights = Operand<UNITS, EvenColumns<T, false>, Channels<T, UNITS == NARROW_UNITS>>;
     using Left = AlongDepth<T, TILE, Product, Pixels, VECTOR, WHOLE>;
     using Right = AlongLines<T, TILE, Product, Weights, VECTOR, WHOLE>;
-    __shared__ TileMemory<TILE, Left, Right> memory;
+    auto& memory = TileMemory<TILE, Left, Right>::of_block();
     const u32 columns = shape.input.channels;
     u32 row, column;
     tile_of_block<TILE>(columns, row, column);
@@ -370,7 +370,7 @@ __device__ inline void backward_input(
     Product product;
     u32 start, end;
     depth_of_block<TILE>(shape, shape.taps() * shape.output.channels, start, end);
-    multiply(left, right, product, memory, row, column, start, end, Elements<T>::STEP, [](const u32*) {});
+    multiply(left, right, product, memory, row, column, start, end, STEP<T, TILE>, [](const u32*) {});
     const InputResult<T, WHOLE> result{dx, shape.input.pixels, columns, before, row, column};
     write_sums<TILE>(product, sums, result, shape.input.pixels, columns, memory.words());
 }
@@ -385,7 +385,7 @@ __device__ inline void backward_weights(const T* x, const T* dy, const Convoluti
     using Taps = Operand<UNITS, EvenColumns<T, false>, GatherByTap<T, NARROW>>;
     using Right = AlongLines<T, TILE, Product, Taps, VECTOR, WHOLE>;
     using Result = WeightsResult<WHOLE, NARROW ? Elements<T>::QUAD : 0>;
-    __shared__ TileMemory<TILE, Left, Right> memory;
+    auto& memory = TileMemory<TILE, Left, Right>::of_block();
     const u32 channels = shape.input.channels, rows = shape.output.channels, columns = shape.taps() * channels;
     u32 row, column;
     tile_of_block<TILE>(shape.taps() * numbered_channels<T, UNITS>(shape), row, column);
@@ -395,7 +395,7 @@ __device__ inline void backward_weights(const T* x, const T* dy, const Convoluti
     Left left({dy, shape}, row);
     Right right({x, shape}, column);
     Product product;
-    multiply(left, right, product, memory, row, column, start, end, Elements<T>::STEP, [&](const u32* lines) {
+    multiply(left, right, product, memory, row, column, start, end, STEP<T, TILE>, [&](const u32* lines) {
         if (sums_line) line_sum += Left::sum_line(lines, threadIdx.x);
     });
     const bool alone = gridDim.y == 1;
@@ -417,7 +417,7 @@ __device__ inline void backward_weights(const T* x, const T* dy, const Convoluti
 }
 
 // ---- Entry points ----
-// They are in a source for each precision. `_large` and `_small` move 16 bytes at a time: channels and, except in the
+// They are in a source for each precision. `_group`, `_large` and `_small` move 16 bytes at a time: channels and, except in the
 // forward pass, filters are multiples of 4 in f32, of 8 in bf16 and f16. `_narrow` supports 2, 4 or 6 channels of these,
 // and filters as before; `_even` dense layers with even numbers; `_scalar` any numbers.
 
@@ -433,18 +433,25 @@ __device__ inline void backward_weights(const T* x, const T* dy, const Convoluti
 // per multiprocessor.
 #ifdef MGPU_SHIM
 #define LARGE 256
+#define GROUP 128
 #define LARGE_AHEAD LARGE_TILE::THREADS
 #define SMALL_AHEAD 128
 #define SCALAR 128
 #define NARROW 128
 #else
 #define LARGE 256, 2
+#define GROUP 128, 2
 #define LARGE_AHEAD LARGE_TILE::THREADS, 2
 #define SMALL_AHEAD 128, 4
 #define SCALAR 128, 3
 #define NARROW 128, 2
 #endif
 #define SMALL 128
+
+// Whether there are tensor cores of a warpgroup. Only sources for exactly this architecture have them ("sm_90a").
+#if defined(MGPU_SHIM) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define WARPGROUPS 1
+#endif
 
 #define FORWARD(T)                                                                           \
     (const T *x, const T *w, const f32 *bias, T *y, const __grid_constant__ Convolution shape, \

@@ -2,6 +2,7 @@
 
 #ifdef MGPU_SHIM
 #include "tiles.cuh"
+#include "groups.cuh"
 #include "extents.cuh"
 #include "results.cuh"
 #include "conv.cuh"
@@ -54,3 +55,15 @@ KERNEL_BOUNDS(conv_backward_weights_bf16_even, NARROW) BACKWARD_WEIGHTS(bf16) {
 KERNEL_BOUNDS(conv_backward_weights_bf16_scalar, SCALAR) BACKWARD_WEIGHTS(bf16) {
     backward_weights<bf16, TENSOR, Small, false>(x, dy, shape, sums);
 }
+
+#ifdef WARPGROUPS
+KERNEL_BOUNDS(conv_forward_bf16_group, GROUP) FORWARD(bf16) {
+    forward<bf16, GroupProduct, Group, true>(x, w, bias, y, shape, after, sums);
+}
+KERNEL_BOUNDS(conv_backward_input_bf16_group, GROUP) BACKWARD_INPUT(bf16) {
+    backward_input<bf16, GroupProduct, Group, true>(w, dy, dx, shape, before, sums);
+}
+KERNEL_BOUNDS(conv_backward_weights_bf16_group, GROUP) BACKWARD_WEIGHTS(bf16) {
+    backward_weights<bf16, GroupProduct, Group, true>(x, dy, shape, sums);
+}
+#endif

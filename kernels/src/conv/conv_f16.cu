@@ -3,6 +3,7 @@
 
 #ifdef MGPU_SHIM
 #include "tiles.cuh"
+#include "groups.cuh"
 #include "extents.cuh"
 #include "results.cuh"
 #include "conv.cuh"
@@ -61,3 +62,15 @@ KERNEL_BOUNDS(conv_backward_weights_f16_even, NARROW) BACKWARD_WEIGHTS(f16) {
 KERNEL_BOUNDS(conv_backward_weights_f16_scalar, SCALAR) BACKWARD_WEIGHTS(f16) {
     backward_weights<f16, F16_TENSOR, Small, false>(x, dy, shape, sums);
 }
+
+#ifdef WARPGROUPS
+KERNEL_BOUNDS(conv_forward_f16_group, GROUP) FORWARD(f16) {
+    forward<f16, GroupProduct, Group, true>(x, w, bias, y, shape, after, sums);
+}
+KERNEL_BOUNDS(conv_backward_input_f16_group, GROUP) BACKWARD_INPUT(f16) {
+    backward_input<f16, GroupProduct, Group, true>(w, dy, dx, shape, before, sums);
+}
+KERNEL_BOUNDS(conv_backward_weights_f16_group, GROUP) BACKWARD_WEIGHTS(f16) {
+    backward_weights<f16, GroupProduct, Group, true>(x, dy, shape, sums);
+}
+#endif

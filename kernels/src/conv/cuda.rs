@@ -40,12 +40,15 @@ pub(super) use super::workspace::WeightSums;
 /// The `slope` of [`forward`] that means no activation.
 pub const LINEAR: f32 = 1.0;
 
+/// The compute capability with tensor cores that four warps use together (`groups.cuh`).
+const WARPGROUPS: (u32, u32) = (9, 0);
+
 /// The matrix products, indexed by [`Precision`].
 pub static PRODUCTS: [Source; 4] = [
     kernel_source!("conv_f32": "tiles.cuh", "extents.cuh", "results.cuh", "conv.cuh"),
     kernel_source!("conv_tf32": "tiles.cuh", "extents.cuh", "results.cuh", "conv.cuh"),
-    kernel_source!("conv_bf16": "tiles.cuh", "extents.cuh", "results.cuh", "conv.cuh"),
-    kernel_source!("conv_f16": "tiles.cuh", "extents.cuh", "results.cuh", "conv.cuh"),
+    kernel_source!("conv_bf16": "tiles.cuh", "groups.cuh", "extents.cuh", "results.cuh", "conv.cuh"),
+    kernel_source!("conv_f16": "tiles.cuh", "groups.cuh", "extents.cuh", "results.cuh", "conv.cuh"),
 ];
 
 /// Sums of rows.
@@ -156,19 +159,46 @@ unsafe fn run_product(
     let grid = Grid {
         blocks: [count(tile.count(rows, columns)), count(slices), 1],
         threads: tile.threads(ahead),
-        shared: 0,
+        shared: tile.shared(),
     };
     // SAFETY: the caller's promise.
     unsafe { run(stream, source, &format!("conv_{pass}_{operands}_{}", tile.name()), grid, arguments) }
 }
 
-/// The tile for a pass whose result has the size of a batch of images.
-fn tile(stream: &Stream, units: Units, slices: &Slices, rows: usize, columns: usize) -> Tile {
+/// The tile for a pass whose result has the size of a batch of images: `rows` of whole batches, whatever the size of this one.
+fn tile(
+    stream: &Stream,
+    precision: Precision,
+    units: Units,
+    slices: &Slices,
+    rows: usize,
+    columns: usize,
+) -> Tile {
     match units {
-        Units::Whole => partition::tile(slices, rows, columns, stream.device().multiprocessors()),
+        Units::Whole => {
+            let multiprocessors = stream.device().multiprocessors();
+            by_group(stream, precision, partition::tile(slices, rows, columns, multiprocessors))
+        }
         Units::Narrow => Tile::Narrow,
         Units::Even => Tile::Even,
         Units::Elements => Tile::Scalar,
+    }
+}
+
+/// A large tile by a warpgroup, if the GPU has their tensor cores, for types of 16 bits.
+fn by_group(stream: &Stream, precision: Precision, tile: Tile) -> Tile {
+    let has_groups = precision.is_half() && stream.device().architecture() == WARPGROUPS;
+    if has_groups && tile == Tile::Large { Tile::Group } else { tile }
+}
+
+/// Whether GPUs of this compute capability use a kernel of [`PRODUCTS`]: those of a warpgroup are for 9.0 alone, where they
+/// replace large tiles in types of 16 bits.
+pub fn is_used(kernel: &str, architecture: (u32, u32)) -> bool {
+    let is_half = kernel.contains("_bf16_") || kernel.contains("_f16_");
+    match kernel.rsplit_once('_') {
+        Some((_, "group")) => architecture == WARPGROUPS,
+        Some((_, "large")) => !is_half || architecture != WARPGROUPS,
+        _ => true,
     }
 }
 
@@ -245,7 +275,8 @@ pub fn forward_fused(
         units => units,
     };
     let slices = partition::forward_slices(shape, workspace.batch, precision, units, pool.is_some());
-    let tile = tile(stream, units, &slices, rows, shape.filters);
+    let whole = partition::pixels(shape, workspace.batch);
+    let tile = tile(stream, precision, units, &slices, whole, shape.filters);
     let sums = DepthSums::argument(workspace, &slices, tile, rows, shape.filters);
     let grid = (rows, shape.filters, slices.count);
     // SAFETY: the views have the lengths that the extents say, and the workspace has the sums of every slice.
@@ -307,7 +338,8 @@ pub fn backward_input_fused(
     }
     let units = if_aligned(Units::of(shape, precision), &views);
     let slices = partition::input_slices(shape, workspace.batch, precision);
-    let tile = tile(stream, units, &slices, rows, columns);
+    let whole = workspace.batch * shape.height * shape.width;
+    let tile = tile(stream, precision, units, &slices, whole, columns);
     let sums = DepthSums::argument(workspace, &slices, tile, rows, columns);
     let arguments = arguments(slices.len, sums);
     let grid = (rows, columns, slices.count);
@@ -400,6 +432,7 @@ pub fn backward_weights(
     }
     let units = if_aligned(Units::of(shape, precision), &views);
     let (tile, slices) = partition::partition_weights(shape, images, precision, units);
+    let tile = by_group(stream, precision, tile);
     let (rows, columns) = (shape.filters, units.weight_columns(shape));
     let sums = WeightSums::new(workspace, slices.count, tile.count(rows, columns), dw, db, rows);
     let extents = Convolution::new(shape, images, slices.len, LINEAR);

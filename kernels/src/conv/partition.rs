@@ -2,7 +2,8 @@
 //!
 //! The division of sums is a function of the extents alone, not of the GPU: the same batch gives the same bits on any GPU
 //! whose products round alike. Only the tile of the passes whose result has the size of a batch depends on the number of
-//! multiprocessors; it does not affect the order of their sums.
+//! multiprocessors. It does not affect the order of their sums; but tensor cores of a warpgroup ([`Tile::Group`]) round
+//! otherwise than those of a warp, so it is the same for all batches of a layer.
 //!
 //! **Slices of the depth.** A dense layer has few results: 1,024 images and 10 outputs are 16 tiles, for 132
 //! multiprocessors. A block that is alone on its multiprocessor waits for memory in every step, about 0.3 µs on an H100,
@@ -49,6 +50,8 @@ impl Reciprocal {
 /// The tile of a matrix product that one block computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Tile {
+    /// 128 × 128 results by the four warps of a warpgroup.
+    Group,
     /// 128 × 128 results by 256 threads, or by 128 whose operands are copied ahead.
     Large,
     /// 64 × 64 results by 128 threads.
@@ -116,6 +119,7 @@ fn may_be_even(shape: &ConvShape, unit: usize) -> bool {
 impl Tile {
     pub(super) const fn name(self) -> &'static str {
         match self {
+            Tile::Group => "group",
             Tile::Large => "large",
             Tile::Small => "small",
             Tile::Narrow => "narrow",
@@ -126,7 +130,7 @@ impl Tile {
 
     pub(super) const fn side(self) -> usize {
         match self {
-            Tile::Large => 128,
+            Tile::Group | Tile::Large => 128,
             Tile::Small | Tile::Narrow | Tile::Even | Tile::Scalar => 64,
         }
     }
@@ -136,8 +140,14 @@ impl Tile {
         match self {
             Tile::Large if ahead => 128,
             Tile::Large => 256,
-            Tile::Small | Tile::Narrow | Tile::Even | Tile::Scalar => 128,
+            Tile::Group | Tile::Small | Tile::Narrow | Tile::Even | Tile::Scalar => 128,
         }
+    }
+
+    /// Bytes of dynamic shared memory of a block. Those of a warpgroup are three stages of two operands, of 128 lines and 64 depths
+    /// in 16 bits, and what aligns them (`groups.cuh`); other tiles need no more than a kernel has without asking.
+    pub(super) const fn shared(self) -> u32 {
+        if matches!(self, Tile::Group) { 3 * 2 * 128 * 64 * 2 + 1024 } else { 0 }
     }
 
     /// Number of tiles of a matrix.

@@ -1,9 +1,10 @@
 // Tiled products of two large matrices, which are defined by the source that includes this.
 //
 // A block of threads computes one square tile of the result. It iterates over the depth, the extent that is summed
-// over, in steps of TILE_WORDS words of 32 bits (16 elements in f32, 32 in bf16). There are two loops, with one barrier
-// per step each:
+// over, in steps of some words of 32 bits: TILE_WORDS (16 elements in f32, 32 in bf16) but for those of groups.cuh. There
+// are three loops, with one barrier per step each:
 //
+// - multiply_groups (groups.cuh), for sm_90 in types of 16 bits: its tensor cores read both operands from shared memory.
 // - multiply_ahead, for tensor cores: the operands of the next steps are copied from global to shared memory asynchronously,
 //   16 bytes at a time and without registers, while one step's are multiplied. What a warp multiplies it has in registers
 //   before, so that neither these loads nor the barrier are waited for.
@@ -19,8 +20,8 @@
 // What limits the loop, per multiprocessor and step of a large tile in bf16 (128 x 128 x 32 multiply-adds): copies write
 // 16 KiB to shared memory, and four warps of 64 x 64 read 8 KiB each, together 384 cycles at 128 bytes per cycle. The
 // products take 512 cycles of an A100's tensor cores (1,024 multiply-adds per cycle), and 384 of an H200's with these
-// instructions, as measured: two thirds of its peak, which needs others. So warps of 64 x 32, which would read 6 KiB each in
-// pairs of twice as many, would be limited by shared memory. A small tile takes 192 cycles for a quarter of the products.
+// instructions, as measured: two thirds of its peak, which needs those of groups.cuh. So warps of 64 x 32, which would read
+// 6 KiB each in pairs of twice as many, would be limited by shared memory. A small tile takes 192 cycles for a quarter of the products.
 // There are few warps, two for each scheduler, because their sums take half of all registers; so what others hide by many
 // warps has to be hidden by the order of instructions. For each mma instruction of a large tile there are 0.25 loads from
 // shared memory (ldmatrix), and 0.5 of a small one; these would be 1 and 2 loads of a word for each lane. Compiled for sm_90
@@ -36,28 +37,40 @@ struct alignas(8) Pair {
     u32 word[2];
 };
 
-// The side of the tile, the threads of a block, and the rows and columns that a warp computes with tensor cores.
-struct Large {
-    static constexpr u32 SIDE = 128, THREADS = 256, WARP_ROWS = 64, WARP_COLUMNS = 32;
+// A tile, whose warps have rectangles of it.
+template <u32 LEN, u32 COUNT, u32 DOWN, u32 ACROSS, u32 AHEAD>
+struct WarpTile {
+    static constexpr u32 SIDE = LEN, THREADS = COUNT;
+    // Words of a step, and the steps that are in shared memory at once if they are copied ahead: one that is multiplied, and
+    // those on the way. A block may have 48 KiB without asking, which are three stages of a large tile; two such blocks fit in
+    // any multiprocessor with tensor cores for bf16, as their registers do.
+    static constexpr u32 WORDS = TILE_WORDS, STAGES = AHEAD;
+    // With tensor cores: the rows and columns of a warp, and how far its pieces of 16 rows are apart.
+    static constexpr u32 WARP_ROWS = DOWN, WARP_COLUMNS = ACROSS, APART = 16;
+
+    static __device__ u32 first_row(u32 warp) { return warp % (LEN / DOWN) * DOWN; }
+    static __device__ u32 first_column(u32 warp) { return warp / (LEN / DOWN) * ACROSS; }
 };
+
+struct Large : WarpTile<128, 256, 64, 32, 2> {};
 
 // The large tile of multiply_ahead.
-struct LargeAhead {
-    static constexpr u32 SIDE = 128, THREADS = 128, WARP_ROWS = 64, WARP_COLUMNS = 64;
-};
+struct LargeAhead : WarpTile<128, 128, 64, 64, 3> {};
 
-struct Small {
-    static constexpr u32 SIDE = 64, THREADS = 128, WARP_ROWS = 32, WARP_COLUMNS = 32;
-};
+struct Small : WarpTile<64, 128, 32, 32, 4> {};
 
 // How many times 16 bytes a thread moves of a step's operand.
 template <class TILE>
-constexpr u32 MOVES = TILE::SIDE * TILE_WORDS / 4 / TILE::THREADS;
+constexpr u32 MOVES = TILE::SIDE * TILE::WORDS / 4 / TILE::THREADS;
 
 template <class T>
 struct Elements {
-    static constexpr u32 WORD = 4 / sizeof(T), QUAD = 16 / sizeof(T), STEP = TILE_WORDS * WORD;
+    static constexpr u32 WORD = 4 / sizeof(T), QUAD = 16 / sizeof(T);
 };
+
+// Elements of a step.
+template <class T, class TILE>
+constexpr u32 STEP = TILE::WORDS * Elements<T>::WORD;
 
 // The i-th value of a word, the lower half first.
 template <class T>
@@ -116,7 +129,7 @@ struct SwizzledLines {
 // no such instruction for 32 bits: a lane reads words one by one, those of four depths and eight lines at once.
 template <class T, u32 SIDE>
 struct SwizzledDepths {
-    static constexpr u32 ROW = SIDE / Elements<T>::WORD, WORDS = Elements<T>::STEP * ROW;
+    static constexpr u32 ROW = SIDE / Elements<T>::WORD, WORDS = TILE_WORDS * SIDE;
 
     static __device__ u32 at(u32 depth, u32 unit) {
         return depth * ROW + (unit ^ (sizeof(T) == 2 ? depth % 8 : depth % 4 * 2)) * 4;
@@ -186,6 +199,12 @@ struct Conditional<false, YES, NO> {
     using Type = NO;
 };
 
+template <class A, class B>
+constexpr bool ARE_SAME = false;
+
+template <class A>
+constexpr bool ARE_SAME<A, A> = true;
+
 // ---- Loading operands from global memory ----
 
 // Where 16 bytes of an operand are; zeros if they are not inside.
@@ -232,24 +251,18 @@ __device__ inline void put(Quad& quad, u32 element, T value) {
     quad.word[element / WORD] |= bits_of(value) << (element % WORD * 16);
 }
 
-// The steps that are in shared memory at once: one that is multiplied, and those that are on the way. A block may have
-// 48 KiB without asking, which are three stages of a large tile; two such blocks fit in any multiprocessor with tensor
-// cores for bf16, as their registers do.
-template <class TILE, bool ASYNC>
-constexpr u32 STAGES = !ASYNC ? 2 : TILE::SIDE == 128 ? 3 : 4;
-
 // Operands that are contiguous along the depth. A thread moves 16 bytes of each of several lines. Plain products need a
 // depth's words side by side. Sources are copied AHEAD if they are whole.
 template <class T, class TILE, class PRODUCT, class OPERAND, bool VECTOR, bool AHEAD = VECTOR>
 struct AlongDepth {
-    using Layout = typename Conditional<PRODUCT::TENSORS, SwizzledLines<TILE::SIDE>, DepthsOfLines<TILE::SIDE>>::Type;
+    using Layout = typename PRODUCT::Lines;
     static constexpr bool ASYNC = PRODUCT::TENSORS && AHEAD && ASYNC_COPIES;
-    static constexpr u32 COUNT = MOVES<TILE>, APART = TILE::SIDE / COUNT;
+    static constexpr u32 UNITS = TILE::WORDS / 4, COUNT = MOVES<TILE>, APART = TILE::SIDE / COUNT;
     OPERAND operand;
     Quad moving[ASYNC ? 1 : COUNT];
 
-    static __device__ u32 line(u32 i) { return threadIdx.x / 4 + i * APART; }
-    static __device__ u32 unit() { return threadIdx.x % 4; }
+    static __device__ u32 line(u32 i) { return threadIdx.x / UNITS + i * APART; }
+    static __device__ u32 unit() { return threadIdx.x % UNITS; }
 
     __device__ AlongDepth(const OPERAND& from, u32 first) : operand(from) {
         if constexpr (VECTOR) {
@@ -310,10 +323,9 @@ template <class T, class TILE, class PRODUCT, class OPERAND, bool VECTOR, bool A
 struct AlongLines {
     static constexpr bool ASYNC = PRODUCT::TENSORS && AHEAD && ASYNC_COPIES;
     static constexpr bool INTERLEAVED = !PRODUCT::TENSORS && sizeof(T) == 2;
-    using Layout =
-        typename Conditional<PRODUCT::TENSORS, SwizzledDepths<T, TILE::SIDE>, DepthsOfLines<TILE::SIDE>>::Type;
+    using Layout = typename PRODUCT::Depths;
     static constexpr u32 RUN = Elements<T>::QUAD, RUNS = TILE::SIDE / RUN;
-    static constexpr u32 COUNT = MOVES<TILE>, APART = Elements<T>::STEP / COUNT;
+    static constexpr u32 COUNT = MOVES<TILE>, APART = STEP<T, TILE> / COUNT;
     static_assert(!INTERLEAVED || COUNT == 2, "a word for each pair");
     OPERAND operand;
     Quad moving[ASYNC ? 1 : COUNT];
@@ -366,7 +378,7 @@ struct AlongLines {
         if constexpr (PRODUCT::TENSORS) {
             const u32 first = Layout::word(line, 0) * 4;
 #pragma unroll 2
-            for (u32 start = 0; start < Elements<T>::STEP; start += 8) {
+            for (u32 start = 0; start < STEP<T, TILE>; start += 8) {
 #pragma unroll
                 for (u32 depth = 0; depth < 8; depth++) {
                     const u32 word = *at_byte(shared + start * Layout::ROW, Layout::deeper(first, depth));
@@ -375,7 +387,7 @@ struct AlongLines {
             }
         } else {
 #pragma unroll 8
-            for (u32 depth = 0; depth < Elements<T>::STEP; depth++) {
+            for (u32 depth = 0; depth < STEP<T, TILE>; depth++) {
                 sum += value_in_word<T>(shared[Layout::at(line, depth / WORD)], depth % WORD);
             }
         }
@@ -414,7 +426,9 @@ struct AlongLines {
 // Fused multiply-adds: a thread computes 8 rows of 8 or 4 columns, in runs of four.
 template <class T, class TILE>
 struct PlainProduct {
-    static constexpr bool TENSORS = false;
+    static constexpr bool TENSORS = false, GROUPS = false;
+    using Lines = DepthsOfLines<TILE::SIDE>;
+    using Depths = DepthsOfLines<TILE::SIDE>;
     static constexpr u32 ROWS = 8, ACROSS = 16, DOWN = TILE::SIDE / ROWS, COLUMNS = TILE::SIDE / ACROSS;
     f32 sums[ROWS][COLUMNS] = {};
 
@@ -490,13 +504,89 @@ struct PlainProduct {
     }
 };
 
-#ifdef F16_TENSOR_CORES
-// Tensor cores: a warp computes WARP_ROWS x WARP_COLUMNS in pieces of 16x8, eight words of depth at a time.
-template <class T, class TILE>
-struct TensorProduct {
-    static constexpr bool TENSORS = true;
-    static constexpr u32 DOWN = TILE::WARP_ROWS / 16, ACROSS = TILE::WARP_COLUMNS / 8;
+// A warp's part of a tile in pieces of 16x8, as the lanes have the results of tensor cores.
+template <class TILE>
+struct WarpSums {
+    static constexpr u32 DOWN = TILE::WARP_ROWS / 16, ACROSS = TILE::WARP_COLUMNS / 8, APART = TILE::APART;
     f32 sums[DOWN][ACROSS][4] = {};
+
+    static __device__ u32 first_row() { return TILE::first_row(threadIdx.x / WARP); }
+    static __device__ u32 first_column() { return TILE::first_column(threadIdx.x / WARP); }
+
+    // Calls `visit(index, row, column, four)` for each four of a thread's sums. They are in a warp's piece of 16x8, which
+    // begins at that row and column.
+    template <class VISIT>
+    __device__ void each_four(const VISIT& visit) {
+#pragma unroll
+        for (u32 i = 0; i < DOWN; i++) {
+#pragma unroll
+            for (u32 j = 0; j < ACROSS; j++) {
+                visit(i * ACROSS + j, first_row() + APART * i, first_column() + 8 * j, sums[i][j]);
+            }
+        }
+    }
+
+    // The units of 16 rows of a warp, and their numbers that a lane has.
+    static constexpr u32 UNITS_ACROSS = TILE::WARP_COLUMNS / 4, UNITS = 4 * UNITS_ACROSS;
+
+    // Calls `visit(row, column)` for each of a thread's units.
+    template <class VISIT>
+    static __device__ void each_unit(const VISIT& visit) {
+#pragma unroll
+        for (u32 i = 0; i < DOWN; i++) {
+#pragma unroll
+            for (u32 unit = threadIdx.x % WARP; unit < UNITS; unit += WARP) {
+                visit(first_row() + APART * i + unit / UNITS_ACROSS * 4, first_column() + unit % UNITS_ACROSS * 4);
+            }
+        }
+    }
+
+    // A lane of a warp holds single pairs of columns. Through shared memory, 16 rows at a time, it gets whole units.
+    // The padding makes a row begin eight banks after the row before, which four lanes write at once.
+    template <class RESULT>
+    __device__ void write(const RESULT& result, u32* shared) const {
+        constexpr u32 STRIDE = TILE::WARP_COLUMNS + 8;
+        const u32 lane = threadIdx.x % WARP, group = lane / 4;
+        u32* rows = shared + threadIdx.x / WARP * (16 * STRIDE);
+#pragma unroll
+        for (u32 i = 0; i < DOWN; i++) {
+            __syncwarp();
+#pragma unroll
+            for (u32 j = 0; j < ACROSS; j++) {
+#pragma unroll
+                for (u32 half = 0; half < 2; half++) {
+                    const f32* pair = sums[i][j] + 2 * half;
+                    u32* to = rows + (group + 8 * half) * STRIDE + 8 * j + lane % 4 * 2;
+                    *(Pair*)to = Pair{{bits_of(pair[0]), bits_of(pair[1])}};
+                }
+            }
+            __syncwarp();
+            // Not unrolled, because results are long.
+#pragma unroll 1
+            for (u32 number = lane; number < UNITS; number += WARP) {
+                const u32 down = number / UNITS_ACROSS * 4, across = number % UNITS_ACROSS * 4;
+                f32 unit[4][4];
+#pragma unroll
+                for (u32 r = 0; r < 4; r++) {
+                    const Quad quad = *(const Quad*)(rows + (down + r) * STRIDE + across);
+#pragma unroll
+                    for (u32 c = 0; c < 4; c++) unit[r][c] = float_of(quad.word[c]);
+                }
+                result.unit(first_row() + APART * i + down, first_column() + across, unit);
+            }
+        }
+    }
+};
+
+#ifdef F16_TENSOR_CORES
+// Tensor cores: a warp computes WARP_ROWS x WARP_COLUMNS, eight words of depth at a time.
+template <class T, class TILE>
+struct TensorProduct : WarpSums<TILE> {
+    static constexpr bool TENSORS = true, GROUPS = false;
+    using Sums = WarpSums<TILE>;
+    using Sums::DOWN, Sums::ACROSS, Sums::sums, Sums::first_row, Sums::first_column;
+    using Lines = SwizzledLines<TILE::SIDE>;
+    using Depths = SwizzledDepths<T, TILE::SIDE>;
 
     // A value as the products see it.
     static __device__ f32 rounded(f32 value) {
@@ -512,12 +602,6 @@ struct TensorProduct {
         for (u32 m = 0; m < 4; m++) {
             if constexpr (sizeof(T) == 4) fragments[m] = tf32_operand(float_of(fragments[m]));
         }
-    }
-
-    static __device__ u32 first_row() { return threadIdx.x / WARP % (TILE::SIDE / TILE::WARP_ROWS) * TILE::WARP_ROWS; }
-
-    static __device__ u32 first_column() {
-        return threadIdx.x / WARP / (TILE::SIDE / TILE::WARP_ROWS) * TILE::WARP_COLUMNS;
     }
 
     // The fragments of a slab, which is eight words of a step's depth. Those on the right are used until its end, so while it is
@@ -595,84 +679,32 @@ struct TensorProduct {
             }
         }
     }
-
-    // Calls `visit(index, row, column, four)` for each four of a thread's sums. They are in a warp's piece of 16x8, which
-    // begins at that row and column.
-    template <class VISIT>
-    __device__ void each_four(const VISIT& visit) {
-#pragma unroll
-        for (u32 i = 0; i < DOWN; i++) {
-#pragma unroll
-            for (u32 j = 0; j < ACROSS; j++) {
-                visit(i * ACROSS + j, first_row() + 16 * i, first_column() + 8 * j, sums[i][j]);
-            }
-        }
-    }
-
-    // The units of 16 rows of a warp, and their numbers that a lane has.
-    static constexpr u32 UNITS_ACROSS = TILE::WARP_COLUMNS / 4, UNITS = 4 * UNITS_ACROSS;
-
-    // Calls `visit(row, column)` for each of a thread's units.
-    template <class VISIT>
-    static __device__ void each_unit(const VISIT& visit) {
-#pragma unroll
-        for (u32 i = 0; i < DOWN; i++) {
-#pragma unroll
-            for (u32 unit = threadIdx.x % WARP; unit < UNITS; unit += WARP) {
-                visit(first_row() + 16 * i + unit / UNITS_ACROSS * 4, first_column() + unit % UNITS_ACROSS * 4);
-            }
-        }
-    }
-
-    // A lane of a warp holds single pairs of columns. Through shared memory, 16 rows at a time, it gets whole units.
-    // The padding makes a row begin eight banks after the row before, which four lanes write at once.
-    template <class RESULT>
-    __device__ void write(const RESULT& result, u32* shared) const {
-        constexpr u32 STRIDE = TILE::WARP_COLUMNS + 8;
-        const u32 lane = threadIdx.x % WARP, group = lane / 4;
-        u32* rows = shared + threadIdx.x / WARP * (16 * STRIDE);
-#pragma unroll
-        for (u32 i = 0; i < DOWN; i++) {
-            __syncwarp();
-#pragma unroll
-            for (u32 j = 0; j < ACROSS; j++) {
-#pragma unroll
-                for (u32 half = 0; half < 2; half++) {
-                    const f32* pair = sums[i][j] + 2 * half;
-                    u32* to = rows + (group + 8 * half) * STRIDE + 8 * j + lane % 4 * 2;
-                    *(Pair*)to = Pair{{bits_of(pair[0]), bits_of(pair[1])}};
-                }
-            }
-            __syncwarp();
-            // Not unrolled, because results are long.
-#pragma unroll 1
-            for (u32 number = lane; number < UNITS; number += WARP) {
-                const u32 down = number / UNITS_ACROSS * 4, across = number % UNITS_ACROSS * 4;
-                f32 unit[4][4];
-#pragma unroll
-                for (u32 r = 0; r < 4; r++) {
-                    const Quad quad = *(const Quad*)(rows + (down + r) * STRIDE + across);
-#pragma unroll
-                    for (u32 c = 0; c < 4; c++) unit[r][c] = float_of(quad.word[c]);
-                }
-                result.unit(first_row() + 16 * i + down, first_column() + across, unit);
-            }
-        }
-    }
 };
 #endif
 
 // ---- The main loop ----
 
 // The shared memory of a block: a step's operands in each stage, and after the main loop the results on their way out.
-// 128 bytes fill the banks once.
+// 128 bytes fill the banks once; those of warpgroups are swizzled in units of 1,024 bytes.
 template <class TILE, class LEFT, class RIGHT>
-struct alignas(128) TileMemory {
+struct alignas(TILE::WORDS == TILE_WORDS ? 128 : 1024) TileMemory {
     static constexpr bool ASYNC = LEFT::ASYNC;
-    static constexpr u32 COUNT = STAGES<TILE, ASYNC>;
+    static constexpr u32 COUNT = ASYNC ? TILE::STAGES : 2;
     Quad lefts[COUNT][LEFT::Layout::WORDS / 4], rights[COUNT][RIGHT::Layout::WORDS / 4];
 
     __device__ u32* words() { return (u32*)this; }
+
+    // That of the running block. Warpgroups use more than a block has without asking.
+    static __device__ TileMemory& of_block() {
+        if constexpr (sizeof(TileMemory) > 48 << 10) {
+            DYNAMIC_SHARED(u8, bytes);
+            constexpr u64 ALIGNMENT = alignof(TileMemory);
+            return *(TileMemory*)(((u64)bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
+        } else {
+            __shared__ TileMemory memory;
+            return memory;
+        }
+    }
 };
 
 // Copies the steps ahead. A step is multiplied in slabs, and while one is multiplied the fragments of the next are loaded:
@@ -754,7 +786,9 @@ template <class TILE, class LEFT, class RIGHT, class PRODUCT, class VISIT>
 __device__ inline void multiply(
     LEFT& left, RIGHT& right, PRODUCT& product, TileMemory<TILE, LEFT, RIGHT>& memory, u32 row, u32 column, u32 start,
     u32 end, u32 step, const VISIT& visit) {
-    if constexpr (LEFT::ASYNC) {
+    if constexpr (PRODUCT::GROUPS) {
+        multiply_groups(left, right, product, memory, start, end, step, visit);
+    } else if constexpr (LEFT::ASYNC) {
         multiply_ahead(left, right, product, memory, start, end, step, visit);
     } else {
         multiply_buffered(left, right, product, memory, row, column, start, end, step, visit);

@@ -13,7 +13,7 @@ use super::library_layer::Operands;
 use super::plain;
 use super::tolerance::tolerance;
 use crate::cuda::algorithm::LibraryAlgorithm;
-use crate::cuda::autotune::{Note, WORKSPACE_LIMIT};
+use crate::cuda::autotune::{Note, workspace_limit};
 use crate::cuda::compare::{compare, fill_random};
 use crate::cuda::trial::{Contest, Trial};
 use crate::cuda::{AutotuneOptions, Memory, Pass, Result, Stream, View};
@@ -89,8 +89,9 @@ impl TuningBuffers {
         rounds: usize,
     ) -> Result<(Vec<Trial>, Vec<Note>)> {
         let library = layer.library.as_ref();
+        let (_, memory) = stream.device().free_and_total()?;
         let (candidates, notes) = library.map_or_else(Default::default, |library| {
-            library.candidates(pass, options.deterministic, WORKSPACE_LIMIT)
+            library.candidates(pass, options.deterministic, workspace_limit(memory))
         });
         let needs = candidates.iter().map(|candidate| candidate.workspace);
         let needed = needs.fold(layer.own_workspace(), usize::max);

@@ -92,8 +92,15 @@ impl Pass {
     }
 }
 
-/// Maximum number of bytes of workspace that an algorithm may need.
+/// Maximum number of bytes of workspace that an algorithm may need on any GPU.
 pub(crate) const WORKSPACE_LIMIT: usize = 256 << 20;
+
+/// Maximum number of bytes of workspace that a convolution's algorithm may need on a GPU with this much memory: a 32nd of it,
+/// but no more than 1 GiB. In f32 cuDNN rearranges images in the workspace: 0.8 GiB for the largest layers of `conv6` and `keras`
+/// at a batch of 1,024.
+pub(crate) fn workspace_limit(memory: u64) -> usize {
+    (memory / 32).clamp(WORKSPACE_LIMIT as u64, 1 << 30) as usize
+}
 
 /// The algorithm selected for a pass.
 #[derive(Debug, Clone, PartialEq)]
@@ -265,6 +272,12 @@ mod tests {
 
     fn cudnn() -> LibraryAlgorithm {
         LibraryAlgorithm::cudnn(7, Form::Plain)
+    }
+
+    #[test]
+    fn large_gpus_allow_large_workspaces() {
+        let mib = |memory: u64| workspace_limit(memory << 30) >> 20;
+        assert_eq!([0, 4, 16, 80, 139].map(mib), [256, 256, 512, 1024, 1024]);
     }
 
     #[test]

@@ -258,7 +258,9 @@ impl Compiler {
         let known = self.architectures()?;
         let exact = major * 10 + minor;
         if known.contains(&exact) {
-            return Ok(format!("sm_{exact}"));
+            // Instructions for warpgroups exist on this architecture alone, and have a target of their own.
+            let own = if exact == 90 { "a" } else { "" };
+            return Ok(format!("sm_{exact}{own}"));
         }
         let newest = known.into_iter().filter(|known| *known < exact).max();
         match newest.filter(|_| self.version <= driver) {

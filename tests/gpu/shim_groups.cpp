@@ -1,0 +1,103 @@
+#include "shim_groups.h"
+
+#include "shim_products.h"
+
+namespace shim {
+namespace {
+
+constexpr unsigned ATOM = 1024, ROW = 128, UNIT = 16;
+// Columns of the result that a lane has.
+constexpr unsigned OWN = GROUP_COLUMNS / 4;
+
+// The element of a line at a depth. Along a row an operand is contiguous; eight rows are an atom. The units of a row are
+// permuted by an exclusive or with the row's number in the atom, which is that of its address.
+float element(const GroupOperand& operand, unsigned line, unsigned depth, bool bfloat16) {
+    constexpr unsigned IN_ROW = ROW / 2;
+    const unsigned along = operand.transposed ? line : depth, row = operand.transposed ? depth : line;
+    const unsigned offset = along / IN_ROW * operand.leading + row / 8 * operand.stride;
+    uintptr_t address = (uintptr_t)operand.at + offset + row % 8 * ROW + along % IN_ROW * 2;
+    address ^= address / ROW % 8 * UNIT;
+    const unsigned bits = *(const unsigned short*)address;
+    return bfloat16 ? bf16_half(bits, 0) : f16_half(bits, 0);
+}
+
+// Adds the products of all depths to the sums of a lane's columns: one after another, and so with other bits than those of a
+// warp, as on a GPU.
+void add_products(float (&sums)[OWN], const float* left, const float* right) {
+    if (!truncates()) {
+        for (unsigned k = 0; k < GROUP_DEPTHS; ++k) {
+            for (unsigned i = 0; i < OWN; ++i) sums[i] += left[k] * right[k * OWN + i];
+        }
+        return;
+    }
+    for (unsigned i = 0; i < OWN; ++i) {
+        double sum = sums[i];
+        for (unsigned k = 0; k < GROUP_DEPTHS; ++k) sum += (double)left[k] * right[k * OWN + i];
+        sums[i] = towards_zero(sum);
+    }
+}
+
+}   // namespace
+
+const std::vector<float>* GroupNumbers::find(const GroupOperand& operand, bool bfloat16) const {
+    for (const Entry& entry : entries) {
+        if (entry.operand.at == operand.at && entry.operand.leading == operand.leading &&
+            entry.operand.stride == operand.stride && entry.operand.transposed == operand.transposed &&
+            entry.bfloat16 == bfloat16) {
+            return &entry.numbers;
+        }
+    }
+    return nullptr;
+}
+
+const float* GroupNumbers::left(const GroupOperand& operand, bool bfloat16) {
+    if (const auto* known = find(operand, bfloat16)) return known->data();
+    std::vector<float> numbers;
+    for (unsigned line = 0; line < GROUP_LINES; ++line) {
+        for (unsigned k = 0; k < GROUP_DEPTHS; ++k) numbers.push_back(element(operand, line, k, bfloat16));
+    }
+    entries.push_back({operand, bfloat16, std::move(numbers)});
+    return entries.back().numbers.data();
+}
+
+const float* GroupNumbers::right(const GroupOperand& operand, bool bfloat16) {
+    if (const auto* known = find(operand, bfloat16)) return known->data();
+    std::vector<float> numbers;
+    for (unsigned t = 0; t < 4; ++t) {
+        for (unsigned k = 0; k < GROUP_DEPTHS; ++k) {
+            for (unsigned i = 0; i < OWN; ++i) numbers.push_back(element(operand, i / 2 * 8 + 2 * t + i % 2, k, bfloat16));
+        }
+    }
+    entries.push_back({operand, bfloat16, std::move(numbers)});
+    return entries.back().numbers.data();
+}
+
+const char* Groups::begin(float* d, const GroupOperand& left, const GroupOperand& right, bool bfloat16) {
+    for (const GroupOperand* operand : {&left, &right}) {
+        if ((uintptr_t)operand->at % UNIT != 0) return "a warpgroup's operand at a misaligned address";
+        // One whose rows are lines may begin within a row.
+        const uintptr_t within = operand->transposed ? 0 : (uintptr_t)operand->at % ROW;
+        if (((uintptr_t)operand->at - within) % ATOM != 0) return "a warpgroup's operand does not begin with an atom";
+        if (operand->stride % ATOM != 0) return "atoms of a warpgroup's operand overlap";
+    }
+    products.push_back({d, left, right, bfloat16});
+    return nullptr;
+}
+
+void Groups::await(unsigned thread, GroupNumbers& numbers) {
+    const unsigned lane = thread % 32;
+    for (const Product& product : products) {
+        const float* right = numbers.right(product.right, product.bfloat16) + lane % 4 * GROUP_DEPTHS * OWN;
+        for (unsigned half = 0; half < 2; ++half) {
+            const unsigned line = thread / 32 % 4 * 16 + lane / 4 + 8 * half;
+            const float* left = numbers.left(product.left, product.bfloat16) + line * GROUP_DEPTHS;
+            float sums[OWN];
+            for (unsigned i = 0; i < OWN; ++i) sums[i] = product.d[i / 2 * 4 + half * 2 + i % 2];
+            add_products(sums, left, right);
+            for (unsigned i = 0; i < OWN; ++i) product.d[i / 2 * 4 + half * 2 + i % 2] = sums[i];
+        }
+    }
+    products.clear();
+}
+
+}   // namespace shim

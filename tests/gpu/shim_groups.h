@@ -1,0 +1,57 @@
+// Products of a warpgroup (wgmma), of which each thread computes its own results. They read their operands as late as they may:
+// when they are awaited. So a kernel whose next copies overwrite what is still multiplied computes NaN, and one that reads its
+// results too early finds sums that lack them.
+#pragma once
+
+#include <deque>
+#include <vector>
+
+#include "shim.h"
+
+namespace shim {
+
+constexpr unsigned GROUP_LINES = 64, GROUP_COLUMNS = 128, GROUP_DEPTHS = 16;
+
+// The operands of products as numbers, until they may change.
+class GroupNumbers {
+  public:
+    struct Entry {
+        GroupOperand operand;
+        bool bfloat16;
+        // Left: [line][depth]. Right: [t][depth][i], the columns that a lane with lane % 4 = t has.
+        std::vector<float> numbers;
+    };
+
+    const float* left(const GroupOperand& operand, bool bfloat16);
+    const float* right(const GroupOperand& operand, bool bfloat16);
+    void clear() { entries.clear(); }
+
+  private:
+    const std::vector<float>* find(const GroupOperand& operand, bool bfloat16) const;
+
+    std::deque<Entry> entries;
+};
+
+// The products of a thread.
+class Groups {
+  public:
+    // Begins to add the product of 64 lines by 128, at 16 depths, to a thread's 64 sums. Returns a message if an operand is
+    // invalid.
+    const char* begin(float* d, const GroupOperand& left, const GroupOperand& right, bool bfloat16);
+
+    // Computes what has begun, for this thread of the warpgroup.
+    void await(unsigned thread, GroupNumbers& numbers);
+
+    bool pending() const { return !products.empty(); }
+
+  private:
+    struct Product {
+        float* d;
+        GroupOperand left, right;
+        bool bfloat16;
+    };
+
+    std::vector<Product> products;
+};
+
+}   // namespace shim
