@@ -79,7 +79,8 @@ def gpu_file(*sections):
     def has(name, section):
         entries = gpu_next.measurements(result(name)).get(section, [])
         # A file may have throughput in other precisions only.
-        return any(section == "accuracy" or entry.get("precision") == "bf16" and "images_per_s" in entry for entry in entries)
+        is_rate = section in ("throughput", "torch")
+        return any(not is_rate or entry.get("precision") == "bf16" and "images_per_s" in entry for entry in entries)
     real = [name for name in files if not result(name).get("fake") and all(has(name, section) for section in sections)]
     return real[-1] if real else sys.exit(f"readme.py: no result file of a GPU has {', '.join(sections)}")
 
@@ -164,17 +165,17 @@ def gpu_steps():
 def gpu_layers():
     """Passes of layers with this project's kernels and with libraries."""
     name = newest("gpu-kernels")
-    passes = [entry for entry in result(name)["layers"] if entry["builtin_us"] >= 100 or entry["builtin_before_us"] >= 100]
+    passes = [entry for entry in result(name)["layers"] if entry["warps_us"] >= 100]
     time = lambda value: "none" if value is None else f"{value:,.0f}"
-    lines = [["layer, 1,024 images", "pass", "built in, before", "built in, after", "present loop", "library", "least"]]
-    lines += [[entry["layer"].removeprefix("1024x"), entry["pass"], time(entry["builtin_before_us"]), time(entry["builtin_us"]),
-               time(entry["three_stages_us"]) if "three_stages_us" in entry else "", time(entry["library_us"]), time(entry["bound_us"])]
+    lines = [["layer, 1,024 images", "pass", "built in, by warps", "by warpgroups", "library", "least"]]
+    lines += [[entry["layer"].removeprefix("1024x"), entry["pass"], time(entry["warps_us"]),
+               time(entry["groups_us"]) if "groups_us" in entry else "", time(entry["library_us"]), time(entry["bound_us"])]
               for entry in passes]
     return rows(*lines)
 
 
 def gpu_what_next():
-    name = gpu_file("throughput", "torch")
+    name = gpu_file("throughput", "torch", "layers", "profile")
     return gpu_next.markdown(name, result(name))
 
 
@@ -192,9 +193,9 @@ def train_cpu():
             ratio = f"{figure['ratio']:.1f}"
             if len(figure["pytorch"]["rounds"]) < measured["rounds"]:
                 ratio += f" ({len(figure['pytorch']['rounds'])} of {measured['rounds']} rounds)"
-            bf16 = "not measured"
-            if net in summarise_train.BF16:
-                bf16 = f"{pick(measured['figures'], net=net, dtype='bf16', ranks=ranks, threads=threads)['ratio']:.1f}"
+            mode = {"net": net, "dtype": "bf16", "ranks": ranks, "threads": threads}
+            found = [entry["ratio"] for entry in measured["figures"] if mode.items() <= entry.items()]
+            bf16 = f"{found[-1]:.1f}" if found else "not measured"
             lines.append([f"`{net}`", f"{ranks} × {threads}", *[f"{side['images_per_s']:,.0f}" for side in sides], ratio,
                           bf16, *[f"{side['memory_mib']:,.0f}" for side in sides]])
     return rows(*lines)

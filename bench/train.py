@@ -167,7 +167,8 @@ class Session:
         return self.options.steps or max(1, round(STEPS[net] * self.options.cores / 2))
 
     def ours(self, net, ranks, threads, dtype, *flags):
-        launcher = [f"{self.options.bin}/mgpurun", "-n", str(ranks), "--no-prefix"] if ranks > 1 else []
+        # The machine may have GPUs.
+        launcher = [f"{self.options.bin}/mgpurun", "-n", str(ranks), "--backend", "cpu", "--no-prefix"] if ranks > 1 else []
         data = ["--data", self.options.data] if self.options.data else ["--synthetic"]
         precision = [] if dtype == "f32" else ["--precision", dtype]
         return run([*launcher, f"{self.options.bin}/train_mnist", *data, "--net", net, "--batch", str(IMAGES // ranks),
