@@ -71,6 +71,23 @@ struct TestProduct {
 float left_at(unsigned line, unsigned depth) { return (float)((line * 7 + depth * 5) % 13) - 6.0f; }
 float right_at(unsigned line, unsigned depth) { return (float)((line * 3 + depth * 11) % 9) * 0.25f - 1.0f; }
 
+// Two operands of `lines` lines and `depths` depths, each contiguous along its lines or along the depth.
+template <class T>
+struct TestOperands {
+    std::vector<T> left, right;
+
+    TestOperands(unsigned lines, unsigned depths, bool left_by_lines, bool right_by_lines)
+        : left(lines * depths), right(lines * depths) {
+        for (unsigned line = 0; line < lines; ++line) {
+            for (unsigned depth = 0; depth < depths; ++depth) {
+                const unsigned by_lines = depth * lines + line, by_depth = line * depths + depth;
+                put(left, left_by_lines ? by_lines : by_depth, left_at(line, depth));
+                put(right, right_by_lines ? by_lines : by_depth, right_at(line, depth));
+            }
+        }
+    }
+};
+
 // Checks the products of `lines` lines in a square tile, and behind them the sums of the left operand's lines.
 void check_products(const std::vector<float>& found, unsigned side, const TestProduct& product, bool sums_lines) {
     for (unsigned row = 0; row < side; ++row) {
@@ -97,14 +114,8 @@ void products(const char* name) {
         for (const unsigned depths : {quad, step - quad, step, 3 * step, 4 * step + quad, 9 * step + 3 * quad}) {
             for (const unsigned lines : {quad, side - quad, side}) {
                 const unsigned start = depths > 2 * step ? step : 0, end = depths;
-                std::vector<T> a(lines * depths), b(lines * depths);
-                for (unsigned line = 0; line < lines; ++line) {
-                    for (unsigned depth = 0; depth < depths; ++depth) {
-                        put(a, left_by_lines ? depth * lines + line : line * depths + depth, left_at(line, depth));
-                        put(b, right_by_lines ? depth * lines + line : line * depths + depth, right_at(line, depth));
-                    }
-                }
-                const Buffer<T> left(a), right(b);
+                const TestOperands<T> operands(lines, depths, left_by_lines, right_by_lines);
+                const Buffer<T> left(operands.left), right(operands.right);
                 for (const unsigned vector : {0u, 1u}) {
                     const Buffer<float> out(side * side + side);
                     const TestProduct product{lines, lines, depths, start, end};
@@ -136,14 +147,8 @@ void group_products() {
         for (const unsigned depths : {quad, step - quad, 4 * step + quad, 7 * step + 3 * quad}) {
             for (const unsigned lines : {quad, side - quad, side}) {
                 const TestProduct product{lines, lines, depths, depths > 2 * step ? step / 2 : 0, depths};
-                std::vector<T> a(lines * depths), b(lines * depths);
-                for (unsigned line = 0; line < lines; ++line) {
-                    for (unsigned depth = 0; depth < depths; ++depth) {
-                        put(a, left_by_lines ? depth * lines + line : line * depths + depth, left_at(line, depth));
-                        put(b, right_by_lines ? depth * lines + line : line * depths + depth, right_at(line, depth));
-                    }
-                }
-                const Buffer<T> left(a), right(b);
+                const TestOperands<T> operands(lines, depths, left_by_lines, right_by_lines);
+                const Buffer<T> left(operands.left), right(operands.right);
                 const Buffer<float> out(side * side + side);
                 OK(launch(multiply, 1, 128, GROUP_SHARED, nullptr, left.address, right.address, out.address, product, layouts));
                 check_products(out.read(), side, product, left_by_lines);
