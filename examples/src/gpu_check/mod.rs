@@ -43,7 +43,6 @@ mod values;
 use std::error::Error;
 use std::process::ExitCode;
 
-use mgpu_kernels::conv::cuda::is_used;
 use mgpu_kernels::cuda::{Device, Stream, compiler_version, sources};
 
 use args::Args;
@@ -128,7 +127,7 @@ fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
     let Report { checks, failed } = harness.finish();
     let launched = device.kernels();
     let all = sources().into_iter().flat_map(|source| source.kernels());
-    let all = all.filter(|kernel| is_used(kernel, device.architecture()));
+    let all = all.filter(|kernel| mgpu_kernels::conv::cuda::exists(kernel, device.architecture()));
     let unreached: Vec<&str> = all.filter(|kernel| !launched.iter().any(|name| name == kernel)).collect();
     let complete = args.only.is_none() && !args.quick && ended.is_ok();
     if args.only.is_none() && !unreached.is_empty() {

@@ -448,9 +448,13 @@ __device__ inline void backward_weights(const T* x, const T* dy, const Convoluti
 #endif
 #define SMALL 128
 
-// Whether there are tensor cores of a warpgroup. Only sources for exactly this architecture have them ("sm_90a").
+// Whether large tiles in types of 16 bits are computed by warpgroups or by warps. Only code for exactly this architecture has
+// the instructions of warpgroups ("sm_90a").
 #if defined(MGPU_SHIM) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define WARPGROUPS 1
+#endif
+#if defined(MGPU_SHIM) || !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define LARGE_BY_WARPS 1
 #endif
 
 #define FORWARD(T)                                                                           \

@@ -8,9 +8,6 @@
 #include "conv.cuh"
 #endif
 
-KERNEL_BOUNDS(conv_forward_bf16_large, LARGE_AHEAD) FORWARD(bf16) {
-    forward<bf16, TENSOR, LARGE_TILE, true>(x, w, bias, y, shape, after, sums);
-}
 KERNEL_BOUNDS(conv_forward_bf16_small, SMALL_AHEAD) FORWARD(bf16) {
     forward<bf16, TENSOR, Small, true>(x, w, bias, y, shape, after, sums);
 }
@@ -24,9 +21,6 @@ KERNEL_BOUNDS(conv_forward_bf16_scalar, SCALAR) FORWARD(bf16) {
     forward<bf16, TENSOR, Small, false>(x, w, bias, y, shape, after, sums);
 }
 
-KERNEL_BOUNDS(conv_backward_input_bf16_large, LARGE_AHEAD) BACKWARD_INPUT(bf16) {
-    backward_input<bf16, TENSOR, LARGE_TILE, true>(w, dy, dx, shape, before, sums);
-}
 KERNEL_BOUNDS(conv_backward_input_bf16_small, SMALL_AHEAD) BACKWARD_INPUT(bf16) {
     backward_input<bf16, TENSOR, Small, true>(w, dy, dx, shape, before, sums);
 }
@@ -40,9 +34,6 @@ KERNEL_BOUNDS(conv_backward_input_bf16_scalar, SCALAR) BACKWARD_INPUT(bf16) {
     backward_input<bf16, TENSOR, Small, false>(w, dy, dx, shape, before, sums);
 }
 
-KERNEL_BOUNDS(conv_backward_weights_bf16_large, LARGE_AHEAD) BACKWARD_WEIGHTS(bf16) {
-    backward_weights<bf16, TENSOR, LARGE_TILE, true>(x, dy, shape, sums);
-}
 KERNEL_BOUNDS(conv_backward_weights_bf16_small, SMALL_AHEAD) BACKWARD_WEIGHTS(bf16) {
     backward_weights<bf16, TENSOR, Small, true>(x, dy, shape, sums);
 }
@@ -55,6 +46,18 @@ KERNEL_BOUNDS(conv_backward_weights_bf16_even, NARROW) BACKWARD_WEIGHTS(bf16) {
 KERNEL_BOUNDS(conv_backward_weights_bf16_scalar, SCALAR) BACKWARD_WEIGHTS(bf16) {
     backward_weights<bf16, TENSOR, Small, false>(x, dy, shape, sums);
 }
+
+#ifdef LARGE_BY_WARPS
+KERNEL_BOUNDS(conv_forward_bf16_large, LARGE_AHEAD) FORWARD(bf16) {
+    forward<bf16, TENSOR, LARGE_TILE, true>(x, w, bias, y, shape, after, sums);
+}
+KERNEL_BOUNDS(conv_backward_input_bf16_large, LARGE_AHEAD) BACKWARD_INPUT(bf16) {
+    backward_input<bf16, TENSOR, LARGE_TILE, true>(w, dy, dx, shape, before, sums);
+}
+KERNEL_BOUNDS(conv_backward_weights_bf16_large, LARGE_AHEAD) BACKWARD_WEIGHTS(bf16) {
+    backward_weights<bf16, TENSOR, LARGE_TILE, true>(x, dy, shape, sums);
+}
+#endif
 
 #ifdef WARPGROUPS
 KERNEL_BOUNDS(conv_forward_bf16_group, GROUP) FORWARD(bf16) {

@@ -15,9 +15,6 @@
 #define F16_TENSOR PlainProduct
 #endif
 
-KERNEL_BOUNDS(conv_forward_f16_large, LARGE_AHEAD) FORWARD(f16) {
-    forward<f16, F16_TENSOR, LARGE_TILE, true>(x, w, bias, y, shape, after, sums);
-}
 KERNEL_BOUNDS(conv_forward_f16_small, SMALL_AHEAD) FORWARD(f16) {
     forward<f16, F16_TENSOR, Small, true>(x, w, bias, y, shape, after, sums);
 }
@@ -31,9 +28,6 @@ KERNEL_BOUNDS(conv_forward_f16_scalar, SCALAR) FORWARD(f16) {
     forward<f16, F16_TENSOR, Small, false>(x, w, bias, y, shape, after, sums);
 }
 
-KERNEL_BOUNDS(conv_backward_input_f16_large, LARGE_AHEAD) BACKWARD_INPUT(f16) {
-    backward_input<f16, F16_TENSOR, LARGE_TILE, true>(w, dy, dx, shape, before, sums);
-}
 KERNEL_BOUNDS(conv_backward_input_f16_small, SMALL_AHEAD) BACKWARD_INPUT(f16) {
     backward_input<f16, F16_TENSOR, Small, true>(w, dy, dx, shape, before, sums);
 }
@@ -47,9 +41,6 @@ KERNEL_BOUNDS(conv_backward_input_f16_scalar, SCALAR) BACKWARD_INPUT(f16) {
     backward_input<f16, F16_TENSOR, Small, false>(w, dy, dx, shape, before, sums);
 }
 
-KERNEL_BOUNDS(conv_backward_weights_f16_large, LARGE_AHEAD) BACKWARD_WEIGHTS(f16) {
-    backward_weights<f16, F16_TENSOR, LARGE_TILE, true>(x, dy, shape, sums);
-}
 KERNEL_BOUNDS(conv_backward_weights_f16_small, SMALL_AHEAD) BACKWARD_WEIGHTS(f16) {
     backward_weights<f16, F16_TENSOR, Small, true>(x, dy, shape, sums);
 }
@@ -62,6 +53,18 @@ KERNEL_BOUNDS(conv_backward_weights_f16_even, NARROW) BACKWARD_WEIGHTS(f16) {
 KERNEL_BOUNDS(conv_backward_weights_f16_scalar, SCALAR) BACKWARD_WEIGHTS(f16) {
     backward_weights<f16, F16_TENSOR, Small, false>(x, dy, shape, sums);
 }
+
+#ifdef LARGE_BY_WARPS
+KERNEL_BOUNDS(conv_forward_f16_large, LARGE_AHEAD) FORWARD(f16) {
+    forward<f16, F16_TENSOR, LARGE_TILE, true>(x, w, bias, y, shape, after, sums);
+}
+KERNEL_BOUNDS(conv_backward_input_f16_large, LARGE_AHEAD) BACKWARD_INPUT(f16) {
+    backward_input<f16, F16_TENSOR, LARGE_TILE, true>(w, dy, dx, shape, before, sums);
+}
+KERNEL_BOUNDS(conv_backward_weights_f16_large, LARGE_AHEAD) BACKWARD_WEIGHTS(f16) {
+    backward_weights<f16, F16_TENSOR, LARGE_TILE, true>(x, dy, shape, sums);
+}
+#endif
 
 #ifdef WARPGROUPS
 KERNEL_BOUNDS(conv_forward_f16_group, GROUP) FORWARD(f16) {

@@ -191,9 +191,9 @@ fn by_group(stream: &Stream, precision: Precision, tile: Tile) -> Tile {
     if has_groups && tile == Tile::Large { Tile::Group } else { tile }
 }
 
-/// Whether GPUs of this compute capability use a kernel of [`PRODUCTS`]: those of a warpgroup are for 9.0 alone, where they
+/// Whether GPUs of this compute capability have a kernel of [`PRODUCTS`]: those of a warpgroup are for 9.0 alone, where they
 /// replace large tiles in types of 16 bits.
-pub fn is_used(kernel: &str, architecture: (u32, u32)) -> bool {
+pub fn exists(kernel: &str, architecture: (u32, u32)) -> bool {
     let is_half = kernel.contains("_bf16_") || kernel.contains("_f16_");
     match kernel.rsplit_once('_') {
         Some((_, "group")) => architecture == WARPGROUPS,
