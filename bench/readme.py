@@ -66,7 +66,7 @@ def rows(*lines):
     return "\n".join([head, "|" + "---|" * len(lines[0]), *body]) + "\n"
 
 
-CPU = "train-cpu-2026-11-22-xeon-2c.json"
+CPU = "train-cpu-2026-11-27-epyc-2c.json"
 LAUNCH = "launch-2026-11-23-xeon-2c.json"
 ALLREDUCE = "allreduce-2026-11-21-xeon-2c.json"
 # On private buffers, with cores that share a last-level cache.
