@@ -193,9 +193,9 @@ def train_cpu():
             ratio = f"{figure['ratio']:.1f}"
             if len(figure["pytorch"]["rounds"]) < measured["rounds"]:
                 ratio += f" ({len(figure['pytorch']['rounds'])} of {measured['rounds']} rounds)"
-            mode = {"net": net, "dtype": "bf16", "ranks": ranks, "threads": threads}
-            found = [entry["ratio"] for entry in measured["figures"] if mode.items() <= entry.items()]
-            bf16 = f"{found[-1]:.1f}" if found else "not measured"
+            bf16 = "not measured"
+            if net in summarise_train.BF16:
+                bf16 = f"{pick(measured['figures'], net=net, dtype='bf16', ranks=ranks, threads=threads)['ratio']:.1f}"
             lines.append([f"`{net}`", f"{ranks} × {threads}", *[f"{side['images_per_s']:,.0f}" for side in sides], ratio,
                           bf16, *[f"{side['memory_mib']:,.0f}" for side in sides]])
     return rows(*lines)

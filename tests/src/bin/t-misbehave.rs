@@ -1,11 +1,13 @@
 //! A rank that misbehaves between all-reduces: `t-misbehave FAULT RANK PATH [SEED]`, with PATH one of
 //! `faults::PAYLOAD_PATHS`. With a seed, the fault happens at a random moment during an operation; without, before
 //! one. The other ranks continue until they get an error, print it, try once more, print that result, and exit with
-//! code 9.
+//! code 9. After a fault that all ranks learn of in the operation itself, each exits when all have printed theirs, so that
+//! none learns of it by the exit of another rank.
 //!
 //! All ranks ignore SIGTERM, so that the healthy ones have time to report.
 
 use std::process::ExitCode;
+use std::time::Duration;
 
 use mgpu::{Buffer, Communicator, DType, ReduceOp, Result, World};
 use mgpu_tests::faults::PayloadPath;
@@ -14,6 +16,19 @@ use nix::unistd::Pid;
 
 /// Number of all-reduces before the fault.
 const HEALTHY: usize = 3;
+
+/// Faults by which ranks disagree on an operation.
+const MISMATCHES: [&str; 9] = [
+    "wrong-count",
+    "wrong-place",
+    "wrong-type",
+    "wrong-reduction",
+    "wrong-algorithm",
+    "barrier",
+    "broadcast",
+    "send",
+    "recv",
+];
 
 fn main() -> ExitCode {
     let mut stubborn = SigSet::empty();
@@ -54,7 +69,11 @@ fn run(fault: &str, culprit: u32, payload: PayloadPath, seed: Option<u64>) -> Re
     let error = loop {
         if made == HEALTHY && comm.rank() == culprit {
             match seed {
-                None => return misbehave(fault, &mut comm, buffer, payload),
+                None => {
+                    let result = misbehave(fault, &mut comm, buffer, payload);
+                    await_reports(&world, fault);
+                    return result;
+                }
                 Some(seed) => end_soon(fault, seed),
             }
         }
@@ -68,7 +87,16 @@ fn run(fault: &str, culprit: u32, payload: PayloadPath, seed: Option<u64>) -> Re
         Ok(()) => eprintln!("then: all is well"),
         Err(error) => eprintln!("then: {error}"),
     }
+    await_reports(&world, fault);
     Err(error)
+}
+
+/// Waits until all ranks have come here, if the fault lets all of them come.
+fn await_reports(world: &World, fault: &str) {
+    if MISMATCHES.contains(&fault) {
+        let store = world.store().expect("a launcher");
+        let _ = store.barrier("all have reported", Duration::from_secs(20));
+    }
 }
 
 /// Commits the fault, and ends the rank's part if it is still alive.
