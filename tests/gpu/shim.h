@@ -104,6 +104,8 @@ struct GroupOperand {
     const void* at;
     unsigned leading, stride;   // bytes: see groups.cuh
     bool transposed;            // a row is a depth's, not a line's
+
+    bool operator==(const GroupOperand&) const = default;
 };
 
 template <class T>

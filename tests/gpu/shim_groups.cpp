@@ -39,37 +39,32 @@ void add_products(float (&sums)[OWN], const float* left, const float* right) {
 
 }   // namespace
 
-const std::vector<float>* GroupNumbers::find(const GroupOperand& operand, bool bfloat16) const {
+template <class Fill>
+const float* GroupNumbers::find_or(const GroupOperand& operand, Fill fill) {
     for (const Entry& entry : entries) {
-        if (entry.operand.at == operand.at && entry.operand.leading == operand.leading &&
-            entry.operand.stride == operand.stride && entry.operand.transposed == operand.transposed &&
-            entry.bfloat16 == bfloat16) {
-            return &entry.numbers;
-        }
+        if (entry.operand == operand) return entry.numbers.data();
     }
-    return nullptr;
+    entries.push_back({operand, {}});
+    fill(entries.back().numbers);
+    return entries.back().numbers.data();
 }
 
 const float* GroupNumbers::left(const GroupOperand& operand, bool bfloat16) {
-    if (const auto* known = find(operand, bfloat16)) return known->data();
-    std::vector<float> numbers;
-    for (unsigned line = 0; line < GROUP_LINES; ++line) {
-        for (unsigned k = 0; k < GROUP_DEPTHS; ++k) numbers.push_back(element(operand, line, k, bfloat16));
-    }
-    entries.push_back({operand, bfloat16, std::move(numbers)});
-    return entries.back().numbers.data();
+    return find_or(operand, [&](std::vector<float>& numbers) {
+        for (unsigned line = 0; line < GROUP_LINES; ++line) {
+            for (unsigned k = 0; k < GROUP_DEPTHS; ++k) numbers.push_back(element(operand, line, k, bfloat16));
+        }
+    });
 }
 
 const float* GroupNumbers::right(const GroupOperand& operand, bool bfloat16) {
-    if (const auto* known = find(operand, bfloat16)) return known->data();
-    std::vector<float> numbers;
-    for (unsigned t = 0; t < 4; ++t) {
-        for (unsigned k = 0; k < GROUP_DEPTHS; ++k) {
-            for (unsigned i = 0; i < OWN; ++i) numbers.push_back(element(operand, i / 2 * 8 + 2 * t + i % 2, k, bfloat16));
+    return find_or(operand, [&](std::vector<float>& numbers) {
+        for (unsigned t = 0; t < 4; ++t) {
+            for (unsigned k = 0; k < GROUP_DEPTHS; ++k) {
+                for (unsigned i = 0; i < OWN; ++i) numbers.push_back(element(operand, i / 2 * 8 + 2 * t + i % 2, k, bfloat16));
+            }
         }
-    }
-    entries.push_back({operand, bfloat16, std::move(numbers)});
-    return entries.back().numbers.data();
+    });
 }
 
 const char* Groups::begin(float* d, const GroupOperand& left, const GroupOperand& right, bool bfloat16) {

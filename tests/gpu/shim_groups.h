@@ -15,19 +15,21 @@ constexpr unsigned GROUP_LINES = 64, GROUP_COLUMNS = 128, GROUP_DEPTHS = 16;
 // The operands of products as numbers, until they may change.
 class GroupNumbers {
   public:
-    struct Entry {
-        GroupOperand operand;
-        bool bfloat16;
-        // Left: [line][depth]. Right: [t][depth][i], the columns that a lane with lane % 4 = t has.
-        std::vector<float> numbers;
-    };
-
+    // [line][depth].
     const float* left(const GroupOperand& operand, bool bfloat16);
+    // [t][depth][i]: the columns that a lane with lane % 4 = t has.
     const float* right(const GroupOperand& operand, bool bfloat16);
     void clear() { entries.clear(); }
 
   private:
-    const std::vector<float>* find(const GroupOperand& operand, bool bfloat16) const;
+    struct Entry {
+        GroupOperand operand;
+        std::vector<float> numbers;
+    };
+
+    // Those of an operand, which `fill` appends if they are not known.
+    template <class Fill>
+    const float* find_or(const GroupOperand& operand, Fill fill);
 
     std::deque<Entry> entries;
 };

@@ -165,13 +165,8 @@ __device__ inline void multiply_groups(
     constexpr u32 COUNT = TileMemory<TILE, LEFT, RIGHT>::COUNT, AHEAD = COUNT - 1;
     left.begin(start);
     right.begin(start);
-    const auto copy = [&](u32 stage, u32 from) {
-        left.copy(memory.lefts[stage]->word, from, end);
-        right.copy(memory.rights[stage]->word, from, end);
-        commit_copies();
-    };
 #pragma unroll
-    for (u32 stage = 0; stage < AHEAD; stage++) copy(stage, start + stage * step);
+    for (u32 stage = 0; stage < AHEAD; stage++) memory.copy(left, right, stage, start + stage * step, end);
     u32 stage = 0, free = AHEAD;
     for (; start < end; start += step) {
         await_copies<AHEAD - 1>();
@@ -180,7 +175,7 @@ __device__ inline void multiply_groups(
         __syncthreads();
         product.template begin<typename LEFT::Layout, typename RIGHT::Layout>(
             memory.lefts[stage]->word, memory.rights[stage]->word);
-        copy(free, start + AHEAD * step);
+        memory.copy(left, right, free, start + AHEAD * step, end);
         visit(memory.lefts[stage]->word);
         stage = stage + 1 == COUNT ? 0 : stage + 1;
         free = free + 1 == COUNT ? 0 : free + 1;

@@ -21,7 +21,8 @@
 // 16 KiB to shared memory, and four warps of 64 x 64 read 8 KiB each, together 384 cycles at 128 bytes per cycle. The
 // products take 512 cycles of an A100's tensor cores (1,024 multiply-adds per cycle), and 384 of an H200's with these
 // instructions, as measured: two thirds of its peak, which needs those of groups.cuh. So warps of 64 x 32, which would read
-// 6 KiB each in pairs of twice as many, would be limited by shared memory. A small tile takes 192 cycles for a quarter of the products.
+// 6 KiB each in pairs of twice as many, would be limited by shared memory. A small tile takes 192 cycles for a quarter of the
+// products.
 // There are few warps, two for each scheduler, because their sums take half of all registers; so what others hide by many
 // warps has to be hidden by the order of instructions. For each mma instruction of a large tile there are 0.25 loads from
 // shared memory (ldmatrix), and 0.5 of a small one; these would be 1 and 2 loads of a word for each lane. Compiled for sm_90
@@ -694,6 +695,14 @@ struct alignas(TILE::WORDS == TILE_WORDS ? 128 : 1024) TileMemory {
 
     __device__ u32* words() { return (u32*)this; }
 
+    // Begins to copy the step from `from` on to a stage. Beyond the end of the depth these are zeros, which nobody reads: so the
+    // number of groups to wait for is constant.
+    __device__ void copy(LEFT& left, RIGHT& right, u32 stage, u32 from, u32 end) {
+        left.copy(lefts[stage]->word, from, end);
+        right.copy(rights[stage]->word, from, end);
+        commit_copies();
+    }
+
     // That of the running block. Warpgroups use more than a block has without asking.
     static __device__ TileMemory& of_block() {
         if constexpr (sizeof(TileMemory) > 48 << 10) {
@@ -717,14 +726,8 @@ __device__ inline void multiply_ahead(
     constexpr u32 COUNT = TileMemory<TILE, LEFT, RIGHT>::COUNT, SLABS = TILE_WORDS / 8;
     left.begin(start);
     right.begin(start);
-    // Beyond the end these are zeros, which nobody reads: so the number of groups to wait for is constant.
-    const auto copy = [&](u32 stage, u32 from) {
-        left.copy(memory.lefts[stage]->word, from, end);
-        right.copy(memory.rights[stage]->word, from, end);
-        commit_copies();
-    };
 #pragma unroll
-    for (u32 stage = 0; stage < COUNT; stage++) copy(stage, start + stage * step);
+    for (u32 stage = 0; stage < COUNT; stage++) memory.copy(left, right, stage, start + stage * step, end);
     await_copies<COUNT - 1>();
     __syncthreads();
     u32 stage = 0;
@@ -745,7 +748,7 @@ __device__ inline void multiply_ahead(
             const u32 from = last ? following : stage;
             product.multiply_slab(
                 fragments, slab, offsets, memory.lefts[from]->word, memory.rights[from]->word, (slab + 1) % SLABS * 8, [&] {
-                    if (last) copy(stage, start + COUNT * step);
+                    if (last) memory.copy(left, right, stage, start + COUNT * step, end);
                 });
         }
         stage = following;
