@@ -6,13 +6,14 @@ namespace shim {
 namespace {
 
 constexpr unsigned ATOM = 1024, ROW = 128, UNIT = 16;
+// Elements of a row.
+constexpr unsigned IN_ROW = ROW / 2;
 // Columns of the result that a lane has.
 constexpr unsigned OWN = GROUP_COLUMNS / 4;
 
 // The element of a line at a depth. Along a row an operand is contiguous; eight rows are an atom. The units of a row are
 // permuted by an exclusive or with the row's number in the atom, which is that of its address.
 float element(const GroupOperand& operand, unsigned line, unsigned depth, bool bfloat16) {
-    constexpr unsigned IN_ROW = ROW / 2;
     const unsigned along = operand.transposed ? line : depth, row = operand.transposed ? depth : line;
     const unsigned offset = along / IN_ROW * operand.leading + row / 8 * operand.stride;
     uintptr_t address = (uintptr_t)operand.at + offset + row % 8 * ROW + along % IN_ROW * 2;
@@ -40,17 +41,27 @@ void add_products(float (&sums)[OWN], const float* left, const float* right) {
 }   // namespace
 
 template <class Fill>
-const float* GroupNumbers::find_or(const GroupOperand& operand, Fill fill) {
+const float* GroupNumbers::find_or(const GroupOperand& operand, unsigned lines, Fill fill) {
     for (const Entry& entry : entries) {
         if (entry.operand == operand) return entry.numbers.data();
     }
-    entries.push_back({operand, {}});
-    fill(entries.back().numbers);
-    return entries.back().numbers.data();
+    const unsigned rows = operand.transposed ? GROUP_DEPTHS : lines, along = operand.transposed ? lines : GROUP_DEPTHS;
+    const uintptr_t begin = (uintptr_t)operand.at / ATOM * ATOM;
+    const uintptr_t last = begin + (rows - 1) / 8 * operand.stride + (along - 1) / IN_ROW * operand.leading;
+    entries.push_back({operand, begin, last + ATOM, {}});
+    std::vector<float>& numbers = entries.back().numbers;
+    numbers.reserve(lines * GROUP_DEPTHS);
+    fill(numbers);
+    return numbers.data();
+}
+
+void GroupNumbers::forget(const void* at) {
+    const auto place = (uintptr_t)at;
+    std::erase_if(entries, [&](const Entry& entry) { return entry.begin <= place && place < entry.end; });
 }
 
 const float* GroupNumbers::left(const GroupOperand& operand, bool bfloat16) {
-    return find_or(operand, [&](std::vector<float>& numbers) {
+    return find_or(operand, GROUP_LINES, [&](std::vector<float>& numbers) {
         for (unsigned line = 0; line < GROUP_LINES; ++line) {
             for (unsigned k = 0; k < GROUP_DEPTHS; ++k) numbers.push_back(element(operand, line, k, bfloat16));
         }
@@ -58,7 +69,7 @@ const float* GroupNumbers::left(const GroupOperand& operand, bool bfloat16) {
 }
 
 const float* GroupNumbers::right(const GroupOperand& operand, bool bfloat16) {
-    return find_or(operand, [&](std::vector<float>& numbers) {
+    return find_or(operand, GROUP_COLUMNS, [&](std::vector<float>& numbers) {
         for (unsigned t = 0; t < 4; ++t) {
             for (unsigned k = 0; k < GROUP_DEPTHS; ++k) {
                 for (unsigned i = 0; i < OWN; ++i) numbers.push_back(element(operand, i / 2 * 8 + 2 * t + i % 2, k, bfloat16));

@@ -3,6 +3,7 @@
 // results too early finds sums that lack them.
 #pragma once
 
+#include <cstdint>
 #include <deque>
 #include <vector>
 
@@ -20,16 +21,19 @@ class GroupNumbers {
     // [t][depth][i]: the columns that a lane with lane % 4 = t has.
     const float* right(const GroupOperand& operand, bool bfloat16);
     void clear() { entries.clear(); }
+    // Forgets the operands that have this place in their memory, because it changes.
+    void forget(const void* at);
 
   private:
     struct Entry {
         GroupOperand operand;
+        uintptr_t begin, end;   // of the atoms
         std::vector<float> numbers;
     };
 
-    // Those of an operand, which `fill` appends if they are not known.
+    // Those of an operand of so many lines or columns, which `fill` appends if they are not known.
     template <class Fill>
-    const float* find_or(const GroupOperand& operand, Fill fill);
+    const float* find_or(const GroupOperand& operand, unsigned lines, Fill fill);
 
     std::deque<Entry> entries;
 };

@@ -76,8 +76,8 @@ void multiply(WarpCall* const lanes[LANES], const float (&a)[16][K], const float
 }
 
 // `number(pair, half)` is a number of a pair of 16 bits each.
-template <class Number>
-void multiply_halves(WarpCall* const lanes[LANES], Number number) {
+template <float number(unsigned pair, unsigned half)>
+void multiply_halves(WarpCall* const lanes[LANES]) {
     float a[16][16], b[16][8];
     for (unsigned lane = 0; lane < LANES; ++lane) {
         const auto* part = (const MmaLane*)lanes[lane]->in;
@@ -150,8 +150,8 @@ const char* exchange(WarpCall* const lanes[LANES]) {
     switch (first->function) {
         case WarpFunction::Sync: break;
         case WarpFunction::Ballot: ballot(lanes); break;
-        case WarpFunction::MmaBf16: multiply_halves(lanes, bf16_half); break;
-        case WarpFunction::MmaF16: multiply_halves(lanes, f16_half); break;
+        case WarpFunction::MmaBf16: multiply_halves<bf16_half>(lanes); break;
+        case WarpFunction::MmaF16: multiply_halves<f16_half>(lanes); break;
         case WarpFunction::MmaTf32: multiply_tf32(lanes); break;
         case WarpFunction::LoadMatrices:
         case WarpFunction::LoadMatricesTransposed: return load_matrices(lanes, transposed);
