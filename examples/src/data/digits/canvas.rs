@@ -10,6 +10,9 @@ use crate::data::{IMAGE_LEN, SIDE};
 /// Straight segments between two points of a stroke: more are not visible at 28 pixels.
 const PIECES: usize = 4;
 
+/// Neighbouring pixels of a row whose distances are computed at once.
+const LANES: usize = 8;
+
 /// An unfinished drawing.
 pub(super) struct Canvas {
     /// Squared distance of each pixel's centre to the nearest segment, in pixels; valid only up to `reach`.
@@ -45,7 +48,8 @@ impl Canvas {
         }
     }
 
-    /// Draws a straight segment. Visits only the pixels of its bounding box, enlarged by the pen's reach.
+    /// Draws a straight segment. Visits the pixels of its bounding box, enlarged by the pen's reach, and a few beside them to
+    /// the next multiple of [`LANES`].
     fn segment(&mut self, a: Point, b: Point) {
         let (dx, dy) = (b.0 - a.0, b.1 - a.1);
         let length2 = dx * dx + dy * dy;
@@ -54,13 +58,19 @@ impl Canvas {
         for y in pixels(a.1.min(b.1) - self.reach, a.1.max(b.1) + self.reach) {
             let py = y as f32 + 0.5 - a.1;
             let start = columns.start as f32 + 0.5 - a.0;
-            let row = &mut self.distance2[y * SIDE..][columns.clone()];
-            for (x, distance2) in row.iter_mut().enumerate() {
-                let px = start + x as f32;
-                // The nearest point of the segment is at a + t·(b − a).
-                let t = ((px * dx + py * dy) * inverse).clamp(0.0, 1.0);
-                let (ex, ey) = (px - t * dx, py - t * dy);
-                *distance2 = distance2.min(ex * ex + ey * ey);
+            for first in columns.clone().step_by(LANES) {
+                let first = first.min(SIDE - LANES);
+                let offset = first as f32 - columns.start as f32;
+                let row: &mut [f32; LANES] =
+                    self.distance2[y * SIDE + first..].first_chunk_mut().expect("pixels of a row");
+                for (x, distance2) in row.iter_mut().enumerate() {
+                    let px = start + (offset + x as f32);
+                    // The nearest point of the segment is at a + t·(b − a).
+                    let t = ((px * dx + py * dy) * inverse).clamp(0.0, 1.0);
+                    let (ex, ey) = (px - t * dx, py - t * dy);
+                    let here = ex * ex + ey * ey;
+                    *distance2 = if here < *distance2 { here } else { *distance2 };
+                }
             }
         }
     }
