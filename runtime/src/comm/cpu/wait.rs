@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use nix::libc;
+use nix::sys::time::TimeSpec;
 
 /// Shortest and longest sleep between two checks of the flag and the peers. The longest bounds how late the death of
 /// a peer is noticed.
@@ -83,11 +84,8 @@ impl Flag {
 
 /// The futex system call. Its result is ignored: every caller checks the value again.
 pub(in crate::comm) fn futex(word: &AtomicU32, operation: i32, value: u32, timeout: Option<Duration>) {
-    let timeout = timeout.map(|duration| libc::timespec {
-        tv_sec: duration.as_secs() as libc::time_t,
-        tv_nsec: duration.subsec_nanos().into(),
-    });
-    let timeout = timeout.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+    let timeout = timeout.map(TimeSpec::from);
+    let timeout = timeout.as_ref().map_or(std::ptr::null(), |timeout| std::ptr::from_ref(timeout.as_ref()));
     // SAFETY: the word outlives the call, the timeout is null or points to a live timespec, and both operations
     // ignore the remaining arguments. The futex is shared, not private: waiters live in other processes.
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), operation, value, timeout, 0usize, 0u32) };
