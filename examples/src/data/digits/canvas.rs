@@ -48,8 +48,8 @@ impl Canvas {
         }
     }
 
-    /// Draws a straight segment. Visits the pixels of its bounding box, enlarged by the pen's reach, and a few beside them to
-    /// the next multiple of [`LANES`].
+    /// Draws a straight segment. Visits the pixels of its bounding box, enlarged by the pen's reach; and some beside them,
+    /// beyond its reach, because it takes [`LANES`] at once.
     fn segment(&mut self, a: Point, b: Point) {
         let (dx, dy) = (b.0 - a.0, b.1 - a.1);
         let length2 = dx * dx + dy * dy;
