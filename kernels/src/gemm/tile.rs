@@ -268,11 +268,15 @@ struct TileOrigin {
     prefetch: Prefetch,
 }
 
-/// Repeats `body` with the constant `I` from 0 up to `count`: unrolled, so that tiles stay in registers.
+/// Repeats `body` with the constant `I` from 0 up to `count`: unrolled, so that tiles stay in registers. Conditions are
+/// constants, so that the compiler leaves out repetitions before it translates a tile, not after.
 macro_rules! unroll {
-    ($count:expr, $body:block) => { unroll!(@ $count, $body, 0 1 2 3 4 5 6 7 8 9 10 11 12 13) };
+    (ROWS, $body:block) => { unroll!(@ ROWS, $body, 0 1 2 3 4 5 6 7 8 9 10 11 12 13) };
+    (VECTORS, $body:block) => { unroll!(@ VECTORS, $body, 0 1 2 3) };
+    (5, $body:block) => { unroll!(@ 5, $body, 0 1 2 3 4) };
+    (2, $body:block) => { unroll!(@ 2, $body, 0 1) };
     (@ $count:expr, $body:block, $($index:literal)*) => {
-        $(if $index < $count {
+        $(if const { $index < $count } {
             const I: usize = $index;
             $body
         })*
@@ -464,9 +468,11 @@ unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
         if slope != 1.0 {
             let slope = simd.splat(slope);
             unroll!(ROWS, {
-                for sum in &mut sums[I] {
-                    *sum = simd.select(simd.greater(*sum, zero), *sum, simd.mul(*sum, slope));
-                }
+                const ROW: usize = I;
+                unroll!(VECTORS, {
+                    let sum = sums[ROW][I];
+                    sums[ROW][I] = simd.select(simd.greater(sum, zero), sum, simd.mul(sum, slope));
+                });
             });
         }
         store!();

@@ -43,12 +43,8 @@ impl Simd for Portable {
     }
     #[inline(always)]
     unsafe fn load_first(self, from: *const f32, count: usize) -> [f32; LANES] {
-        let mut values = [0.0; LANES];
-        for (lane, value) in values.iter_mut().enumerate().take(count) {
-            // SAFETY: the caller guarantees `count` elements.
-            *value = unsafe { from.add(lane).read() };
-        }
-        values
+        // SAFETY: the caller guarantees `count` elements.
+        [0, 1, 2, 3].map(|lane| if lane < count { unsafe { from.add(lane).read() } } else { 0.0 })
     }
     #[inline(always)]
     unsafe fn store(self, values: [f32; LANES], to: *mut f32) {
