@@ -5,6 +5,7 @@
 // in an allocation or in pinned memory. Freeing pinned memory waits for nothing, and a copy that runs later reports it.
 #include "fake_cuda.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -282,7 +283,7 @@ CUresult fill(CUdeviceptr to, T value, size_t count, CUstream stream) {
         auto* values = (T*)device_bytes(to, count * sizeof(T), "cuMemset");
         // Fresh memory is zero without being touched.
         if (is_idle() && value == 0 && count * sizeof(T) > 1 << 20) return;
-        for (size_t i = 0; i < count; ++i) values[i] = value;
+        std::fill_n(values, count, value);
     });
 }
 

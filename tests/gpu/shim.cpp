@@ -1,10 +1,9 @@
 // The engine of shim.h: runs the threads of a block as fibers.
 //
-// Every host thread that runs kernels owns an Engine, which owns the stacks of the fibers. A fiber takes the next
-// thread of the block that has not started, runs the kernel for it, and takes another. When its thread must wait, it
-// switches to a fiber that can continue, or to a new one that starts the next thread. So a kernel that never waits
-// needs one fiber and no switches. If no fiber can continue while threads still wait, the kernel has a barrier that
-// not all threads reach, which is reported.
+// The Engine owns the stacks of the fibers, and runs one kernel at a time. A fiber takes the next thread of the block that
+// has not started, runs the kernel for it, and takes another. When its thread must wait, it switches to a fiber that can
+// continue, or to a new one that starts the next thread. So a kernel that never waits needs one fiber and no switches. If no
+// fiber can continue while threads still wait, the kernel has a barrier that not all threads reach, which is reported.
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -13,6 +12,7 @@
 #include <cstring>
 #include <deque>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <sys/mman.h>
 #include <thread>
@@ -23,7 +23,7 @@
 #include "shim_copies.h"
 #include "shim_groups.h"
 
-__thread ShimNow shim_now;
+ShimNow shim_now;
 
 namespace shim {
 namespace {
@@ -134,12 +134,10 @@ void fiber_main();
 
 class Engine {
   public:
-    ~Engine() {
-        for (auto& fiber : fibers) munmap(fiber->stack, STACK);
-    }
-
     void run(const Kernel& new_kernel, dim3 blocks, dim3 threads, unsigned shared, void** new_arguments) {
         delay_convolution(new_kernel.name);
+        // Host threads have streams of their own. A kernel waits for none of another stream.
+        std::lock_guard lock(running);
         kernel = &new_kernel;
         arguments = new_arguments;
         shim_now.blocks = {blocks.x, blocks.y, blocks.z};
@@ -198,7 +196,7 @@ class Engine {
         wait();
     }
 
-    // The main function of a fiber. It only ends with the host thread.
+    // The main function of a fiber, which never ends. The host thread may be another one in each kernel.
     void fiber_loop() {
         for (;;) {
             while (ready.empty() && next < count) run_thread(start_order[next++]);
@@ -409,14 +407,16 @@ class Engine {
     std::vector<Fiber*> idle;
     std::deque<Fiber*> ready;
     std::vector<unsigned char> dynamic;
+    std::mutex running;
     const Order order = order_asked_for();
     const std::string broken_kernel = kernel_made_wrong();
     uint64_t seed = seed_asked_for();
 };
 
 Engine& engine() {
-    static thread_local std::unique_ptr<Engine> own = std::make_unique<Engine>();
-    return *own;
+    // Not destroyed at exit, because a stream may still be working.
+    static Engine& only = *new Engine;
+    return only;
 }
 
 // What the compiler passes to the handler of an access at a misaligned address.

@@ -1,10 +1,11 @@
 // Lets a C++ compiler read the project's CUDA sources, to run them without a GPU. For tests only.
 //
-// The threads of a block are fibers of one host thread, and blocks run one after another. A fiber yields only to wait
-// for others (a barrier, a shuffle), so kernels without either run each thread to its end. Real blocks and warps run
-// in any order; FAKE_GPU_ORDER=forward|reverse|shuffled (with FAKE_GPU_SEED) selects the order of blocks, and of
-// threads between two waits. A kernel whose result depends on it lacks a barrier. A barrier that a live thread of the
-// block never reaches ends the process with the kernel's name, as does an access at a misaligned address.
+// The threads of a block are fibers of the host thread that launches it. Blocks run one after another, and so do the
+// kernels of all streams of a process, so shared memory is static. A fiber yields only to wait for others (a barrier, a
+// shuffle), so kernels without either run each thread to its end. Real blocks and warps run in any order;
+// FAKE_GPU_ORDER=forward|reverse|shuffled (with FAKE_GPU_SEED) selects the order of blocks, and of threads between two
+// waits. A kernel whose result depends on it lacks a barrier. A barrier that a live thread of the block never reaches ends
+// the process with the kernel's name, as does an access at a misaligned address.
 // FAKE_GPU_TRUNCATE=1 makes tensor cores truncate their sums, as real ones do. Asynchronous copies arrive as late as they
 // may.
 //
@@ -27,7 +28,7 @@
 #define __host__
 #define __global__
 #define __constant__ static
-#define __shared__ static thread_local
+#define __shared__ static
 #define __launch_bounds__(...)
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
@@ -43,13 +44,13 @@ struct dim3 {
     unsigned x = 1, y = 1, z = 1;
 };
 
-// The position of the running thread; one per host thread that runs kernels.
+// The position of the running thread.
 struct ShimNow {
     uint3 thread, block;
     uint3 threads, blocks;
     unsigned char* dynamic;
 };
-extern __thread ShimNow shim_now;
+extern ShimNow shim_now;
 
 #define threadIdx (shim_now.thread)
 #define blockIdx (shim_now.block)
@@ -192,7 +193,7 @@ void shim_await_copies(unsigned later);
 void shim_group_multiply(float d[64], const shim::GroupOperand& left, const shim::GroupOperand& right, bool bfloat16);
 void shim_await_groups();
 
-// ---- Atomics: real ones, because kernels of other streams run on other host threads ----
+// ---- Atomics: real ones, because host threads may access the same memory ----
 
 template <class T>
 T shim_atomic_update(T* address, T (*next)(T, T), T value) {
