@@ -10,7 +10,7 @@ const TRAIN: Program =
     Program { launcher: env!("CARGO_BIN_EXE_t-mgpurun"), path: env!("CARGO_BIN_EXE_t-train_mnist") };
 
 fn train(ranks: u32, arguments: &[&str]) -> Finished {
-    run(TRAIN.launched(ranks).args(["--synthetic", "--json"]).args(arguments))
+    run(TRAIN.launched(ranks).args(["--synthetic", "--images", "2000", "--json"]).args(arguments))
 }
 
 #[test]
@@ -96,7 +96,7 @@ fn a_killed_run_resumes_bit_equal_with_every_option() {
         let saving = ["--checkpoint-every", "2", "--checkpoint-dir", folder.path().to_str().unwrap()];
         let saving = [&all[..], &saving].concat();
         let mut killed = TRAIN.launched_with(2, &["--inject", "rank=1,step=6,fault=sigkill"]);
-        run(killed.arg("--synthetic").args(&saving)).expect(128 + 9, &[]);
+        run(killed.args(["--synthetic", "--images", "2000"]).args(&saving)).expect(128 + 9, &[]);
         let resumed = train(2, &[&saving[..], &["--resume"]].concat());
         resumed.expect(0, &["resumed from"]);
         assert_eq!(resumed.weights(), expected, "{flags:?}");
@@ -234,6 +234,6 @@ fn data_that_differs_between_ranks_is_named() {
     train().expect(1, &[text, "where rank 0 has 64 images with checksum ", "mgpurun: rank 1 exited"]);
     train_unequally(&["--steps", "1"], &format!("--data {first}")).expect(
         1,
-        &["rank 1 has --data, --synthetic or --download a folder where rank 0 has generated digits; all"],
+        &["rank 1 has --data, --synthetic or --download a folder where rank 0 has 60000 generated digits; all"],
     );
 }

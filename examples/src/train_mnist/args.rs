@@ -28,6 +28,7 @@ use crate::parallel::{Parallel, PlacementChoice, above_0, given, positive};
 #[derive(Debug, Parser)]
 #[command(name = "train_mnist", version)]
 #[command(group(ArgGroup::new("source").args(["data", "synthetic", "download"])))]
+#[command(group(ArgGroup::new("generated").args(["synthetic", "write_digits"])))]
 #[command(group(ArgGroup::new("length").args(["epochs", "steps"])))]
 #[command(group(ArgGroup::new("images_a_step").args(["batch", "global_batch"])))]
 #[command(after_help = "Example: mgpurun -n 2 train_mnist --net lenet5 --epochs 3")]
@@ -46,8 +47,8 @@ pub(super) struct Args {
     /// With 10,000,000 images the files have 7.8 GB.
     #[arg(long, value_name = "DIR", requires = "images", conflicts_with_all = ["source", "length", "evaluate", "checkpoint_dir"])]
     pub(super) write_digits: Option<PathBuf>,
-    /// Number of training images of --write-digits.
-    #[arg(long, value_name = "N", requires = "write_digits", value_parser = clap::value_parser!(u32).range(1..))]
+    /// Number of training images of --synthetic [default: 60000] or --write-digits.
+    #[arg(long, value_name = "N", requires = "generated", value_parser = clap::value_parser!(u32).range(1..))]
     images: Option<u32>,
     /// Download MNIST (11 MB) unless it is in the cache already.
     #[arg(long)]
@@ -329,10 +330,20 @@ impl Args {
         (self.precision == Precision::F16).then(|| default.with_scale(scale.max(LossScaler::LEAST)))
     }
 
+    /// Generated training images that are kept in memory: 784 MB.
+    const MOST_IN_MEMORY: u32 = 1_000_000;
+
     /// The exit code of a usage error, after printing it, if flags are incompatible.
     pub(super) fn refuse(&self) -> Option<ExitCode> {
         if self.loss_scale.is_some() && self.precision != Precision::F16 {
             let problem = format!("--loss-scale is for --precision fp16, not {}", self.precision);
+            return Some(refuse_usage("train_mnist", &problem));
+        }
+        if self.digits(Split::Train) > Self::MOST_IN_MEMORY {
+            let problem = format!(
+                "--synthetic keeps its images in memory, at most {}: write more with --write-digits, and train with --data",
+                Self::MOST_IN_MEMORY
+            );
             return Some(refuse_usage("train_mnist", &problem));
         }
         refuse("train_mnist", self.precision, &self.parallel)
@@ -342,9 +353,12 @@ impl Args {
         self.lr.unwrap_or_else(|| self.net().optimizer.rule.lr())
     }
 
-    /// Number of training and of test images of --write-digits.
-    pub(super) fn digits_to_write(&self) -> (u32, u32) {
-        (self.images.unwrap_or_default(), digits::count(Split::Test) as u32)
+    /// Number of generated images of a set.
+    pub(super) fn digits(&self, split: Split) -> u32 {
+        match (split, self.images) {
+            (Split::Train, Some(images)) => images,
+            _ => digits::count(split) as u32,
+        }
     }
 
     /// The steps whose timeline is recorded, counted from 1.

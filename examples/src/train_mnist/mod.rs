@@ -60,7 +60,8 @@ pub fn main() -> ExitCode {
     mgpu::output_file::block_sigxfsz();
     if let Some(folder) = &args.write_digits {
         let threads = args.threads(thread::available_parallelism().map_or(1, NonZero::get));
-        let written = digit_files::write(folder, args.seed(), args.digits_to_write(), threads);
+        let counts = (args.digits(Split::Train), args.digits(Split::Test));
+        let written = digit_files::write(folder, args.seed(), counts, threads);
         return crate::exit::report("train_mnist", written);
     }
     let refused = args.refuse();

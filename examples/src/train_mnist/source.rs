@@ -72,9 +72,9 @@ pub(super) fn load(
         _ => Ok(()),
     };
     let mut data = if args.synthetic {
-        together("generated digits")?;
+        together(&format!("{} generated digits", args.digits(Split::Train)))?;
         no_files("generated digits")?;
-        in_memory(generate(args.seed(), splits, comm)?)
+        in_memory(generate(args, splits, comm)?)
     } else if args.download {
         together("a download")?;
         no_files("a download")?;
@@ -91,7 +91,7 @@ pub(super) fn load(
     } else {
         together("generated digits")?;
         no_files("generated digits")?;
-        in_memory(generate(args.seed(), splits, comm)?)
+        in_memory(generate(args, splits, comm)?)
     };
     data.train_xxh3 = data.train.checksum()?;
     let test_xxh3 = data.test.checksum()?;
@@ -133,12 +133,13 @@ fn download(world: &World) -> Result<Mnist, Box<dyn Error>> {
 }
 
 /// Generates digits: each rank generates its share, and an all-gather distributes them.
-fn generate(seed: u64, splits: &[Split], comm: &mut Communicator) -> mgpu::Result<Mnist> {
+fn generate(args: &Args, splits: &[Split], comm: &mut Communicator) -> mgpu::Result<Mnist> {
+    let seed = args.seed();
     let mut split = |split| -> mgpu::Result<Dataset> {
         if !splits.contains(&split) {
             return Ok(Dataset::default());
         }
-        let count = digits::count(split);
+        let count = args.digits(split) as usize;
         let (rank, ranks) = (comm.rank() as usize, comm.size() as usize);
         // Equal shares for the all-gather: the last ones may be short or empty.
         let share = count.div_ceil(ranks);
