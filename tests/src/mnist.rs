@@ -39,10 +39,10 @@ pub fn write_sets(folder: &Path, train: u32, test: u32) {
     }
 }
 
-/// Writes generated digits: `train` training images, no two of them equal, and 16 test images.
+/// Writes generated digits: `train` training images, no two of them equal, and `test` test images.
 ///
 /// # Panics
 /// If they cannot be written.
-pub fn write_digits(folder: &Path, train: u32) {
-    digit_files::write(folder, 1, (train, 16), 1).expect("files of digits");
+pub fn write_digits(folder: &Path, train: u32, test: u32) {
+    digit_files::write(folder, 1, (train, test), 1).expect("files of digits");
 }

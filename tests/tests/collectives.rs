@@ -25,8 +25,8 @@ fn threads_1_to_5() {
 }
 
 #[test]
-fn threads_6_to_9() {
-    (6..=9).for_each(|ranks| in_threads(ranks, collectives::all));
+fn threads_8() {
+    in_threads(8, collectives::all);
 }
 
 #[test]
@@ -35,8 +35,17 @@ fn processes_1_to_5() {
 }
 
 #[test]
-fn processes_6_to_9() {
-    (6..=9).for_each(|ranks| in_processes(ranks, "all"));
+fn processes_9() {
+    in_processes(9, "all");
+}
+
+#[test]
+#[ignore = "takes minutes"]
+fn threads_and_processes_6_to_9() {
+    for ranks in 6..=9 {
+        in_threads(ranks, collectives::all);
+        in_processes(ranks, "all");
+    }
 }
 
 #[test]

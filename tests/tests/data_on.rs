@@ -20,7 +20,7 @@ fn train(mut program: Command, data: &Path, data_on: &str, arguments: &[&str]) -
 #[test]
 fn images_in_a_file_give_the_weights_of_images_in_memory() {
     let folder = tempfile::tempdir().unwrap();
-    write_digits(folder.path(), 47);
+    write_digits(folder.path(), 47, 16);
     // Epochs of 9, 5 and 3 steps; ranks and micro-batches of different sizes; the layers cut over ranks.
     for (ranks, more) in [
         (1, &["--batch", "5"][..]),
@@ -46,7 +46,7 @@ fn images_in_a_file_give_the_weights_of_images_in_memory() {
 fn a_run_continues_with_its_images_elsewhere() {
     let folder = tempfile::tempdir().unwrap();
     let data = folder.path().join("data");
-    write_digits(&data, 47);
+    write_digits(&data, 47, 16);
     let kept = folder.path().join("checkpoints");
     let kept = ["--schedule", "constant", "--resume", "--checkpoint-dir", kept.to_str().unwrap()];
     let go_on = |on, steps| {
@@ -63,7 +63,7 @@ fn a_run_continues_with_its_images_elsewhere() {
 fn an_evaluation_and_predictions_read_files() {
     let folder = tempfile::tempdir().unwrap();
     let data = folder.path().join("data");
-    write_digits(&data, 20);
+    write_digits(&data, 20, 16);
     let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
     train(TRAIN.alone(), &data, "disk", &["--steps", "3", "--checkpoint-dir", &path("c")]).expect(0, &[]);
     let found = ["host", "disk"].map(|on| {
@@ -82,7 +82,7 @@ fn an_evaluation_and_predictions_read_files() {
 fn a_file_that_becomes_shorter_is_an_error_with_its_name_and_offset() {
     let folder = tempfile::tempdir().unwrap();
     let data = folder.path().join("data");
-    write_digits(&data, 200);
+    write_digits(&data, 200, 16);
     let metrics = folder.path().join("metrics");
     let mut program = TRAIN.launched(2);
     program.args(["--threads", "1", "--batch", "5", "--skip-test", "--epochs", "1000000"]);
@@ -99,7 +99,7 @@ fn a_file_that_becomes_shorter_is_an_error_with_its_name_and_offset() {
 #[test]
 fn what_cannot_be_read_from_a_file_is_refused() {
     let folder = tempfile::tempdir().unwrap();
-    write_digits(folder.path(), 20);
+    write_digits(folder.path(), 20, 16);
     let refused = |arguments: &[&str], texts: &[&str]| {
         let mut program = TRAIN.alone();
         run(program.args(["--steps", "1", "--data-on", "disk"]).args(arguments)).expect(1, texts);
@@ -131,7 +131,7 @@ fn digits_are_written_as_files() {
     };
     write().expect(0, &[]);
     let expected = tempfile::tempdir().unwrap();
-    write_digits(expected.path(), 30);
+    write_digits(expected.path(), 30, 16);
     assert_eq!(fs::read(path.join(IMAGES)).unwrap(), fs::read(expected.path().join(IMAGES)).unwrap());
     train(TRAIN.alone(), &path, "disk", &["--steps", "2"]).expect(0, &[]);
     write().expect(1, &["train-images-idx3-ubyte: File exists"]);

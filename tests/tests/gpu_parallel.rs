@@ -73,7 +73,7 @@ fn a_trace_has_the_times_of_a_launched_or_captured_step() {
 /// Generated digits, small batches, only our own kernels.
 fn train(ranks: u32, arguments: &[&str]) -> Finished {
     let mut program = on_gpus(ranks, TRAIN);
-    program.args(["--synthetic", "--json", "--kernels", "builtin", "--skip-test"]);
+    program.args(["--synthetic", "--images", "2000", "--json", "--kernels", "builtin", "--skip-test"]);
     run(program.args(arguments))
 }
 
@@ -94,7 +94,7 @@ fn one_rank_trains_through_nccl_on_request() {
             let mut program = on_gpus(1, TRAIN);
             program.env("MGPU_NCCL", "always").env("FAKE_NCCL_TRACE", &trace);
             program
-                .args(["--synthetic", "--json", "--kernels", "builtin", "--skip-test"])
+                .args(["--synthetic", "--images", "2000", "--json", "--kernels", "builtin", "--skip-test"])
                 .args(&all)
                 .args(mode);
             assert_eq!(expected, weights(&run(&mut program)), "{flags:?}, {graph}");
@@ -114,7 +114,18 @@ fn small_layers_are_reduced_in_one_group() {
     let trace = folder.path().join("calls");
     let mut program = on_gpus(1, TRAIN);
     program.env("MGPU_NCCL", "always").env("FAKE_NCCL_TRACE", &trace);
-    program.args(["--synthetic", "--kernels", "builtin", "--skip-test", "--net", "lenet5", "--batch", "4"]);
+    program.args([
+        "--synthetic",
+        "--images",
+        "2000",
+        "--kernels",
+        "builtin",
+        "--skip-test",
+        "--net",
+        "lenet5",
+        "--batch",
+        "4",
+    ]);
     run(program.args(["--steps", "14"])).expect(0, &[]);
     let calls = std::fs::read_to_string(&trace).expect("calls of NCCL");
     let calls: Vec<&str> = calls.lines().collect();
@@ -161,6 +172,8 @@ fn an_interrupted_run_resumes_bit_equal() {
             "rank=1,step=5,fault=sigkill",
             TRAIN,
             "--synthetic",
+            "--images",
+            "2000",
             "--kernels",
             "builtin",
         ]);
@@ -192,7 +205,15 @@ fn every_placement_trains_the_weights_of_a_replicated_model() {
     let expected = weights(&train(1, &alone));
     for (name, nccl) in [("shared", "always"), ("host", "auto")] {
         let mut program = on_gpus(1, TRAIN);
-        program.env("MGPU_NCCL", nccl).args(["--synthetic", "--json", "--kernels", "builtin", "--skip-test"]);
+        program.env("MGPU_NCCL", nccl).args([
+            "--synthetic",
+            "--images",
+            "2000",
+            "--json",
+            "--kernels",
+            "builtin",
+            "--skip-test",
+        ]);
         let found = weights(&run(program.args(alone).args(["--placement", name])));
         assert_eq!(found, expected, "{name}, MGPU_NCCL={nccl}");
     }
@@ -224,6 +245,8 @@ fn a_rank_that_dies_is_named_in_every_placement() {
             "trap '' TERM; exec \"$0\" \"$@\"",
             TRAIN,
             "--synthetic",
+            "--images",
+            "2000",
             "--kernels",
             "builtin",
         ]);

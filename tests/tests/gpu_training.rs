@@ -17,7 +17,8 @@ const TRAIN: &str = env!("CARGO_BIN_EXE_t-train_mnist");
 const GOLDEN: &str = env!("CARGO_BIN_EXE_t-golden_check");
 
 /// Generated digits, small batches of the smallest network, only our own kernels.
-const SMALL: [&str; 6] = ["--synthetic", "--json", "--batch", "8", "--kernels", "builtin"];
+const SMALL: [&str; 8] =
+    ["--synthetic", "--images", "2000", "--json", "--batch", "8", "--kernels", "builtin"];
 
 /// `program` on `ranks` fake GPUs.
 fn on_gpus(ranks: u32, program: &str) -> Command {
@@ -89,7 +90,7 @@ fn epochs_of_any_length_give_the_bits_of_single_launches() {
 fn images_that_are_copied_for_each_step_give_the_bits_of_images_on_the_gpu() {
     let folder = tempfile::tempdir().unwrap();
     // Epochs of 46, 23 and 11 steps. The training ends within a ring of slots and within an epoch.
-    write_digits(folder.path(), 47);
+    write_digits(folder.path(), 47, 16);
     let data = folder.path().to_str().unwrap();
     let train = |ranks: u32, more: &[&str]| {
         let mut program = on_gpus(ranks, TRAIN);
@@ -117,7 +118,7 @@ fn images_that_are_copied_for_each_step_give_the_bits_of_images_on_the_gpu() {
 fn a_run_with_copied_images_continues_with_images_on_the_gpu() {
     let folder = tempfile::tempdir().unwrap();
     let data = folder.path().join("data");
-    write_digits(&data, 47);
+    write_digits(&data, 47, 16);
     let kept = folder.path().join("checkpoints");
     let train = |on: &str, steps: &str, more: &[&str]| {
         let mut program = on_gpus(2, TRAIN);
@@ -193,6 +194,8 @@ fn gpu_and_cpu_training_agree() {
             let metrics = folder.path().join(format!("{net}-{name}"));
             program.args([
                 "--synthetic",
+                "--images",
+                "2000",
                 "--skip-test",
                 "--net",
                 net,
@@ -363,23 +366,16 @@ fn the_first_calls_of_nccl_may_be_slow() {
 #[test]
 fn evaluation_covers_the_whole_test_set_on_any_number_of_ranks() {
     let folder = tempfile::tempdir().unwrap();
+    let digits = folder.path().join("digits");
+    write_digits(&digits, 128, 1003);
     let mut found = Vec::new();
     for ranks in [1, 2] {
         let metrics = folder.path().join(ranks.to_string());
         let path = metrics.to_str().unwrap();
         let batch = if ranks == 1 { "64" } else { "32" };
         let mut program = on_gpus(ranks, TRAIN);
-        program.args([
-            "--synthetic",
-            "--kernels",
-            "builtin",
-            "--batch",
-            batch,
-            "--steps",
-            "2",
-            "--metrics",
-            path,
-        ]);
+        program.args(["--kernels", "builtin", "--batch", batch, "--steps", "2", "--metrics", path, "--data"]);
+        program.arg(&digits);
         run(&mut program).expect(0, &["; test "]);
         found.push(losses(&metrics));
     }

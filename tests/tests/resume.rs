@@ -93,7 +93,7 @@ fn a_run_killed_within_an_epoch_resumes_at_the_next_step() {
     for (precision, scale) in [("f32", &[][..]), ("bf16", &[]), ("fp16", &["--loss-scale", "1e7"])] {
         let tiny = Tiny::new();
         let digits = tiny.folder.path().join("digits");
-        mnist::write_digits(&digits, 64);
+        mnist::write_digits(&digits, 64, 16);
         let data = ["--data", digits.to_str().unwrap()];
         let all = [&["--net", "keras", "--precision", precision, "--skip-test"][..], &data, scale].concat();
         let whole = tiny.run(TRAIN.launched(2), &all);
@@ -415,7 +415,17 @@ fn a_restarted_run_resumes_from_its_checkpoint() {
         let faults = faults.iter().flat_map(|fault| ["--inject", *fault]);
         let options: Vec<&str> = ["--max-restarts", "1"].into_iter().chain(faults).collect();
         let mut launcher = TRAIN.launched_with(2, &options);
-        launcher.args(["--synthetic", "--json", "--batch", "2048", "--epochs", "3", "--skip-test"]);
+        launcher.args([
+            "--synthetic",
+            "--images",
+            "8192",
+            "--json",
+            "--batch",
+            "256",
+            "--epochs",
+            "3",
+            "--skip-test",
+        ]);
         launcher
     };
     let undisturbed = run(&mut restarted(&[]));

@@ -16,7 +16,10 @@ const TRAIN: Program =
     Program { launcher: env!("CARGO_BIN_EXE_t-mgpurun"), path: env!("CARGO_BIN_EXE_t-train_mnist") };
 
 fn train(mut program: Command, timeline: &Path, arguments: &[&str]) -> Finished {
-    run(program.args(["--synthetic", "--threads", "1", "--timeline"]).arg(timeline).args(arguments))
+    run(program
+        .args(["--synthetic", "--images", "2000", "--threads", "1", "--timeline"])
+        .arg(timeline)
+        .args(arguments))
 }
 
 /// A span in the file, in nanoseconds.
@@ -232,6 +235,8 @@ fn recording_a_timeline_does_not_change_the_weights() {
         let mut program = TRAIN.launched(2);
         program.args([
             "--synthetic",
+            "--images",
+            "2000",
             "--net",
             "keras",
             "--batch",
@@ -374,17 +379,17 @@ fn stages_and_collectives_of_gpus_have_their_own_tracks() {
 fn tracing_on_gpus_does_not_change_the_weights() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("timeline.json");
-    let steps = ["--synthetic", "--steps", "16", "--accumulate", "2"];
+    let steps = ["--synthetic", "--images", "2000", "--steps", "16", "--accumulate", "2"];
     let plain = run(on_gpus(2).args(steps)).weights();
     let profiled = run(on_gpus(2).args(steps).arg("--profile")).weights();
-    let recorded = train(on_gpus(2), &path, &[&steps[1..], &["--timeline-steps", "5-9"]].concat());
+    let recorded = train(on_gpus(2), &path, &[&steps[3..], &["--timeline-steps", "5-9"]].concat());
     assert_eq!((&profiled, recorded.weights()), (&plain, plain.clone()));
 }
 
 #[test]
 fn a_profile_of_gpus_has_the_rows_of_a_profile_of_cpus() {
     let train = |mut program: Command, more: &[&str]| {
-        program.args(["--synthetic", "--steps", "7", "--profile"]).args(more);
+        program.args(["--synthetic", "--images", "2000", "--steps", "7", "--profile"]).args(more);
         run(&mut program)
     };
     let cpu = train(TRAIN.alone(), &["--batch", "2", "--skip-test", "--json"]).json();
@@ -422,7 +427,19 @@ fn communication_is_reported_for_several_ranks() {
     let folder = tempfile::tempdir().unwrap();
     let metrics = folder.path().join("metrics.jsonl");
     let mut program = TRAIN.launched(2);
-    program.args(["--synthetic", "--net", "keras", "--batch", "8", "--steps", "8", "--skip-test", "--json"]);
+    program.args([
+        "--synthetic",
+        "--images",
+        "2000",
+        "--net",
+        "keras",
+        "--batch",
+        "8",
+        "--steps",
+        "8",
+        "--skip-test",
+        "--json",
+    ]);
     program.args(["--profile", "--bucket", "0.25", "--metrics"]).arg(&metrics);
     let finished = run(&mut program);
     let summary = finished.expect(0, &[]).json();
@@ -437,7 +454,8 @@ fn communication_is_reported_for_several_ranks() {
     assert_rows_add_up(&summary);
 
     // With an evaluation, which is not part of a step.
-    let alone = run(TRAIN.alone().args(["--synthetic", "--steps", "8", "--profile", "--json"]));
+    let alone =
+        run(TRAIN.alone().args(["--synthetic", "--images", "2000", "--steps", "8", "--profile", "--json"]));
     let alone = alone.expect(0, &[]).json();
     assert!(alone["communication"].is_null() && alone["waiting"].is_null(), "{alone:#}");
     assert_rows_add_up(&alone);
@@ -463,7 +481,8 @@ fn a_profiler_gets_nested_ranges() {
     let profiler = fake_gpu::folder().join("libcuda.so.1");
     let mut program = TRAIN.launched(2);
     program.env("NVTX_INJECTION64_PATH", profiler).env("FAKE_NVTX_TRACE", &trace);
-    run(program.args(["--synthetic", "--threads", "1", "--steps", "3", "--skip-test"])).expect(0, &[]);
+    run(program.args(["--synthetic", "--images", "2000", "--threads", "1", "--steps", "3", "--skip-test"]))
+        .expect(0, &[]);
     let text = fs::read_to_string(&trace).unwrap();
     for rank in 0..2 {
         let ranges: Vec<(u32, &str)> = text
@@ -488,5 +507,5 @@ fn a_profiler_gets_nested_ranges() {
     // One that cannot be opened is ignored.
     let mut program = TRAIN.launched(1);
     program.env("NVTX_INJECTION64_PATH", folder.path());
-    run(program.args(["--synthetic", "--steps", "1", "--skip-test"])).expect(0, &[]);
+    run(program.args(["--synthetic", "--images", "2000", "--steps", "1", "--skip-test"])).expect(0, &[]);
 }

@@ -148,8 +148,12 @@ impl Inputs {
         let layout = layout();
         let of_all = |index| model.rank() as usize * micro_batches + index;
         let whole = |step, index| -> Result<Memory> {
-            let values = (0..layout.len()).map(|element| gradient(of_all(index), element, step));
-            Ok(Memory::from_slice(model.stream(), &values.collect::<Vec<_>>())?)
+            let micro_batch = of_all(index);
+            let mut values = vec![0.0; layout.len()];
+            for (element, value) in values.iter_mut().enumerate() {
+                *value = gradient(micro_batch, element, step);
+            }
+            Ok(Memory::from_slice(model.stream(), &values)?)
         };
         let steps = 0..STEPS;
         let of_step = |step| (0..micro_batches).map(|index| whole(step, index)).collect::<Result<Vec<_>>>();
