@@ -333,7 +333,6 @@ fn detached(mut pointer: *const f32) -> *const f32 {
 ///
 /// # Safety
 /// All elements of the tile exist.
-#[expect(clippy::out_of_bounds_indexing, reason = "in repetitions that `unroll` leaves out")]
 #[inline(always)]
 unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
     simd: S,

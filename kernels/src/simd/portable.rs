@@ -44,7 +44,8 @@ impl Simd for Portable {
     #[inline(always)]
     unsafe fn load_first(self, from: *const f32, count: usize) -> [f32; LANES] {
         // SAFETY: the caller guarantees `count` elements.
-        [0, 1, 2, 3].map(|lane| if lane < count { unsafe { from.add(lane).read() } } else { 0.0 })
+        let element = |lane| if lane < count { unsafe { from.add(lane).read() } } else { 0.0 };
+        [element(0), element(1), element(2), element(3)]
     }
     #[inline(always)]
     unsafe fn store(self, values: [f32; LANES], to: *mut f32) {
@@ -53,10 +54,16 @@ impl Simd for Portable {
     }
     #[inline(always)]
     unsafe fn store_first(self, values: [f32; LANES], to: *mut f32, count: usize) {
-        for (lane, value) in values.into_iter().enumerate().take(count) {
-            // SAFETY: the caller guarantees `count` elements.
-            unsafe { to.add(lane).write(value) }
-        }
+        let write = |lane: usize| {
+            if lane < count {
+                // SAFETY: the caller guarantees `count` elements.
+                unsafe { to.add(lane).write(values[lane]) }
+            }
+        };
+        write(0);
+        write(1);
+        write(2);
+        write(3);
     }
     #[inline(always)]
     fn prefetch(self, _: *const f32) {}
