@@ -465,6 +465,8 @@ fn bad_arguments_are_usage_errors() {
         (&["--precision", "tf32"], "tf32 needs a GPU"),
         (&["--epochs", "1", "--steps", "1"], "cannot be used with"),
         (&["--data", "x", "--synthetic"], "cannot be used with"),
+        (&["--images", "9"], "<--synthetic|--write-digits <DIR>>"),
+        (&["--synthetic", "--images", "1000001"], "at most 1000000: write more with --write-digits"),
         (&["--resume"], "--checkpoint-dir"),
         (&["--checkpoint-every", "5"], "--checkpoint-dir"),
         (&["--checkpoint-dir", "c", "--checkpoint-every", "0"], "0 is not in 1.."),
@@ -482,6 +484,8 @@ fn bad_arguments_are_usage_errors() {
     }
     run(TRAIN.alone().args(["--synthetic", "--steps", "1", "--batch", "70000"]))
         .expect(1, &["60000 samples are fewer"]);
+    run(TRAIN.alone().args(["--synthetic", "--images", "7", "--steps", "1", "--batch", "8"]))
+        .expect(1, &["7 samples are fewer"]);
     run(TRAIN.alone().args(["--synthetic", "--steps", "1", "--metrics", "/nonexistent/m"]))
         .expect(1, &["/nonexistent/m"]);
     run(TRAIN.alone().args(["--synthetic", "--steps", "1", "--checkpoint-dir", "/proc/none"]))

@@ -71,8 +71,9 @@ pub(super) fn load(
         DataOn::Disk => Err(format!("--data-on disk needs --data DIR with uncompressed files, not {source}")),
         _ => Ok(()),
     };
+    let digits = format!("{} generated digits", args.digits(Split::Train));
     let mut data = if args.synthetic {
-        together(&format!("{} generated digits", args.digits(Split::Train)))?;
+        together(&digits)?;
         no_files("generated digits")?;
         in_memory(generate(args, splits, comm)?)
     } else if args.download {
@@ -89,7 +90,7 @@ pub(super) fn load(
         no_files("an earlier download")?;
         in_memory(data)
     } else {
-        together("generated digits")?;
+        together(&digits)?;
         no_files("generated digits")?;
         in_memory(generate(args, splits, comm)?)
     };
