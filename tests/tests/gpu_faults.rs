@@ -114,6 +114,10 @@ fn a_rank_that_returns_an_error() {
     }
 }
 
+/// A training with small batches, of as many steps as a test adds.
+const LENET5: [&str; 8] =
+    ["--net", "lenet5", "--synthetic", "--images", "10000", "--batch", "4", "--skip-test"];
+
 /// In every placement: the peers wait for the failed rank in NCCL, or in host memory.
 #[test]
 fn a_training_whose_rank_0_cannot_save() {
@@ -122,18 +126,7 @@ fn a_training_whose_rank_0_cannot_save() {
         // Longer than any program may run here, so that waiting for this timeout would be noticed.
         launcher.env("MGPU_TIMEOUT", "600");
         launcher.args(["-n", "2", "--backend", "nccl", env!("CARGO_BIN_EXE_t-train_mnist")]);
-        launcher.args([
-            "--net",
-            "lenet5",
-            "--synthetic",
-            "--images",
-            "10000",
-            "--steps",
-            "100000",
-            "--batch",
-            "4",
-            "--skip-test",
-        ]);
+        launcher.args(LENET5).args(["--steps", "100000"]);
         launcher.args(["--placement", placement]);
         let folder = tempfile::tempdir().unwrap();
         let checkpoints = folder.path().join("checkpoints");
@@ -166,18 +159,7 @@ fn a_rank_that_goes_missing_between_replays() {
         let mut launcher = fake_gpu::command(env!("CARGO_BIN_EXE_t-mgpurun"));
         launcher.env("MGPU_TIMEOUT", TIMEOUT).args(["-n", "2", "--backend", "nccl", "--inject"]);
         launcher.arg(format!("rank=1,step=15,fault={fault}")).arg(env!("CARGO_BIN_EXE_t-train_mnist"));
-        launcher.args([
-            "--net",
-            "lenet5",
-            "--synthetic",
-            "--images",
-            "10000",
-            "--steps",
-            "60",
-            "--batch",
-            "4",
-            "--skip-test",
-        ]);
+        launcher.args(LENET5).args(["--steps", "60"]);
         launcher.args(["--kernels", "builtin"]);
         let finished = run(&mut launcher);
         finished.expect(code, &texts);

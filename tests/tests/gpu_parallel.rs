@@ -70,11 +70,11 @@ fn a_trace_has_the_times_of_a_launched_or_captured_step() {
     }
 }
 
-/// Generated digits, small batches, only our own kernels.
+/// Few generated digits, only our own kernels.
+const SMALL: [&str; 7] = ["--synthetic", "--images", "2000", "--json", "--kernels", "builtin", "--skip-test"];
+
 fn train(ranks: u32, arguments: &[&str]) -> Finished {
-    let mut program = on_gpus(ranks, TRAIN);
-    program.args(["--synthetic", "--images", "2000", "--json", "--kernels", "builtin", "--skip-test"]);
-    run(program.args(arguments))
+    run(on_gpus(ranks, TRAIN).args(SMALL).args(arguments))
 }
 
 fn weights(finished: &Finished) -> String {
@@ -93,10 +93,7 @@ fn one_rank_trains_through_nccl_on_request() {
             let trace = folder.path().join(format!("{graph} {}", flags[0]));
             let mut program = on_gpus(1, TRAIN);
             program.env("MGPU_NCCL", "always").env("FAKE_NCCL_TRACE", &trace);
-            program
-                .args(["--synthetic", "--images", "2000", "--json", "--kernels", "builtin", "--skip-test"])
-                .args(&all)
-                .args(mode);
+            program.args(SMALL).args(&all).args(mode);
             assert_eq!(expected, weights(&run(&mut program)), "{flags:?}, {graph}");
             let calls = std::fs::read_to_string(&trace).expect("calls of NCCL");
             let captured = calls.lines().any(|line| line == "ncclAllReduce captured");
@@ -114,18 +111,7 @@ fn small_layers_are_reduced_in_one_group() {
     let trace = folder.path().join("calls");
     let mut program = on_gpus(1, TRAIN);
     program.env("MGPU_NCCL", "always").env("FAKE_NCCL_TRACE", &trace);
-    program.args([
-        "--synthetic",
-        "--images",
-        "2000",
-        "--kernels",
-        "builtin",
-        "--skip-test",
-        "--net",
-        "lenet5",
-        "--batch",
-        "4",
-    ]);
+    program.args(SMALL).args(["--net", "lenet5", "--batch", "4"]);
     run(program.args(["--steps", "14"])).expect(0, &[]);
     let calls = std::fs::read_to_string(&trace).expect("calls of NCCL");
     let calls: Vec<&str> = calls.lines().collect();
@@ -205,15 +191,7 @@ fn every_placement_trains_the_weights_of_a_replicated_model() {
     let expected = weights(&train(1, &alone));
     for (name, nccl) in [("shared", "always"), ("host", "auto")] {
         let mut program = on_gpus(1, TRAIN);
-        program.env("MGPU_NCCL", nccl).args([
-            "--synthetic",
-            "--images",
-            "2000",
-            "--json",
-            "--kernels",
-            "builtin",
-            "--skip-test",
-        ]);
+        program.env("MGPU_NCCL", nccl).args(SMALL);
         let found = weights(&run(program.args(alone).args(["--placement", name])));
         assert_eq!(found, expected, "{name}, MGPU_NCCL={nccl}");
     }
