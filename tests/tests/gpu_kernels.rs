@@ -108,7 +108,7 @@ fn a_wrong_kernel_is_detected() {
         ("compare_bf16", "compare results"),
         ("digest_hash_f32", "digest hash"),
         ("dropout_apply_f32", "dropout"),
-        ("gather_batch_bf16", "gather batch"),
+        ("gather_bf16", "gather batch"),
         ("gelu_forward_f32", "gelu forward"),
         ("loss_gradient_f32", "loss gradient"),
         ("norm_backward_input_f32", "norm backward_input"),

@@ -3,7 +3,7 @@
 
 use mgpu_kernels::activation::LEAKY_SLOPE;
 use mgpu_kernels::conv::cuda::{self, After, Before, LINEAR, Workspace};
-use mgpu_kernels::conv::first::{self, OutputGradient};
+use mgpu_kernels::conv::first::{self, Images, OutputGradient};
 use mgpu_kernels::conv::{ConvShape, Padding};
 use mgpu_kernels::cuda::{Counters, Memory, Result, StepState, Stream, View};
 use mgpu_kernels::dropout::Mask;
@@ -281,7 +281,7 @@ fn backward_first(
             &shape,
             images,
             precision,
-            x_memory.view(),
+            &Images::Stored(x_memory.view()),
             &gradient,
             &workspace,
             dw,

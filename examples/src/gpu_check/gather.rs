@@ -60,8 +60,11 @@ fn each(
     let outputs = [Output::of(dtype, batch * len), Output::of(DType::U8, batch)];
     let first = (place * batch) as u64;
     let found = harness.twice(verdict, &outputs, |stream, outputs| match by_position {
-        true => cuda::batch(stream, &source, state.view(), outputs[0], outputs[1], part),
-        false => cuda::range(stream, &source, first, outputs[0], outputs[1]),
+        true => {
+            let batch = cuda::Batch::of_step(source, state.view(), batch, part);
+            cuda::gather(stream, &batch, outputs[0], outputs[1])
+        }
+        false => cuda::gather(stream, &cuda::Batch::range(source, first, batch), outputs[0], outputs[1]),
     })?;
     let (mut x, mut expected) = (vec![0.0; batch * len], vec![0; batch]);
     let order = ordered.then_some(order.as_slice());
@@ -74,7 +77,7 @@ fn each(
     let outputs = [Output::of(dtype, batch * len), Output::of(DType::U8, batch)];
     let behind = (samples - batch + 1) as u64;
     let found = harness.twice(verdict, &outputs, |stream, outputs| {
-        cuda::range(stream, &source, behind, outputs[0], outputs[1])
+        cuda::gather(stream, &cuda::Batch::range(source, behind, batch), outputs[0], outputs[1])
     })?;
     verdict.equal("label behind the end", &found.bytes(1)[batch - 1..], &[NO_LABEL]);
     let lost = found.floats(0)[(batch - 1) * len..].iter().all(|x| x.is_nan());

@@ -47,6 +47,7 @@ impl Buffer {
 }
 
 /// An output of a kernel.
+#[derive(Clone)]
 pub(super) struct Output {
     dtype: DType,
     len: usize,

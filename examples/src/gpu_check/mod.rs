@@ -22,6 +22,7 @@ mod dropout;
 mod flip;
 mod fused;
 mod gather;
+mod gathered;
 mod gelu;
 mod harness;
 mod layers;
@@ -105,7 +106,7 @@ fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
     let seed = args.seed();
     outln!("seed {seed}{}", if args.quick { ", quick" } else { "" });
     let mut harness = Harness::new(stream, seed, args.quick, args.only.clone());
-    let checks: [fn(&mut Harness) -> harness::Outcome; 15] = [
+    let checks: [fn(&mut Harness) -> harness::Outcome; 16] = [
         arena::check,
         pool::check,
         norm::check,
@@ -120,6 +121,7 @@ fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
         conv::check,
         slices::check,
         fused::check,
+        gathered::check,
         layers::check,
     ];
     // A kernel that damages the GPU ends all later checks; the results so far are reported.

@@ -98,7 +98,8 @@ fn replay(harness: &mut Harness, verdict: &mut Verdict, precision: Precision) ->
         let samples = gather::cuda::Samples { images: images.view(), labels: labels.view(), order: None };
         // The optimizer uses the gradients of the previous step.
         one_step(stream, &optimizer, plan, (table.view(), sums.view()), gradients, &outputs[..6])?;
-        gather::cuda::batch(stream, &samples, state, x, labels_here, (0, 1))?;
+        let batch = gather::cuda::Batch::of_step(samples, state, BATCH, (0, 1));
+        gather::cuda::gather(stream, &batch, x, labels_here)?;
         let space =
             &dense::cuda::Workspace { sums: workspace.view(), counters: counters.view(), batch: BATCH };
         let (filters, bias) = (filters.view(), bias.view());

@@ -22,14 +22,14 @@
 
 use super::ConvShape;
 use super::direct;
-use super::first::{self, OutputGradient};
+use super::first::{self, Images, OutputGradient};
 use super::partition::{self, Reciprocal, Slices, Tile, Units};
 use super::workspace::DepthSums;
 use crate::DType;
 use crate::Precision;
 use crate::cuda::counters::{ColumnSums, check_counters};
 use crate::cuda::elements::{aligned, check, count, run};
-use crate::cuda::{Arg, Grid, Result, Source, Stream, View};
+use crate::cuda::{Arg, Grid, Result, Source, Stream, View, kernel_source};
 
 pub use super::fused::{After, Before};
 pub use super::partition::workspace_bytes;
@@ -239,6 +239,10 @@ pub fn forward_fused(
     shape.check();
     let dtype = precision.storage();
     let [x, weights, bias, y] = operands;
+    if first::is_supported(shape, after.pool.map(|(pool, _)| pool)) {
+        let (x, operands) = (Images::Stored(x), [weights, bias, y]);
+        return first::forward(stream, shape, images, precision, &x, operands, slope, after);
+    }
     let pixels = after.pixels(shape, images);
     check("a convolution's input", x, dtype, images * shape.input_len());
     check("a convolution's weights", weights, dtype, shape.weights_len());
@@ -249,9 +253,6 @@ pub fn forward_fused(
         return Ok(());
     }
     let (pool, chosen) = after.pool.unzip();
-    if let Some(bands) = first::bands(shape, images, pool) {
-        return first::forward(stream, shape, images, precision, operands, slope, after, &bands);
-    }
     // With pooling, rows are the four pixels of each window.
     let rows = if pool.is_some() { 4 * pixels } else { pixels };
     count(rows + Tile::Large.side());
@@ -404,7 +405,8 @@ pub fn backward_weights(
     shape.check();
     if first::is_supported(shape, None) {
         let gradient = OutputGradient { dy, activated: None, pool: None };
-        return first::backward(stream, shape, images, precision, x, &gradient, workspace, dw, db);
+        let x = Images::Stored(x);
+        return first::backward(stream, shape, images, precision, &x, &gradient, workspace, dw, db);
     }
     let dtype = precision.storage();
     check("a convolution's input", x, dtype, images * shape.input_len());

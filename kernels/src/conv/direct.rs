@@ -8,7 +8,7 @@ use super::cuda::are_aligned;
 use super::partition::RowBands;
 use crate::Precision;
 use crate::cuda::elements::{count, run};
-use crate::cuda::{Arg, Grid, Result, Source, Stream, View};
+use crate::cuda::{Arg, Grid, Result, Source, Stream, View, kernel_source};
 use crate::pool::PoolShape;
 
 /// The kernels for few channels and filters.

@@ -52,22 +52,65 @@ struct FirstSums {
     }
 };
 
+// Where images come from: from memory, or from a data set.
+template <class T>
+struct FirstImages {
+    const T* x;   // null: the images are those of `batch`
+    const GatheredBatch& batch;
+    u8* labels;   // receives the labels of the batch, if it is not null
+    u64 begin;
+
+    __device__ FirstImages(const T* x, const GatheredBatch& batch, u8* labels)
+        : x(x), batch(batch), labels(labels), begin(x ? 0 : batch.begin()) {}
+
+    // The index of an image where it comes from.
+    __device__ u32 sample(u32 image) const { return x ? image : batch.sample(begin + image); }
+};
+
 struct Band {
-    u32 image, first, rows;   // rows of strips from `first` on
+    u32 image, sample;
+    u32 first, rows;   // rows of strips from `first` on
+};
+
+// The bands of a block, one after the other. Each is located before the one before it is loaded: that takes a load itself if
+// images are gathered.
+template <class T, u32 HIGH>
+struct BlockBands {
+    const FirstImages<T>& images;
+    const OneChannel& shape;
+    u32 index;
+    Band ahead;
+
+    __device__ BlockBands(const FirstImages<T>& images, const OneChannel& shape)
+        : images(images), shape(shape), index(blockIdx.x), ahead{} {
+        locate();
+    }
+
+    __device__ bool is_end() const { return index >= shape.bands; }
+
+    __device__ Band next() {
+        const Band band = ahead;
+        index += gridDim.x;
+        locate();
+        return band;
+    }
+
+    __device__ void locate() {
+        if (is_end()) return;
+        const u32 height = shape.stored_height<HIGH>(), each = (height + shape.rows - 1) / shape.rows;
+        const u32 image = index / each, first = index % each * shape.rows;
+        ahead = {image, images.sample(image), first, least(shape.rows, height - first)};
+    }
 };
 
 // Values of a row in shared memory: the strips' pixels and four more, of which the kernel reads K - 1.
 __device__ inline u32 band_stride(const OneChannel& shape) { return (shape.out_width + 2 * STRIP - 1) / STRIP * STRIP; }
 
-// Calls `store(i, value)` for the values of a band, which are zeros outside the image; every thread for some of them. A
-// row of a band has HIGH output rows.
-template <class T, u32 K, u32 HIGH, class STORE>
-__device__ inline Band read_band(const T* x, const OneChannel& shape, u32 index, const STORE& store) {
-    const u32 height = shape.stored_height<HIGH>();
-    const u32 each = (height + shape.rows - 1) / shape.rows, first = index % each * shape.rows;
-    const Band band = {index / each, first, least(shape.rows, height - first)};
+// Calls `store(i, value)` for the values of a band, which are zeros outside the image, or if there is no image; every thread
+// for some of them. A row of a band has HIGH output rows.
+template <u32 K, u32 HIGH, class T, class STORE>
+__device__ inline void read_values(const T* image, const OneChannel& shape, const Band& band, const STORE& store) {
     const u32 stride = band_stride(shape), count = (HIGH * band.rows + K - 1) * stride;
-    const T* image = x + (u64)band.image * shape.height * shape.width;
     // Several loads are in flight before the first value is stored.
     constexpr u32 AT_ONCE = 4;
     for (u32 begin = threadIdx.x; begin < count; begin += AT_ONCE * FIRST_THREADS) {
@@ -76,24 +119,41 @@ __device__ inline Band read_band(const T* x, const OneChannel& shape, u32 index,
         for (u32 n = 0; n < AT_ONCE; n++) {
             const u32 i = begin + n * FIRST_THREADS;
             const u32 row = HIGH * band.first + i / stride - shape.pad, column = i % stride - shape.pad;
-            const bool inside = i < count && row < shape.height && column < shape.width;
-            values[n] = inside ? image[row * shape.width + column] : from_f32<T>(0.0f);
+            const bool inside = image && i < count && row < shape.height && column < shape.width;
+            values[n] = inside ? image[row * shape.width + column] : T{};
         }
 #pragma unroll
         for (u32 n = 0; n < AT_ONCE; n++) {
             if (begin + n * FIRST_THREADS < count) store(begin + n * FIRST_THREADS, values[n]);
         }
     }
-    return band;
+}
+
+// The same, of a band of `images`.
+template <class T, u32 K, u32 HIGH, class STORE>
+__device__ inline void read_band(
+    const FirstImages<T>& images, const OneChannel& shape, const Band& band, const STORE& store) {
+    if (images.x) {
+        const u64 len = (u64)shape.height * shape.width;
+        return read_values<K, HIGH>(images.x + band.sample * len, shape, band, store);
+    }
+    const bool known = images.batch.is_known(band.sample);
+    const u8* pixels = known ? images.batch.pixels(band.sample) : nullptr;
+    read_values<K, HIGH>(pixels, shape, band, [&](u32 i, u8 pixel) {
+        store(i, from_f32<T>(known ? pixel_value(pixel) : unknown_pixel()));
+    });
+    // The first group of filters does it, when it reads the first band of an image.
+    if (images.labels && threadIdx.x == 0 && blockIdx.y == 0 && band.first == 0) {
+        images.labels[band.image] = images.batch.label(band.sample);
+    }
 }
 
 // Loads a band into shared memory, between two barriers.
 template <class T, u32 K, u32 HIGH>
-__device__ inline Band load_band(const T* x, const OneChannel& shape, u32 index, f32* input) {
+__device__ inline void load_band(const FirstImages<T>& images, const OneChannel& shape, const Band& band, f32* input) {
     __syncthreads();
-    const Band band = read_band<T, K, HIGH>(x, shape, index, [&](u32 i, T value) { input[i] = to_f32(value); });
+    read_band<T, K, HIGH>(images, shape, band, [&](u32 i, T value) { input[i] = to_f32(value); });
     __syncthreads();
-    return band;
 }
 
 // Calls `strip(row, column)` for those strips of a band that belong to this thread's group of LANES lanes.
@@ -209,7 +269,7 @@ __device__ inline void pool_strip(
 
 template <class T, u32 K, u32 EACH, u32 HIGH, u32 LANES>
 __device__ inline void first_forward(
-    const T* x, const T* w, const f32* bias, T* y, u8* chosen, const OneChannel& shape,
+    const FirstImages<T>& images, const T* w, const f32* bias, T* y, u8* chosen, const OneChannel& shape,
     const FirstDropout& dropout) {
     __shared__ Four shared[BAND_VALUES / 4];
     f32* input = shared->value;
@@ -223,8 +283,10 @@ __device__ inline void first_forward(
         for (u32 tap = 0; tap < K * K; tap++) weights[e][tap] = known ? to_f32(w[filter * (K * K) + tap]) : 0.0f;
     }
     const u32 stride = band_stride(shape);
-    for (u32 index = blockIdx.x; index < shape.bands; index += gridDim.x) {
-        const Band band = load_band<T, K, HIGH>(x, shape, index, input);
+    BlockBands<T, HIGH> bands(images, shape);
+    while (!bands.is_end()) {
+        const Band band = bands.next();
+        load_band<T, K, HIGH>(images, shape, band, input);
         const u32 height = shape.stored_height<HIGH>();
         const u32 width = shape.stored_width<HIGH>();
         const u64 begin = ((u64)band.image * height + band.first) * width * shape.filters;
@@ -342,13 +404,16 @@ __device__ inline void add_first_slices(const FirstSums& result, u32 all_filters
 // has some of the filters, each of its blocks some of the bands.
 template <class T, u32 K, u32 EACH, u32 HIGH, u32 LANES>
 __device__ inline void first_backward(
-    const T* x, const T* y, const T* dy, const u8* chosen, const FirstSums& result, const OneChannel& shape) {
+    const FirstImages<T>& images, const T* y, const T* dy, const u8* chosen, const FirstSums& result,
+    const OneChannel& shape) {
     __shared__ Four shared[BAND_VALUES / 4];
     f32* input = shared->value;
     f32 sums[EACH][K * K] = {}, biases[EACH][1] = {};
     const u32 stride = band_stride(shape);
-    for (u32 index = blockIdx.x; index < shape.bands; index += gridDim.x) {
-        const Band band = load_band<T, K, HIGH>(x, shape, index, input);
+    BlockBands<T, HIGH> bands(images, shape);
+    while (!bands.is_end()) {
+        const Band band = bands.next();
+        load_band<T, K, HIGH>(images, shape, band, input);
         const u32 height = shape.stored_height<HIGH>();
         const u32 width = shape.stored_width<HIGH>();
         const u64 begin = ((u64)band.image * height + band.first) * width * shape.filters;

@@ -3,9 +3,12 @@
 //! The backward pass takes the gradient of the layer's output as it is, pooled and after the activation, and computes
 //! the gradients of weights and bias from it in one launch.
 
+use bytemuck::Zeroable;
+
 use crate::cuda::elements::{check, count, run};
-use crate::cuda::{Arg, Grid, Result, Source, Stream, View};
+use crate::cuda::{Arg, Grid, Result, Source, Stream, View, kernel_source};
 use crate::dropout::cuda::Parameters;
+use crate::gather::cuda::{Batch, Parameters as Gathered};
 use crate::pool::PoolShape;
 use crate::{DType, Precision};
 
@@ -15,7 +18,8 @@ use super::fused::After;
 use super::partition::{Bands, FEW_FILTERS, first_slices};
 
 /// The kernels for images of one channel.
-pub static SOURCE: Source = kernel_source!("conv_first": "first.cuh", "first_tensors.cuh");
+pub static SOURCE: Source =
+    kernel_source!("conv_first": "../gather/gather.cuh", "first.cuh", "first_tensors.cuh");
 
 /// `struct OneChannel` of the kernels.
 #[derive(Clone, Copy, bytemuck::NoUninit)]
@@ -52,6 +56,38 @@ impl OneChannel {
             slope,
             pooled_height: pool.map_or(0, |pool| count(pool.out_height())),
             pooled_width: pool.map_or(0, |pool| count(pool.out_width())),
+        }
+    }
+}
+
+/// The images that a first layer reads.
+#[derive(Debug, Clone, Copy)]
+pub enum Images<'a> {
+    /// In memory, in the layer's precision.
+    Stored(View<'a>),
+    /// Those of a batch, read from its data set as bytes. The forward pass writes the labels of the batch, too: to the
+    /// view, whose type is u8.
+    Gathered(Batch<'a>, View<'a>),
+}
+
+impl Images<'_> {
+    /// The arguments `x` and `batch` of the kernels for `images` images, and the address of `labels`.
+    ///
+    /// # Panics
+    /// If lengths or types do not fit.
+    #[track_caller]
+    fn arguments(&self, shape: &ConvShape, images: usize, precision: Precision) -> [Arg; 3] {
+        let null = || Arg::from(None);
+        match *self {
+            Images::Stored(x) => {
+                check("a convolution's input", x, precision.storage(), images * shape.input_len());
+                [x.into(), Arg::of(&Gathered::zeroed()), null()]
+            }
+            Images::Gathered(batch, labels) => {
+                let found = (batch.len(), batch.sample_len());
+                assert_eq!(found, (images, shape.input_len()), "images of a batch, and their pixels");
+                [null(), Arg::of(&batch.parameters(labels)).moving(batch.bytes()), labels.into()]
+            }
         }
     }
 }
@@ -100,30 +136,50 @@ fn kernel(
     (name, Grid { blocks: [count(blocks), groups, 1], threads: 256, shared: 0 })
 }
 
-/// As [`super::cuda::forward_fused`], whose arguments it expects to be checked. The bands are [those](bands) of the layer.
+/// Overwrites `y` \[N, H', W', F\] with the layer's output, after its activation and what follows that.
+///
+/// # Errors
+/// As all [kernels](super::cuda).
+///
+/// # Panics
+/// As all kernels, and if the layer is [not supported](is_supported).
+#[track_caller]
 #[expect(clippy::too_many_arguments, reason = "a pass's operands, one by one")]
-pub(super) fn forward(
+pub fn forward(
     stream: &Stream,
     shape: &ConvShape,
     images: usize,
     precision: Precision,
-    [x, weights, bias, y]: [View<'_>; 4],
+    from: &Images<'_>,
+    [weights, bias, y]: [View<'_>; 3],
     slope: f32,
     after: &After<'_>,
-    bands: &Bands,
 ) -> Result<()> {
+    shape.check();
+    let dtype = precision.storage();
+    let [x, batch, labels] = from.arguments(shape, images, precision);
+    check("a convolution's weights", weights, dtype, shape.weights_len());
+    check("a convolution's bias", bias, DType::F32, shape.filters);
+    check("a convolution's output", y, dtype, after.pixels(shape, images) * shape.filters);
+    after.check(shape, y.len());
+    if y.is_empty() {
+        return Ok(());
+    }
     let multiprocessors = stream.device().multiprocessors() as usize;
     let resident = if precision.storage() == DType::F32 || shape.filters <= FEW_FILTERS { 4 } else { 2 };
-    let blocks = bands.count.min(sharing(resident * multiprocessors, shape, precision));
     let (pool, chosen) = after.pool.unzip();
+    let bands = bands(shape, images, pool).expect("a layer with one channel");
+    let blocks = bands.count.min(sharing(resident * multiprocessors, shape, precision));
     let (name, grid) = kernel("forward", pool, shape, precision, blocks);
     let dropped = Dropped {
         state: after.dropout.map_or(0, |dropout| dropout.state.address()),
         mask: after.dropout.map_or_else(Parameters::default, |dropout| dropout.parameters(y.len())),
     };
-    let extents = OneChannel::new(shape, images, bands, slope, pool);
+    let extents = OneChannel::new(shape, images, &bands, slope, pool);
     let arguments = [
-        x.into(),
+        x,
+        batch,
+        labels,
         weights.into(),
         bias.into(),
         y.into(),
@@ -146,7 +202,7 @@ pub struct OutputGradient<'a> {
     pub pool: Option<(&'a PoolShape, View<'a>)>,
 }
 
-/// True if [`backward`] computes the gradients of a layer with such a pooling layer after it.
+/// True if the passes here compute a layer with such a pooling layer after it.
 pub fn is_supported(shape: &ConvShape, pool: Option<&PoolShape>) -> bool {
     bands(shape, 1, pool).is_some()
 }
@@ -166,7 +222,7 @@ pub fn backward(
     shape: &ConvShape,
     images: usize,
     precision: Precision,
-    x: View<'_>,
+    from: &Images<'_>,
     gradient: &OutputGradient<'_>,
     workspace: &Workspace<'_>,
     dw: View<'_>,
@@ -178,7 +234,7 @@ pub fn backward(
     let after = After { pool, dropout: None };
     let len = after.pixels(shape, images) * shape.filters;
     after.check(shape, len);
-    check("a convolution's input", x, dtype, images * shape.input_len());
+    let [x, batch, _] = from.arguments(shape, images, precision);
     check("the gradient of a convolution's output", dy, dtype, len);
     check("the gradient of a convolution's weights", dw, DType::F32, shape.weights_len());
     if let Some(db) = db {
@@ -200,7 +256,7 @@ pub fn backward(
     let extents = OneChannel::new(shape, images, &bands, slope, pool);
     let y = activated.map(|(y, _)| y);
     let sums = sums.argument(slices, dw, shape.filters);
-    let arguments = [x.into(), y.into(), dy.into(), chosen.into(), sums, Arg::of(&extents)];
+    let arguments = [x, batch, y.into(), dy.into(), chosen.into(), sums, Arg::of(&extents)];
     // SAFETY: the views have the lengths that the extents say, and the workspace has the sums of every block.
     unsafe { run(stream, &SOURCE, &name, grid, &arguments) }
 }

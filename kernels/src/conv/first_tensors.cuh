@@ -48,9 +48,9 @@ struct BandPairs {
     }
 
     template <class T, u32 K, u32 HIGH>
-    __device__ Band load(const T* x, const OneChannel& shape, u32 index) {
+    __device__ void load(const FirstImages<T>& images, const OneChannel& shape, const Band& band) {
         u16 *first = (u16*)even, *second = (u16*)odd;
-        return read_band<T, K, HIGH>(x, shape, index, [&](u32 i, T value) {
+        read_band<T, K, HIGH>(images, shape, band, [&](u32 i, T value) {
             first[i] = value.bits;
             if (i > 0) second[i - 1] = value.bits;
         });
@@ -58,20 +58,20 @@ struct BandPairs {
 };
 
 // Calls `visit(pairs, band, following)` for all bands of this block, with the pairs in shared memory. `band` is the first,
-// which is being loaded to the first buffer; `following` is null for the last one.
+// which is being loaded to the first buffer, and `bands` are the others; `following` is null for the last one.
 template <class T, u32 K, u32 HIGH, class VISIT>
-__device__ inline void each_band(
-    const T* x, const OneChannel& shape, BandPairs buffers[2], Band band, const VISIT& visit) {
-    u32 buffer = 0;
-    for (u32 index = blockIdx.x; index < shape.bands; index += gridDim.x) {
+__device__ inline void each_band(BlockBands<T, HIGH>& bands, BandPairs buffers[2], Band band, const VISIT& visit) {
+    bool is_last = false;
+    for (u32 buffer = 0; !is_last; buffer ^= 1) {
         // After this the band is complete, and all threads have finished the one before.
         __syncthreads();
-        const u32* pairs = buffers[buffer].even;
-        buffer ^= 1;
-        const bool is_last = index + gridDim.x >= shape.bands;
+        is_last = bands.is_end();
         Band following{};
-        if (!is_last) following = buffers[buffer].load<T, K, HIGH>(x, shape, index + gridDim.x);
-        visit(pairs, band, is_last ? nullptr : &following);
+        if (!is_last) {
+            following = bands.next();
+            buffers[buffer ^ 1].load<T, K, HIGH>(bands.images, bands.shape, following);
+        }
+        visit(buffers[buffer].even, band, is_last ? nullptr : &following);
         band = following;
     }
 }
@@ -133,7 +133,8 @@ struct FilterColumns {
 
 template <class T, u32 K, u32 TILES, u32 HIGH>
 __device__ inline void first_forward_tensors(
-    const T* x, const T* w, const f32* bias, T* y, u8* chosen, const OneChannel& shape, const FirstDropout& dropout) {
+    const FirstImages<T>& images, const T* w, const f32* bias, T* y, u8* chosen, const OneChannel& shape,
+    const FirstDropout& dropout) {
     using Pairs = TapPairs<K>;
     using Columns = FilterColumns<TILES>;
     constexpr u32 STEPS = Pairs::STEPS, EACH = Columns::EACH;
@@ -168,8 +169,10 @@ __device__ inline void first_forward_tensors(
     const bool vectors = has_vectors<EACH>(shape, y) && (HIGH == 1 || has_vectors<EACH>(shape, chosen));
     const u32 height = shape.stored_height<HIGH>();
     const u32 width = shape.stored_width<HIGH>();
-    const Band first_band = buffers[0].load<T, K, HIGH>(x, shape, blockIdx.x);
-    each_band<T, K, HIGH>(x, shape, buffers, first_band, [&](const u32* pairs, const Band& band, const Band*) {
+    BlockBands<T, HIGH> bands(images, shape);
+    const Band first_band = bands.next();
+    buffers[0].load<T, K, HIGH>(images, shape, first_band);
+    each_band<T, K>(bands, buffers, first_band, [&](const u32* pairs, const Band& band, const Band*) {
         const u32 count = band.rows * width;
         for (u32 piece = warp * PIECE; piece < count; piece += FIRST_WARPS * PIECE) {
             // The lane's two rows of each product: two pixels, or the left and the right pixels of a window.
@@ -374,7 +377,7 @@ __device__ inline void add_warps(const f32 sums[ROWS][TILES][4], f32* shared, u3
 // Adds the products of a warp's places of all bands of its block to `sums`.
 template <class T, u32 K, u32 TILES, u32 HIGH, bool VECTORS, u32 ROWS>
 __device__ inline void multiply_gradients(
-    const T* x, const T* y, const T* dy, const u8* chosen, const OneChannel& shape, BandPairs buffers[2],
+    const FirstImages<T>& images, const T* y, const T* dy, const u8* chosen, const OneChannel& shape, BandPairs buffers[2],
     f32 sums[ROWS][TILES][4]) {
     using Gradients = LaneGradients<T, TILES, HIGH, VECTORS>;
     constexpr u32 TAPS = K * K, PLACES = Gradients::PLACES;
@@ -396,10 +399,12 @@ __device__ inline void multiply_gradients(
         }
     };
     begin();
-    const Band first_band = buffers[0].load<T, K, HIGH>(x, shape, blockIdx.x);
+    BlockBands<T, HIGH> bands(images, shape);
+    const Band first_band = bands.next();
+    buffers[0].load<T, K, HIGH>(images, shape, first_band);
     Gradients gradients;
     gradients.load(from, shape, first_band, rows, columns);
-    each_band<T, K, HIGH>(x, shape, buffers, first_band, [&](const u32* pairs, const Band& band, const Band* following) {
+    each_band<T, K>(bands, buffers, first_band, [&](const u32* pairs, const Band& band, const Band* following) {
         // A warp without a place in this band adds zeros.
         bool goes_on = true;
         while (goes_on) {
@@ -431,16 +436,17 @@ __device__ inline void multiply_gradients(
 // The gradient of the bias is a row of the product, after those of the taps, whose pixels are all one.
 template <class T, u32 K, u32 TILES, u32 HIGH>
 __device__ inline void first_backward_tensors(
-    const T* x, const T* y, const T* dy, const u8* chosen, const FirstSums& result, const OneChannel& shape) {
+    const FirstImages<T>& images, const T* y, const T* dy, const u8* chosen, const FirstSums& result,
+    const OneChannel& shape) {
     constexpr u32 TAPS = K * K, ROWS = TAPS / 16 + 1;
     __shared__ BandPairs buffers[2];
     f32 sums[ROWS][TILES][4] = {};
     const bool vectors = has_vectors<TILES>(shape, dy) && (!y || has_vectors<TILES>(shape, y))
                       && (HIGH == 1 || has_vectors<TILES>(shape, chosen));
     if (TILES > 1 && vectors) {
-        multiply_gradients<T, K, TILES, HIGH, true, ROWS>(x, y, dy, chosen, shape, buffers, sums);
+        multiply_gradients<T, K, TILES, HIGH, true, ROWS>(images, y, dy, chosen, shape, buffers, sums);
     } else {
-        multiply_gradients<T, K, TILES, HIGH, false, ROWS>(x, y, dy, chosen, shape, buffers, sums);
+        multiply_gradients<T, K, TILES, HIGH, false, ROWS>(images, y, dy, chosen, shape, buffers, sums);
     }
     const bool alone = gridDim.x == 1;
     f32 *dw = result.own_weights(alone, shape.filters, TAPS), *db = result.own_bias(alone, shape.filters, TAPS);

@@ -14,7 +14,7 @@
 
 use super::ConvShape;
 use super::cuda::{self, After, Before};
-use super::first::{self, OutputGradient};
+use super::first::{self, Images, OutputGradient};
 use super::layer::Layer;
 use super::library_layer::Operands;
 use super::tuning::TuningBuffers;
@@ -310,6 +310,28 @@ impl Conv {
         first::is_supported(&self.layer.shape, pool)
     }
 
+    /// As [`forward_fused`](Self::forward_fused) of a [first layer](Self::is_first), whose images may be in a data set.
+    ///
+    /// # Errors
+    /// If the work cannot be enqueued.
+    ///
+    /// # Panics
+    /// As [`forward`](Self::forward), unless the layer is a first layer, and if the pass is not
+    /// [this crate's own](Self::is_own).
+    #[track_caller]
+    pub fn forward_first(
+        &self,
+        stream: &Stream,
+        images: usize,
+        from: &Images<'_>,
+        operands: [View<'_>; 3],
+        after: &After<'_>,
+    ) -> Result<()> {
+        assert!(self.is_own(Pass::Forward), "{self:?}: a library computes the output");
+        let &Layer { ref shape, precision, slope, .. } = &self.layer;
+        first::forward(stream, shape, images, precision, from, operands, slope, after)
+    }
+
     /// The gradients of weights and bias of a layer that reads images with one channel, from the gradient of its pooled
     /// and activated output, in one launch.
     ///
@@ -324,7 +346,7 @@ impl Conv {
         &self,
         stream: &Stream,
         images: usize,
-        x: View<'_>,
+        from: &Images<'_>,
         gradient: &OutputGradient<'_>,
         dw: View<'_>,
         db: View<'_>,
@@ -333,7 +355,7 @@ impl Conv {
         autotune::check_batch(images, self.layer.images, workspace, self.workspace_bytes());
         let &Layer { ref shape, precision, .. } = &self.layer;
         let workspace = self.layer.workspace(workspace);
-        first::backward(stream, shape, images, precision, x, gradient, &workspace, dw, Some(db))
+        first::backward(stream, shape, images, precision, from, gradient, &workspace, dw, Some(db))
     }
 
     /// As [`backward_weights`](Self::backward_weights), and overwrites `db` \[F\], in f32, with the gradient of the

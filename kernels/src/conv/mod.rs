@@ -22,20 +22,6 @@
 //!
 //! A first layer needs no `dx`.
 
-/// The source of kernels in `NAME.cu`, after the headers that it needs.
-#[cfg(feature = "cuda")]
-macro_rules! kernel_source {
-    ($name:literal: $($header:literal),*) => {
-        crate::cuda::Source {
-            name: $name,
-            text: concat!(
-                $("#line 1 \"", $header, "\"\n", include_str!($header),)*
-                "#line 1 \"", $name, ".cu\"\n", include_str!(concat!($name, ".cu"))
-            ),
-        }
-    };
-}
-
 #[cfg(feature = "cuda")]
 pub mod benchmark;
 pub mod cpu;

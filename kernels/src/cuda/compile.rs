@@ -28,6 +28,20 @@ pub struct Source {
     pub text: &'static str,
 }
 
+/// The source of kernels in `NAME.cu`, after the headers that it needs.
+macro_rules! kernel_source {
+    ($name:literal: $($header:literal),*) => {
+        crate::cuda::Source {
+            name: $name,
+            text: concat!(
+                $("#line 1 \"", $header, "\"\n", include_str!($header),)*
+                "#line 1 \"", $name, ".cu\"\n", include_str!(concat!($name, ".cu"))
+            ),
+        }
+    };
+}
+pub(crate) use kernel_source;
+
 impl Source {
     /// The text that is compiled.
     pub fn whole(&self) -> String {

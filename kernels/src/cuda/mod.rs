@@ -45,6 +45,7 @@ mod uses;
 
 pub use arguments::{Arg, Grid};
 pub use autotune::{AutotuneOptions, Libraries, Pass};
+pub(crate) use compile::kernel_source;
 pub use compile::{ARCHITECTURES, Compiled, PRELUDE, Source, compile_for, compiler_version};
 pub use counters::Counters;
 pub use device::{Device, Function};

@@ -18,7 +18,8 @@ use order::ElementOrder;
 pub use part::Neighbours;
 
 use super::layers::{
-    DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep, Neighbourhood, OnGpu, SetUp, SharedWorkspace,
+    BatchPlace, DataBatch, DeviceDropout, DevicePass, DeviceStageTensors, DeviceStep, Neighbourhood, OnGpu,
+    SetUp, SharedWorkspace,
 };
 use super::plan::{Plan, Stage};
 use super::profile::{DeviceTimes, Profile, StageTimes, TimelineSpans};
@@ -348,8 +349,8 @@ impl DeviceNet {
         self.gpu_layers.iter().filter_map(|gpu_layer| gpu_layer.describe()).collect()
     }
 
-    /// Enqueues one training step on the model's stream: for each micro-batch the gather of its images and labels,
-    /// forward and backward; then the update. Adds to the [`score`](Self::score).
+    /// Enqueues one training step on the model's stream: for each micro-batch the gather of its images and labels, unless
+    /// the first layer reads these from the data set, forward and backward; then the update. Adds to the [`score`](Self::score).
     ///
     /// # Errors
     /// If a kernel cannot be launched, and as the communicator's.
@@ -360,19 +361,16 @@ impl DeviceNet {
         dropout: Option<DeviceDropout>,
     ) -> Result<()> {
         let n = self.max_batch;
-        let (x, labels) = (self.output(0, n), self.labels.view());
         let micro_batches = model.micro_batches();
         for index in 0..micro_batches {
             if index == 0 { model.begin_step() } else { model.next_micro_batch() }?;
-            let part = (index, micro_batches);
-            let at = model.begin_span()?;
-            gather::cuda::batch(model.stream(), &data.samples(), model.state(), x, labels, part)?;
-            let at = model.end_span(at, TimelineSpans::GATHER)?;
+            let batch = self.batch(data, n, BatchPlace::OfStep(index, micro_batches));
+            let at = self.gather(model, &batch, self.output(0, n), model.begin_span()?)?;
             let first = (index * n) as u64;
             let dropout = dropout.map(|key| DeviceDropout { first_sample: key.first_sample + first, ..key });
-            let at = self.forward(model, n, DevicePass::Train(dropout), at)?;
+            let at = self.forward(model, &batch, DevicePass::Train(dropout), at)?;
             let at = self.loss_gradient(model, at)?;
-            self.backward(model, dropout, at)?;
+            self.backward(model, &batch, dropout, at)?;
         }
         model.finish_step()
     }
@@ -392,13 +390,38 @@ impl DeviceNet {
         first: usize,
         images: usize,
     ) -> Result<()> {
-        let labels = self.labels.slice(0..images);
-        let x = self.output(0, images);
-        gather::cuda::range(model.stream(), &data.samples(), first as u64, x, labels)?;
-        let _ = self.forward(model, images, DevicePass::Eval, model.begin_span()?)?;
+        let batch = self.batch(data, images, BatchPlace::Index(first));
+        let at = self.gather(model, &batch, self.output(0, images), model.begin_span()?)?;
+        let _ = self.forward(model, &batch, DevicePass::Eval, at)?;
         let logits = self.output(self.plan.slots.len() - 1, images);
         let (scratch, score) = (self.scratch.view(), self.score.view());
-        Ok(loss::cuda::score(model.stream(), logits, self.labels.slice(0..images), scratch, score)?)
+        Ok(loss::cuda::score(model.stream(), logits, batch.labels, scratch, score)?)
+    }
+
+    /// A batch of `images` images.
+    fn batch<'a>(&'a self, data: &'a DeviceData, images: usize, place: BatchPlace) -> DataBatch<'a> {
+        DataBatch { samples: data.samples(), place, labels: self.labels.slice(0..images) }
+    }
+
+    /// Whether the first stage reads the images from the data set, and its forward pass writes their labels.
+    fn reads_data_set(&self) -> bool {
+        self.plan.tensors.before == 0 && self.gpu_layers.first().is_some_and(|first| first.reads_data_set())
+    }
+
+    /// Enqueues the gather of a batch, unless the first stage reads it from the data set. A trace of it begins at `begin`;
+    /// returns its end.
+    fn gather(
+        &self,
+        model: &DeviceDataParallel,
+        batch: &DataBatch<'_>,
+        x: View<'_>,
+        begin: TracePoint,
+    ) -> Result<TracePoint> {
+        if self.reads_data_set() {
+            return Ok(begin);
+        }
+        gather::cuda::gather(model.stream(), &batch.on_step(model), x, batch.labels)?;
+        model.end_span(begin, TimelineSpans::GATHER)
     }
 
     /// The elements of slot `slot` for `images` images.
@@ -407,11 +430,17 @@ impl DeviceNet {
     }
 
     /// The context of the passes of stage `index`.
-    fn context(&self, index: usize, images: usize) -> DeviceStep<'_> {
+    fn context<'a>(&'a self, index: usize, batch: &'a DataBatch<'a>) -> DeviceStep<'a> {
         let states = &self.batches[self.current].states;
         let neighbours = &self.neighbours[index];
-        let state_before = neighbours.end_before.and_then(|(before, _)| states[before].as_ref());
-        DeviceStep { images, shared: &self.shared, state: states[index].as_ref(), neighbours, state_before }
+        DeviceStep {
+            images: batch.labels.len(),
+            shared: &self.shared,
+            state: states[index].as_ref(),
+            neighbours,
+            state_before: neighbours.end_before.and_then(|(before, _)| states[before].as_ref()),
+            batch: (index == 0 && self.reads_data_set()).then_some(batch),
+        }
     }
 
     /// Ends the span of a pass of a stage.
@@ -424,18 +453,19 @@ impl DeviceNet {
         self.traced.as_ref().map_or(Ok(from), |(names, _)| model.end_span(from, name(names)))
     }
 
-    /// Enqueues the forward pass. A trace of it begins at `begin`; returns its end.
+    /// Enqueues the forward pass of a batch that has been [gathered](Self::gather). A trace of it begins at `begin`; returns
+    /// its end.
     fn forward(
         &self,
         model: &DeviceDataParallel,
-        images: usize,
+        batch: &DataBatch<'_>,
         pass: DevicePass,
         begin: TracePoint,
     ) -> Result<TracePoint> {
-        let mut at = begin;
+        let (images, mut at) = (batch.labels.len(), begin);
         for (index, (stage, gpu_layer)) in self.plan.stages.iter().zip(&self.gpu_layers).enumerate() {
             let (x, y) = (self.output(stage.input, images), self.output(stage.output, images));
-            gpu_layer.forward(self.context(index, images), model, x, y, pass)?;
+            gpu_layer.forward(self.context(index, batch), model, x, y, pass)?;
             at = self.end_stage(model, at, |names| names.forward[index])?;
         }
         model.add_span(begin, at, TimelineSpans::FORWARD);
@@ -454,11 +484,12 @@ impl DeviceNet {
         model.end_span(begin, TimelineSpans::LOSS)
     }
 
-    /// Enqueues the backward pass, from the gradient of the last slot. Returns that of the first slot, which is empty
-    /// unless this is a later part. A trace of it begins at `begin`.
+    /// Enqueues the backward pass of a whole batch, from the gradient of the last slot. Returns that of the first slot,
+    /// which is empty unless this is a later part. A trace of it begins at `begin`.
     fn backward(
         &self,
         model: &mut DeviceDataParallel,
+        batch: &DataBatch<'_>,
         dropout: Option<DeviceDropout>,
         begin: TracePoint,
     ) -> Result<View<'_>> {
@@ -477,7 +508,7 @@ impl DeviceNet {
             let dx = self.plan.needs_input_gradient(index).then(|| other.slice(0..dx_len));
             let dy_len = len_of_gradient.unwrap_or(y.len());
             let tensors = DeviceStageTensors { x, y, dy: current.slice(0..dy_len), dx };
-            gpu_layer.backward(self.context(index, images), model, tensors, dropout)?;
+            gpu_layer.backward(self.context(index, batch), model, tensors, dropout)?;
             at = self.end_stage(model, at, |names| names.backward[index])?;
             if end.is_some() {
                 len_of_gradient = end;

@@ -11,11 +11,10 @@ use std::ops::Range;
 use mgpu::device::DeviceDataParallel;
 use mgpu::{DeviceCommunicator, Result};
 use mgpu_kernels::cuda::{AutotuneOptions, Memory, Stream, View};
-use mgpu_kernels::{Precision, gather, loss};
+use mgpu_kernels::{Precision, loss};
 
-use super::super::layers::{DeviceDropout, DevicePass};
+use super::super::layers::{BatchPlace, DeviceDropout, DevicePass};
 use super::super::plan::Plan;
-use super::super::profile::TimelineSpans;
 use super::super::spec::Spec;
 use super::{DeviceData, DeviceNet};
 
@@ -116,7 +115,8 @@ impl DeviceNet {
             self.select(batch);
             let at = model.begin_span()?;
             let at = if behind.is_none() { self.loss_gradient(model, at)? } else { at };
-            let gradient = self.backward(model, key(batch, self.max_batch), at)?;
+            let images = self.batch(data, self.max_batch, BatchPlace::OfStep(batch, micro_batches));
+            let gradient = self.backward(model, &images, key(batch, self.max_batch), at)?;
             let input = (next + 1 < micro_batches).then(|| self.input_of(next + 1));
             neighbours.exchange(model.stream(), before, Some(gradient), input)?;
         }
@@ -139,18 +139,19 @@ impl DeviceNet {
         neighbours: &Neighbours<'_>,
     ) -> Result<()> {
         self.select(0);
-        let (input, labels) = (self.output(0, images), self.labels.slice(0..images));
-        neighbours.exchange(model.stream(), neighbours.before, None, Some(input))?;
+        let batch = self.batch(data, images, BatchPlace::Index(first));
+        neighbours.exchange(model.stream(), neighbours.before, None, Some(self.output(0, images)))?;
+        let mut at = model.begin_span()?;
         if let Some(x) = self.gathered(images) {
-            gather::cuda::range(model.stream(), &data.samples(), first as u64, x, labels)?;
+            at = self.gather(model, &batch, x, at)?;
         }
-        let _ = self.forward(model, images, DevicePass::Eval, model.begin_span()?)?;
+        let _ = self.forward(model, &batch, DevicePass::Eval, at)?;
         let output = self.output(self.plan.slots.len() - 1, images);
         if neighbours.behind.is_some() {
             return neighbours.exchange(model.stream(), neighbours.behind, Some(output), None);
         }
         let (scratch, score) = (self.scratch.view(), self.score.view());
-        Ok(loss::cuda::score(model.stream(), output, labels, scratch, score)?)
+        Ok(loss::cuda::score(model.stream(), output, batch.labels, scratch, score)?)
     }
 
     /// Bytes of the activations of all batches in flight.
@@ -169,12 +170,11 @@ impl DeviceNet {
     ) -> Result<()> {
         self.select(batch);
         let mut at = model.begin_span()?;
+        let images = self.batch(data, self.max_batch, BatchPlace::OfStep(batch, model.micro_batches()));
         if let Some(x) = self.gathered(self.max_batch) {
-            let part = (batch, model.micro_batches());
-            gather::cuda::batch(model.stream(), &data.samples(), model.state(), x, self.labels.view(), part)?;
-            at = model.end_span(at, TimelineSpans::GATHER)?;
+            at = self.gather(model, &images, x, at)?;
         }
-        self.forward(model, self.max_batch, DevicePass::Train(dropout), at).map(|_| ())
+        self.forward(model, &images, DevicePass::Train(dropout), at).map(|_| ())
     }
 
     /// Makes micro-batch `batch` the current one.

@@ -5,7 +5,7 @@ use mgpu::Result;
 use mgpu::device::DeviceDataParallel;
 use mgpu_kernels::conv::cpu::Epilogue as ConvEpilogue;
 use mgpu_kernels::conv::cuda::{After, Before, LINEAR};
-use mgpu_kernels::conv::first::OutputGradient;
+use mgpu_kernels::conv::first::{Images, OutputGradient};
 use mgpu_kernels::conv::{self, ConvShape, Padding};
 use mgpu_kernels::cuda::{Memory, Pass, Stream, View};
 use mgpu_kernels::{DType, Precision, Storage, activation, pool};
@@ -198,6 +198,11 @@ impl Gpu {
         !self.input_gradient && self.conv.is_first(self.pool.as_ref().map(|pool| &pool.shape))
     }
 
+    /// The images that a first layer reads.
+    fn images<'a>(step: &DeviceStep<'a>, model: &'a DeviceDataParallel, x: View<'a>) -> Images<'a> {
+        step.batch.map_or(Images::Stored(x), |batch| Images::Gathered(batch.on_step(model), batch.labels))
+    }
+
     /// Whether the gradient of the bias is computed with that of the weights, at no cost. Otherwise it is computed with
     /// the backward pass of pooling, if there is pooling, or else in a launch that sums columns, perhaps with the backward
     /// pass of the activation. Each has its own order of sums, so the layer alone decides which one is used, and not its
@@ -286,6 +291,10 @@ impl OnGpu for Gpu {
         [self.conv.is_own(Pass::BackwardInput), true]
     }
 
+    fn reads_data_set(&self) -> bool {
+        self.is_first() && self.conv.is_own(Pass::Forward)
+    }
+
     fn describe(&self) -> Option<String> {
         Some(self.conv.describe())
     }
@@ -315,6 +324,15 @@ impl OnGpu for Gpu {
             DevicePass::Train(None) | DevicePass::Eval => None,
         };
         let after = After { pool: pool.as_ref().map(|pool| &pool.shape).zip(chosen), dropout };
+        if self.reads_data_set() {
+            return Ok(conv.forward_first(
+                stream,
+                images,
+                &Self::images(&step, model, x),
+                [w, b, y],
+                &after,
+            )?);
+        }
         let len = shape.output_len() * images;
         let raw = pool.filter(|_| !conv.is_own(Pass::Forward)).map(|_| shared.unpooled.slice(0..len));
         Ok(conv.forward_fused(stream, images, x, w, b, y, &after, raw, workspace)?)
@@ -336,7 +354,8 @@ impl OnGpu for Gpu {
             let pool = pool.as_ref().map(|pool| (&pool.shape, step.state().slice(0..y.len())));
             let gradient = OutputGradient { dy, activated, pool };
             let (dw, db) = (model.gradient(weight), model.gradient(weight + 1));
-            conv.backward_first(model.stream(), images, x, &gradient, dw, db, workspace)?;
+            let x = Self::images(&step, model, x);
+            conv.backward_first(model.stream(), images, &x, &gradient, dw, db, workspace)?;
             model.ready(weight + 1)?;
             return model.ready(weight);
         }

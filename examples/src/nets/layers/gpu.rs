@@ -5,6 +5,7 @@ use std::sync::Arc;
 use mgpu::Result;
 use mgpu::device::DeviceDataParallel;
 use mgpu_kernels::cuda::{AutotuneOptions, Device, Event, Memory, Stream, View};
+use mgpu_kernels::gather::cuda::{Batch, Samples};
 use mgpu_kernels::{DType, Precision};
 
 use super::dropout::DropoutOp;
@@ -44,6 +45,11 @@ pub(in crate::nets) trait OnGpu: Send + Sync {
     /// If memory is short.
     fn pass_state(&self, _set_up: &SetUp<'_>) -> Result<Option<Memory>> {
         Ok(None)
+    }
+
+    /// Whether its passes can read the images of a batch from the data set.
+    fn reads_data_set(&self) -> bool {
+        false
     }
 
     /// Its kernel, if it was chosen among several.
@@ -227,6 +233,37 @@ impl SharedWorkspace {
     }
 }
 
+/// A batch of a data set.
+#[derive(Clone, Copy)]
+pub(in crate::nets) struct DataBatch<'a> {
+    pub(in crate::nets) samples: Samples<'a>,
+    pub(in crate::nets) place: BatchPlace,
+    /// Receives the label of each image.
+    pub(in crate::nets) labels: View<'a>,
+}
+
+/// Which images of a data set are a batch.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::nets) enum BatchPlace {
+    /// Those of the order from this index on.
+    Index(usize),
+    /// One of several equal parts of the step's batch: its index, and their number.
+    OfStep(usize, usize),
+}
+
+impl DataBatch<'_> {
+    /// For kernels, in the current step of `model`.
+    pub(in crate::nets) fn on_step<'a>(&'a self, model: &'a DeviceDataParallel) -> Batch<'a> {
+        let images = self.labels.len();
+        match self.place {
+            BatchPlace::Index(first) => Batch::range(self.samples, first as u64, images),
+            BatchPlace::OfStep(part, parts) => {
+                Batch::of_step(self.samples, model.state(), images, (part, parts))
+            }
+        }
+    }
+}
+
 /// The context of a stage's passes.
 #[derive(Clone, Copy)]
 pub(in crate::nets) struct DeviceStep<'a> {
@@ -238,6 +275,8 @@ pub(in crate::nets) struct DeviceStep<'a> {
     pub(in crate::nets) neighbours: &'a Neighbourhood,
     /// The state of the stage whose [end](Neighbourhood::end_before) the backward pass includes.
     pub(in crate::nets) state_before: Option<&'a Memory>,
+    /// The batch that the stage [reads from the data set](OnGpu::reads_data_set), instead of its input in memory.
+    pub(in crate::nets) batch: Option<&'a DataBatch<'a>>,
 }
 
 impl<'a> DeviceStep<'a> {

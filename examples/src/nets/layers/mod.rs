@@ -33,8 +33,8 @@ use super::tensors::Tensors;
 pub(super) use cpu::{BackwardPass, ForwardPass, OnCpu, PassState, StageTensors, Step};
 pub use dropout::{DeviceDropout, DropoutKey};
 pub(super) use gpu::{
-    BackwardEnd, DevicePass, DeviceStageTensors, DeviceStep, Neighbourhood, OnGpu, SetUp, SharedWorkspace,
-    Transposed, WorkspaceNeeds,
+    BackwardEnd, BatchPlace, DataBatch, DevicePass, DeviceStageTensors, DeviceStep, Neighbourhood, OnGpu,
+    SetUp, SharedWorkspace, Transposed, WorkspaceNeeds,
 };
 pub(super) use max_pool::PoolOp;
 
