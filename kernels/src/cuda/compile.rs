@@ -43,10 +43,14 @@ macro_rules! kernel_source {
 pub(crate) use kernel_source;
 
 impl Source {
-    /// The text that is compiled.
+    /// The text that is compiled, for all kernels.
     pub fn whole(&self) -> String {
+        self.after_prelude(self.text)
+    }
+
+    fn after_prelude(&self, text: &str) -> String {
         // `#line` makes the compiler count lines from the beginning of the file.
-        format!("{PRELUDE}\n#line 1 \"{}.cu\"\n{}", self.name, self.text)
+        format!("{PRELUDE}\n#line 1 \"{}.cu\"\n{text}", self.name)
     }
 }
 
@@ -54,9 +58,11 @@ impl Source {
 /// square roots and denormals are off.
 const OPTIONS: [&str; 2] = ["--std=c++17", "--extra-device-vectorization"];
 
-/// The compiled image of a source for one architecture, cached or not yet compiled.
-pub(super) struct Image {
+/// The compiled image of one kernel for one architecture, cached or not yet compiled. A network uses few of the kernels of
+/// a source, and all of them would take up to half a minute to compile.
+pub(super) struct Image<'a> {
     source: &'static Source,
+    kernel: &'a str,
     text: String,
     architecture: (u32, u32),
     /// The newest CUDA version that the driver understands.
@@ -64,19 +70,24 @@ pub(super) struct Image {
     key: String,
 }
 
-impl Image {
-    pub(super) fn new(source: &'static Source, architecture: (u32, u32), driver: (u32, u32)) -> Self {
-        let text = source.whole();
+impl<'a> Image<'a> {
+    pub(super) fn new(
+        source: &'static Source,
+        kernel: &'a str,
+        architecture: (u32, u32),
+        driver: (u32, u32),
+    ) -> Self {
+        let text = source.after_prelude(&source.text_of(kernel));
         let machine = format!("{architecture:?} {}", driver.0);
         // The compiler's version is not part of the key: the output of an older one is equally good, and if all
         // kernels are in the cache, the library (a hundred megabytes) need not be opened or even installed.
         let key = cache::key(&[&text, &OPTIONS.join(" "), &machine]);
-        Image { source, text, architecture, driver, key }
+        Image { source, kernel, text, architecture, driver, key }
     }
 
     /// The cached image.
     pub(super) fn cached(&self) -> Option<Vec<u8>> {
-        cache::read(self.source.name, &self.key)
+        cache::read(self.kernel, &self.key)
     }
 
     /// # Errors
@@ -90,7 +101,7 @@ impl Image {
 
     /// Caches the output of [`compile`](Self::compile), after it has been loaded successfully.
     pub(super) fn store(&self, image: &[u8]) {
-        cache::write(self.source.name, &self.key, image);
+        cache::write(self.kernel, &self.key, image);
     }
 }
 

@@ -31,7 +31,8 @@ pub struct Device {
     peak: AtomicU64,
     /// Work on it will never finish, so nothing may wait for it any more.
     abandoned: AtomicBool,
-    modules: Mutex<HashMap<&'static str, Module>>,
+    /// The kernels that have been requested, by source and name.
+    functions: Mutex<HashMap<&'static str, HashMap<String, Function>>>,
     captures: Mutex<Captures>,
     launches: Launches,
     /// Fills new memory. Nothing else is enqueued on it, and it is never captured, so waiting for it is always legal.
@@ -45,12 +46,6 @@ pub struct Device {
 unsafe impl Send for Device {}
 // SAFETY: as above.
 unsafe impl Sync for Device {}
-
-/// A compiled and loaded source, with those of its kernels that have been requested.
-struct Module {
-    handle: sys::CUmodule,
-    functions: HashMap<String, Function>,
-}
 
 /// A kernel on the GPU it was loaded on.
 #[derive(Clone)]
@@ -182,7 +177,7 @@ impl Device {
             used: AtomicU64::new(0),
             peak: AtomicU64::new(0),
             abandoned: AtomicBool::new(false),
-            modules: Mutex::default(),
+            functions: Mutex::default(),
             captures: Mutex::default(),
             launches: Launches::default(),
             set_up,
@@ -343,18 +338,17 @@ impl Device {
 
     /// Names of all kernels requested so far, sorted.
     pub fn kernels(&self) -> Vec<String> {
-        let modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut names: Vec<String> =
-            modules.values().flat_map(|module| module.functions.keys().cloned()).collect();
+        let functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut names: Vec<String> = functions.values().flat_map(HashMap::keys).cloned().collect();
         names.sort();
         names
     }
 
-    /// Loads `source`, from the cache or by compiling it. An image is cached after it has been loaded successfully.
-    fn load(&self, source: &'static Source) -> Result<sys::CUmodule> {
+    /// Loads a kernel, from the cache or by compiling it. An image is cached after it has been loaded successfully.
+    fn load(&self, source: &'static Source, kernel: &str) -> Result<sys::CUmodule> {
         // SAFETY: a complete image of the compiler (the digest of a file's content was verified).
         let load = |image: &[u8]| unsafe { driver::load_module(image.as_ptr().cast()) };
-        let image = compile::Image::new(source, self.architecture, self.driver);
+        let image = compile::Image::new(source, kernel, self.architecture, self.driver);
         if let Some(module) = image.cached().and_then(|cached| load(&cached).ok()) {
             return Ok(module);
         }
@@ -367,24 +361,21 @@ impl Device {
     /// Kernel `name` of `source`. The first call compiles and loads it, so it must not be made during a capture.
     ///
     /// # Errors
-    /// If there is neither a compiler nor a cached image, or if the source does not compile or has no such kernel.
+    /// If there is neither a compiler nor a cached image, or if the kernel does not compile or does not exist.
     pub fn function(&self, source: &'static Source, name: &str) -> Result<Function> {
-        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(function) = modules.get(source.name).and_then(|module| module.functions.get(name)) {
+        let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+        let of_source = functions.entry(source.name).or_default();
+        if let Some(function) = of_source.get(name) {
             return Ok(function.clone());
         }
         self.bind()?;
-        if !modules.contains_key(source.name) {
-            let handle = self.load(source)?;
-            modules.insert(source.name, Module { handle, functions: HashMap::new() });
-        }
-        let module = modules.get_mut(source.name).expect("it was inserted");
+        let module = self.load(source, name)?;
         let symbol = CString::new(name).expect("names of kernels have no zero bytes");
-        // SAFETY: the module is loaded.
-        let raw = unsafe { driver::function(module.handle, &symbol) }.context("cuModuleGetFunction")?;
+        // SAFETY: the module is loaded, and never unloaded.
+        let raw = unsafe { driver::function(module, &symbol) }.context("cuModuleGetFunction")?;
         let shared = Arc::new(AtomicU32::new(SHARED_BY_DEFAULT));
         let function = Function { raw, context: self.context, name: name.into(), shared };
-        module.functions.insert(name.to_owned(), function.clone());
+        of_source.insert(name.to_owned(), function.clone());
         Ok(function)
     }
 }

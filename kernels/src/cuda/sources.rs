@@ -1,5 +1,7 @@
 //! All kernels of this crate, by the sources they come from.
 
+use std::ops::Range;
+
 use super::{Source, compare};
 use crate::{activation, arena, conv, digest, dropout, gather, gelu, loss, norm, optimizer, pool};
 
@@ -28,26 +30,53 @@ pub fn sources() -> Vec<&'static Source> {
 }
 
 impl Source {
-    /// Names of the kernels in it, in the order of the text: every `KERNEL(name)`, `KERNEL_BOUNDS(name, threads)` and
-    /// `KERNEL_BLOCKS(name, threads, blocks)` outside of comments and macro definitions.
+    /// Names of the kernels in it, in the order of the text.
     pub fn kernels(&self) -> Vec<&'static str> {
-        let mut names = Vec::new();
-        let mut in_macro = false;
-        for line in self.text.lines() {
-            let definition = in_macro || line.starts_with('#');
-            in_macro = definition && line.ends_with('\\');
-            let code = if definition { "" } else { line.split("//").next().unwrap_or_default() };
-            for (at, word) in code.match_indices("KERNEL") {
-                let rest = &code[at + word.len()..];
-                let kinds = ["_BOUNDS", "_BLOCKS"];
-                let rest = kinds.iter().find_map(|kind| rest.strip_prefix(kind)).unwrap_or(rest);
-                if let Some(rest) = rest.strip_prefix('(') {
-                    names.push(rest.split([',', ')']).next().unwrap_or_default().trim());
-                }
+        self.definitions().into_iter().map(|(name, _)| name).collect()
+    }
+
+    /// The text with the definition of one kernel only. The lines of the others are empty, so that all lines keep their
+    /// numbers.
+    pub(super) fn text_of(&self, kernel: &str) -> String {
+        let definitions = self.definitions();
+        let mut others = definitions.iter().filter(|(name, _)| *name != kernel).peekable();
+        let mut text = String::with_capacity(self.text.len());
+        for (number, line) in self.text.lines().enumerate() {
+            while others.next_if(|(_, lines)| lines.end <= number).is_some() {}
+            let is_left_out = others.peek().is_some_and(|(_, lines)| lines.contains(&number));
+            text.extend([if is_left_out { "" } else { line }, "\n"]);
+        }
+        text
+    }
+
+    /// The kernels and the lines of their definitions. A definition begins with a line `KERNEL(name)…`,
+    /// `KERNEL_BOUNDS(name, threads)…` or `KERNEL_BLOCKS(name, threads, blocks)…`, and ends with the line that closes its
+    /// braces.
+    fn definitions(&self) -> Vec<(&'static str, Range<usize>)> {
+        let mut found = Vec::new();
+        // The definition that has begun, and how many of its braces are open.
+        let mut begun: Option<(&str, usize, usize)> = None;
+        for (number, line) in self.text.lines().enumerate() {
+            begun = begun.or_else(|| Some((kernel_name(line)?, number, 0)));
+            let Some((name, first, mut open)) = begun else { continue };
+            let code = line.split("//").next().unwrap_or_default();
+            let has_body = open > 0 || code.contains('{');
+            open = (open + code.matches('{').count()).saturating_sub(code.matches('}').count());
+            begun = Some((name, first, open));
+            if has_body && open == 0 {
+                found.push((name, first..number + 1));
+                begun = None;
             }
         }
-        names
+        found
     }
+}
+
+/// The name of the kernel whose definition begins in this line.
+fn kernel_name(line: &str) -> Option<&str> {
+    let rest = line.strip_prefix("KERNEL")?;
+    let rest = ["_BOUNDS", "_BLOCKS"].iter().find_map(|kind| rest.strip_prefix(kind)).unwrap_or(rest);
+    Some(rest.strip_prefix('(')?.split([',', ')']).next()?.trim())
 }
 
 #[cfg(test)]
@@ -85,9 +114,26 @@ mod tests {
 
     #[test]
     fn kernels_are_found_where_they_are_defined() {
-        let text = "#define BOTH(T) \\\n    KERNEL(not_this)(T* x) {}\n// KERNEL(nor_this)\nKERNEL(one)(f32* x) {\n\
-                    KERNEL_BOUNDS(two, (4 * WARP))(u32 n) {\nBODY(KERNEL(three), f32)\n\
-                    KERNEL_BLOCKS(four, WARP, 2)(u32 n) {\n";
-        assert_eq!(Source { name: "test", text }.kernels(), ["one", "two", "three", "four"]);
+        let text = "#define BOTH(T) \\\n    KERNEL(not_this)(T* x) {}\n// KERNEL(nor_this)\nKERNEL(one)(f32* x) {\n    { // {\n    }\n}\n\
+                    KERNEL_BOUNDS(two, (4 * WARP))(u32 n) { n++; }\nBODY(f32)\n\
+                    KERNEL_BLOCKS(three, WARP, 2)(\n    u32 n) {\n}\nu32 last;\n";
+        let source = Source { name: "test", text };
+        assert_eq!(source.definitions(), [("one", 3..7), ("two", 7..8), ("three", 9..12)]);
+        let only_two = source.text_of("two");
+        assert_eq!(only_two.lines().count(), text.lines().count());
+        let kept: Vec<_> = only_two.lines().zip(text.lines()).map(|(kept, line)| kept == line).collect();
+        let left_out = |number| (3..7).contains(&number) || (9..12).contains(&number);
+        assert!(kept.iter().enumerate().all(|(number, kept)| *kept != left_out(number)), "{only_two}");
+    }
+
+    #[test]
+    fn every_kernel_has_a_text_of_its_own() {
+        for source in sources() {
+            for kernel in source.kernels() {
+                let text = source.text_of(kernel).leak();
+                assert_eq!(Source { name: source.name, text }.kernels(), [kernel]);
+                assert_eq!(text.lines().count(), source.text.lines().count(), "{kernel}");
+            }
+        }
     }
 }
