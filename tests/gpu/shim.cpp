@@ -180,8 +180,8 @@ class Engine {
     void commit_copies() { copies[current->thread].commit(); }
     void await_copies(unsigned later) { copies[current->thread].await(later); }
 
-    void begin_group(float* d, const GroupOperand& left, const GroupOperand& right, bool bfloat16) {
-        if (const char* wrong = groups[current->thread].begin(d, left, right, bfloat16)) fail(wrong);
+    void begin_group(float* d, const GroupOperand& left, const GroupOperand& right, bool bfloat16, unsigned columns) {
+        if (const char* wrong = groups[current->thread].begin(d, left, right, bfloat16, columns)) fail(wrong);
     }
 
     void await_groups() { groups[current->thread].await(current->thread, numbers); }
@@ -469,7 +469,8 @@ int __syncthreads_or(int predicate) { return shim::engine().barrier(predicate !=
 void shim_copy_async(unsigned* to, const void* from, unsigned bytes) { shim::engine().copy_async(to, from, bytes); }
 void shim_commit_copies() { shim::engine().commit_copies(); }
 void shim_await_copies(unsigned later) { shim::engine().await_copies(later); }
-void shim_group_multiply(float d[64], const shim::GroupOperand& left, const shim::GroupOperand& right, bool bfloat16) {
-    shim::engine().begin_group(d, left, right, bfloat16);
+void shim_group_multiply(
+    float* d, const shim::GroupOperand& left, const shim::GroupOperand& right, bool bfloat16, unsigned columns) {
+    shim::engine().begin_group(d, left, right, bfloat16, columns);
 }
 void shim_await_groups() { shim::engine().await_groups(); }

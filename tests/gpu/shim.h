@@ -190,7 +190,8 @@ void shim_commit_copies();
 void shim_await_copies(unsigned later);
 
 // Products of a warpgroup: see shim_groups.h.
-void shim_group_multiply(float d[64], const shim::GroupOperand& left, const shim::GroupOperand& right, bool bfloat16);
+void shim_group_multiply(
+    float* d, const shim::GroupOperand& left, const shim::GroupOperand& right, bool bfloat16, unsigned columns);
 void shim_await_groups();
 
 // ---- Atomics: real ones, because host threads may access the same memory ----

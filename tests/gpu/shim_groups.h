@@ -11,7 +11,9 @@
 
 namespace shim {
 
-constexpr unsigned GROUP_LINES = 64, GROUP_COLUMNS = 128, GROUP_DEPTHS = 16;
+constexpr unsigned GROUP_LINES = 64, GROUP_DEPTHS = 16;
+// At most.
+constexpr unsigned GROUP_COLUMNS = 128;
 
 // The operands of products as numbers, until they may change.
 class GroupNumbers {
@@ -19,7 +21,7 @@ class GroupNumbers {
     // [line][depth].
     const float* left(const GroupOperand& operand, bool bfloat16);
     // [t][depth][i]: the columns that a lane with lane % 4 = t has.
-    const float* right(const GroupOperand& operand, bool bfloat16);
+    const float* right(const GroupOperand& operand, bool bfloat16, unsigned columns);
     void clear() { entries.clear(); }
     // Forgets the operands that have this place in their memory, because it changes.
     void forget(const void* at);
@@ -41,9 +43,9 @@ class GroupNumbers {
 // The products of a thread.
 class Groups {
   public:
-    // Begins to add the product of 64 lines by 128, at 16 depths, to a thread's 64 sums. Returns a message if an operand is
-    // invalid.
-    const char* begin(float* d, const GroupOperand& left, const GroupOperand& right, bool bfloat16);
+    // Begins to add the product of 64 lines by 8 or 128 columns, at 16 depths, to a thread's sums, of which there are half as
+    // many as columns. Returns a message if an operand is invalid.
+    const char* begin(float* d, const GroupOperand& left, const GroupOperand& right, bool bfloat16, unsigned columns);
 
     // Computes what has begun, for this thread of the warpgroup.
     void await(unsigned thread, GroupNumbers& numbers);
@@ -55,6 +57,7 @@ class Groups {
         float* d;
         GroupOperand left, right;
         bool bfloat16;
+        unsigned columns;
     };
 
     std::vector<Product> products;

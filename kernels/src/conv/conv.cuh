@@ -390,26 +390,33 @@ __device__ inline void backward_weights(const T* x, const T* dy, const Convoluti
     u32 row, column;
     tile_of_block<TILE>(shape.taps() * numbered_channels<T, UNITS>(shape), row, column);
     const u32 start = blockIdx.y * shape.slice, end = least(start + shape.slice, shape.output.pixels);
-    const bool sums_line = sums.bias && column == 0 && threadIdx.x < TILE::SIDE && row + threadIdx.x < rows;
-    f32 line_sum = 0.0f;
+    // The same for the whole block.
+    const bool has_lines = sums.bias && column == 0;
+    typename Product::template LineSums<Left> lines;
     Left left({dy, shape}, row);
     Right right({x, shape}, column);
     Product product;
-    multiply(left, right, product, memory, row, column, start, end, STEP<T, TILE>, [&](const u32* lines) {
-        if (sums_line) line_sum += Left::sum_line(lines, threadIdx.x);
+    multiply(left, right, product, memory, row, column, start, end, STEP<T, TILE>, [&](const u32* lefts) {
+        if (has_lines) lines.add(lefts);
     });
     const bool alone = gridDim.y == 1;
     const u64 len = (u64)rows * columns, slice_len = len + rows;
     f32* slice = sums.slices + blockIdx.y * slice_len;
     product.write(Result{alone ? sums.weights : slice, rows, columns, row, column, channels}, memory.words());
-    if (sums_line) (alone ? sums.bias : slice + len)[row + threadIdx.x] = line_sum;
+    f32* line_sums = (alone ? sums.bias : slice + len) + row;
+    if (has_lines) {
+        lines.each([&](u32 line, f32 sum) {
+            if (row + line < rows) line_sums[line] = sum;
+        });
+    }
     if (alone) return;
+    const bool adds_line = has_lines && threadIdx.x < TILE::SIDE && row + threadIdx.x < rows;
     u32* counters = sums.counters + blockIdx.x * (slice_groups(gridDim.y) + 1);
     add_slices(counters, blockIdx.y, gridDim.y, [&](u32 first, u32 step, u32 count, bool total) {
         f32* from = sums.slices + first * slice_len;
         const Result result{total ? sums.weights : from, rows, columns, row, column, channels};
         Product::each_unit([&](u32 down, u32 across) { result.add(down, across, from, step * slice_len, count); });
-        if (sums_line) {
+        if (adds_line) {
             f32* to = (total ? sums.bias : from + len) + row + threadIdx.x;
             *to = sum_of_slices(from + len + row + threadIdx.x, step * slice_len, count);
         }

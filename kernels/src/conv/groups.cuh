@@ -70,6 +70,11 @@ struct GroupDepths {
     static __device__ u32 deeper(u32 first, u32 depth) { return (first ^ depth % 8 * 16) + depth * ROW * 4; }
 };
 
+// Eight columns of a right operand.
+struct alignas(1024) GroupColumns {
+    u32 word[GroupLines<8>::WORDS];
+};
+
 // The instruction, with 64 sums.
 #define FOUR(d, j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
 #define SIXTEEN(d, j) FOUR(d, j), FOUR(d, j + 1), FOUR(d, j + 2), FOUR(d, j + 3)
@@ -83,6 +88,14 @@ struct GroupDepths {
         : SIXTEEN(d, 0), SIXTEEN(d, 4), SIXTEEN(d, 8), SIXTEEN(d, 12)                                              \
         : "l"(left.descriptor()), "l"(right.descriptor()), "n"(LEFT_TRANSPOSED), "n"(RIGHT_TRANSPOSED), "r"(1))
 
+// That with four sums.
+#define GROUP_MULTIPLY_NARROW(TYPE)                                                                             \
+    asm volatile(                                                                                               \
+        "{\n.reg .pred more;\nsetp.ne.u32 more, %7, 0;\n"                                                       \
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32." TYPE "." TYPE " {%0,%1,%2,%3}, %4, %5, more, 1, 1, %6, 0;\n}" \
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                        \
+        : "l"(left.descriptor()), "l"(right.descriptor()), "n"(LEFT_TRANSPOSED), "r"(1))
+
 // Adds the product of 64 lines by 128 to `d`, which the warpgroup's threads have in pieces of 16x8: a warp those of 16 rows.
 // The sums are complete when they are awaited.
 template <class T, bool LEFT_TRANSPOSED, bool RIGHT_TRANSPOSED>
@@ -91,12 +104,28 @@ __device__ inline void multiply_group(f32 (&d)[16][4], const GroupOperand& left,
 #ifdef MGPU_SHIM
     shim_group_multiply(
         &d[0][0], {left.at, left.leading, left.stride, LEFT_TRANSPOSED}, {right.at, right.leading, right.stride, RIGHT_TRANSPOSED},
-        ARE_SAME<T, bf16>);
+        ARE_SAME<T, bf16>, 128);
 #else
     if constexpr (ARE_SAME<T, bf16>) {
         GROUP_MULTIPLY("bf16");
     } else {
         GROUP_MULTIPLY("f16");
+    }
+#endif
+}
+
+// Adds the product of 64 lines by eight columns to `d`, of which a thread has a piece of 16x8.
+template <class T, bool LEFT_TRANSPOSED>
+__device__ inline void multiply_group_narrow(f32 (&d)[4], const GroupOperand& left, const GroupOperand& right) {
+#ifdef MGPU_SHIM
+    shim_group_multiply(
+        d, {left.at, left.leading, left.stride, LEFT_TRANSPOSED}, {right.at, right.leading, right.stride, false},
+        ARE_SAME<T, bf16>, 8);
+#else
+    if constexpr (ARE_SAME<T, bf16>) {
+        GROUP_MULTIPLY_NARROW("bf16");
+    } else {
+        GROUP_MULTIPLY_NARROW("f16");
     }
 #endif
 }
@@ -118,12 +147,49 @@ struct GroupProduct : WarpSums<TILE> {
 #endif
     }
 
-    // Begins to multiply a step.
-    template <class LEFT, class RIGHT>
-    __device__ void begin(const u32* lefts, const u32* rights) {
+    template <class LEFT>
+    struct LineSums : LinesOfWarps<T, Sums> {
+        const u32* columns;
+
+        // The ones are visible after the first step's `publish`.
+        __device__ LineSums() {
+            __shared__ GroupColumns all;
+            for (u32 i = threadIdx.x; i < GroupLines<8>::WORDS; i += TILE::THREADS) all.word[i] = this->ones();
+            columns = all.word;
+        }
+
+        // A step that is being multiplied; awaited with it.
+        __device__ void add(const u32* lefts) {
+            using Layout = typename LEFT::Layout;
+            begin_products();
+#pragma unroll
+            for (u32 depth = 0; depth < STEP<T, TILE>; depth += 16) {
+#pragma unroll
+                for (u32 i = 0; i < DOWN; i++) {
+                    multiply_group_narrow<T, Layout::TRANSPOSED>(
+                        this->sums[i], Layout::operand(lefts, 64 * i, depth), GroupLines<8>::operand(columns, 0, 0));
+                }
+            }
+            end_products();
+        }
+    };
+
+    // Around products that are awaited together.
+    static __device__ void begin_products() {
 #ifndef MGPU_SHIM
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #endif
+    }
+    static __device__ void end_products() {
+#ifndef MGPU_SHIM
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+    }
+
+    // Begins to multiply a step.
+    template <class LEFT, class RIGHT>
+    __device__ void begin(const u32* lefts, const u32* rights) {
+        begin_products();
 #pragma unroll
         for (u32 depth = 0; depth < STEP<T, TILE>; depth += 16) {
 #pragma unroll
@@ -132,9 +198,7 @@ struct GroupProduct : WarpSums<TILE> {
                     sums[i], LEFT::operand(lefts, 64 * i, depth), RIGHT::operand(rights, 0, depth));
             }
         }
-#ifndef MGPU_SHIM
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-#endif
+        end_products();
     }
 
     // Awaits the steps that have begun.

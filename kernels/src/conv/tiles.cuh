@@ -420,6 +420,50 @@ struct AlongLines {
     }
 };
 
+// ---- The sums of the left operand's lines ----
+// They are the gradients of biases.
+
+// A thread has those of a line.
+template <class TILE, class LEFT>
+struct LinesOfThreads {
+    f32 sum = 0.0f;
+
+    // Adds a step in shared memory.
+    __device__ void add(const u32* lefts) {
+        if (threadIdx.x < TILE::SIDE) sum += LEFT::sum_line(lefts, threadIdx.x);
+    }
+
+    // Calls `store(line, sum)` for the lines that a thread has.
+    template <class STORE>
+    __device__ void each(const STORE& store) const {
+        if (threadIdx.x < TILE::SIDE) store(threadIdx.x, sum);
+    }
+};
+
+// The same by tensor cores, as products with columns of ones, which are all equal. Each thread takes part.
+template <class T, class SUMS>
+struct LinesOfWarps {
+    static constexpr u32 DOWN = SUMS::DOWN;
+    f32 sums[DOWN][4] = {};
+
+    // Two numbers.
+    static __device__ u32 ones() {
+        const u32 one = bits_of(from_f32<T>(1.0f));
+        return one | one << 16;
+    }
+
+    template <class STORE>
+    __device__ void each(const STORE& store) const {
+        const u32 lane = threadIdx.x % WARP;
+        if (lane % 4 != 0 || SUMS::first_column() != 0) return;
+#pragma unroll
+        for (u32 i = 0; i < 2 * DOWN; i++) {
+            const u32 half = i % 2;
+            store(SUMS::first_row() + SUMS::APART * (i / 2) + 8 * half + lane / 4, sums[i / 2][2 * half]);
+        }
+    }
+};
+
 // ---- Products of two tiles in shared memory ----
 // Each keeps a thread's part of the result, and finally passes it to a result (results.cuh) in units of four rows and
 // four columns, which begin at multiples of four.
@@ -430,6 +474,8 @@ struct PlainProduct {
     static constexpr bool TENSORS = false, GROUPS = false;
     using Lines = DepthsOfLines<TILE::SIDE>;
     using Depths = DepthsOfLines<TILE::SIDE>;
+    template <class LEFT>
+    using LineSums = LinesOfThreads<TILE, LEFT>;
     static constexpr u32 ROWS = 8, ACROSS = 16, DOWN = TILE::SIDE / ROWS, COLUMNS = TILE::SIDE / ACROSS;
     f32 sums[ROWS][COLUMNS] = {};
 
@@ -594,6 +640,27 @@ struct TensorProduct : WarpSums<TILE> {
         if constexpr (sizeof(T) == 4) return float_of(f32_to_tf32(value));
         return value;
     }
+
+    template <class LEFT>
+    struct TensorLineSums : LinesOfWarps<T, Sums> {
+        __device__ void add(const u32* lefts) {
+            if (first_column() != 0) return;
+            const u32 first = LEFT::Layout::template first<true>(threadIdx.x % WARP, first_row());
+            const u32 ones[2] = {this->ones(), this->ones()};
+#pragma unroll
+            for (u32 word = 0; word < TILE_WORDS; word += 8) {
+#pragma unroll
+                for (u32 i = 0; i < DOWN; i++) {
+                    u32 a[4];
+                    load<typename LEFT::Layout, true>(a, lefts, first, i, word);
+                    multiply_add(this->sums[i], a, ones, T{});
+                }
+            }
+        }
+    };
+
+    template <class LEFT>
+    using LineSums = typename Conditional<sizeof(T) == 2, TensorLineSums<LEFT>, LinesOfThreads<TILE, LEFT>>::Type;
 
     // Values of f32 are as in global memory until they are in registers.
     template <class LAYOUT, bool IS_LEFT>
