@@ -84,7 +84,7 @@ KERNEL_BOUNDS(conv_first_backward_pooled_f32_k3_few, 256) FIRST_BACKWARD(f32) {
 KERNEL_BOUNDS(conv_first_backward_f32_k3_x1, 256) FIRST_BACKWARD(f32) {
     backward<f32, 3, 1, 1, WARP>({x, batch, nullptr}, y, dy, chosen, sums, shape);
 }
-KERNEL_BOUNDS(conv_first_backward_pooled_f32_k3_x1, 256) FIRST_BACKWARD(f32) {
+KERNEL_BLOCKS(conv_first_backward_pooled_f32_k3_x1, 256, 3) FIRST_BACKWARD(f32) {
     backward<f32, 3, 1, 2, WARP>({x, batch, nullptr}, y, dy, chosen, sums, shape);
 }
 KERNEL_BOUNDS(conv_first_backward_f32_k3_x2, 256) FIRST_BACKWARD(f32) {
@@ -140,7 +140,7 @@ KERNEL_BLOCKS(conv_first_forward_pooled_bf16_k5_x1, 256, 2) FIRST_FORWARD(bf16) 
 KERNEL_BOUNDS(conv_first_backward_bf16_k3_few, 256) FIRST_BACKWARD(bf16) {
     backward<bf16, 3, 1, 1, FEW_FILTERS>({x, batch, nullptr}, y, dy, chosen, sums, shape);
 }
-KERNEL_BOUNDS(conv_first_backward_pooled_bf16_k3_few, 256) FIRST_BACKWARD(bf16) {
+KERNEL_BLOCKS(conv_first_backward_pooled_bf16_k3_few, 256, 3) FIRST_BACKWARD(bf16) {
     backward<bf16, 3, 1, 2, FEW_FILTERS>({x, batch, nullptr}, y, dy, chosen, sums, shape);
 }
 KERNEL_BLOCKS(conv_first_backward_bf16_k3_x1, 256, 2) FIRST_BACKWARD(bf16) {

@@ -298,16 +298,13 @@ __device__ inline void direct_backward_weights(
         const u32 all = result.bias ? slice_len : len;
         for (u32 i = 4 * threadIdx.x; i < all; i += 4 * DIRECT_WEIGHTS_THREADS) {
             f32* from = result.slices + (u64)first * slice_len + i;
-            f32 sum[4];
-            fresh_four(from, sum);
-            // As many loads are in flight as a group has slices.
-#pragma unroll 16
-            for (u32 n = 1; n < count; n++) {
-                f32 values[4];
-                fresh_four(from + (u64)n * step * slice_len, values);
+            f32 sum[4] = {};
+            each_slice<8, f32[4]>(
+                count, [&](u32 n, f32(&values)[4]) { fresh_four(from + (u64)n * step * slice_len, values); },
+                [&](const f32(&values)[4]) {
 #pragma unroll
-                for (u32 e = 0; e < 4; e++) sum[e] += values[e];
-            }
+                    for (u32 e = 0; e < 4; e++) sum[e] += values[e];
+                });
             f32* to = !total ? from : i < len ? result.weights + i : result.bias + (i - len);
             store_values<4, true>(to, sum, 4);
         }

@@ -387,15 +387,25 @@ __device__ inline void add_first_slices(const FirstSums& result, u32 all_filters
     const u32 len = all_filters * TAPS, slice_len = len + all_filters;
     const u32 first_filter = blockIdx.y * FILTERS, filters = least(FILTERS, all_filters - first_filter);
     u32* counters = result.counters + blockIdx.y * (slice_groups(gridDim.x) + 1);
+    const u32 own_weights = filters * TAPS, own = own_weights + (result.bias ? filters : 0);
+    const auto place = [&](u32 i, f32* weights, f32* biases) {
+        return i < own_weights ? weights + first_filter * TAPS + i : biases + first_filter + i - own_weights;
+    };
     add_slices(counters, blockIdx.x, gridDim.x, [&](u32 first, u32 step, u32 count, bool total) {
         f32* from = result.slices + (u64)first * slice_len;
-        const u32 own_weights = filters * TAPS;
-        for (u32 i = threadIdx.x; i < own_weights + (result.bias ? filters : 0); i += FIRST_THREADS) {
-            const bool weight = i < own_weights;
-            const u32 place = weight ? first_filter * TAPS + i : first_filter + i - own_weights;
-            f32* in_slice = from + (weight ? place : len + place);
-            f32* to = !total ? in_slice : (weight ? result.weights : result.bias) + place;
-            *to = sum_of_slices(in_slice, (u64)step * slice_len, count);
+        // A thread writes nothing before it has read everything, so that more loads are in flight.
+        constexpr u32 EACH = (FILTERS * (TAPS + 1) + FIRST_THREADS - 1) / FIRST_THREADS;
+        f32 sums[EACH];
+#pragma unroll
+        for (u32 e = 0; e < EACH; e++) {
+            const u32 i = threadIdx.x + e * FIRST_THREADS;
+            sums[e] = i < own ? sum_of_slices(place(i, from, from + len), (u64)step * slice_len, count) : 0.0f;
+        }
+        f32 *weights = total ? result.weights : from, *biases = total ? result.bias : from + len;
+#pragma unroll
+        for (u32 e = 0; e < EACH; e++) {
+            const u32 i = threadIdx.x + e * FIRST_THREADS;
+            if (i < own) *place(i, weights, biases) = sums[e];
         }
     });
 }

@@ -309,29 +309,29 @@ struct WeightsResult {
         }
     }
 
-    // Writes a unit of the sum of `count` slices, from `from` on. One block does this, so many loads are in flight.
+    // Writes a unit of the sum of `count` slices, from `from` on.
     __device__ void add(u32 down, u32 across, const f32* from, u64 stride, u32 count) const {
         const u32 row = first_row + down;
         u32 column, known;
         if (row >= rows || !place(across, column, known)) return;
         f32 sums[4][4] = {};
-#pragma unroll 2
-        for (u32 i = 0; i < count; i++, from += stride) {
+        const auto load = [&](u32 i, f32(&values)[4][4]) {
 #pragma unroll
             for (u32 r = 0; r < 4; r++) {
                 // Beyond the last row or column another value is read, and not used.
-                const f32* line = from + (u64)least(row + r, rows - 1) * columns;
-                f32 values[4];
+                const f32* line = from + i * stride + (u64)least(row + r, rows - 1) * columns;
                 if constexpr (VECTOR) {
-                    fresh_four(line + column, values);
+                    fresh_four(line + column, values[r]);
                 } else {
 #pragma unroll
-                    for (u32 e = 0; e < 4; e++) values[e] = fresh(line + least(column + e, columns - 1));
+                    for (u32 e = 0; e < 4; e++) values[r][e] = fresh(line + least(column + e, columns - 1));
                 }
-#pragma unroll
-                for (u32 e = 0; e < 4; e++) sums[r][e] += values[e];
             }
-        }
+        };
+        each_slice<4, f32[4][4]>(count, load, [&](const f32(&values)[4][4]) {
+#pragma unroll
+            for (u32 e = 0; e < 16; e++) sums[e / 4][e % 4] += values[e / 4][e % 4];
+        });
         unit(down, across, sums);
     }
 };

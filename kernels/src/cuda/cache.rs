@@ -3,7 +3,7 @@
 //! A file is named after the digest of everything that its content depends on, and begins with the digest of the
 //! content: a truncated or foreign file is ignored. Ranks that start together may all compile and write the same
 //! file. Each one writes to a new temporary file and renames it, so that readers see complete files only. If the
-//! cache cannot be written, the kernels are compiled in every process: that costs a second, and is not an error.
+//! cache cannot be written, the kernels are compiled in every process: that costs seconds, and is not an error.
 
 use std::fs;
 use std::io::{ErrorKind, Write};

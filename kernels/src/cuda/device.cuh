@@ -328,13 +328,30 @@ __device__ inline void add_slices(u32* counters, u32 slice, u32 slices, const AD
     add(0u, SLICES_OF_GROUP, groups, true);
 }
 
+// Adds up `count` slices in their order: calls `load(i, value)`, and then `add(value)`, for AT_ONCE slices at a time, so that
+// these loads are in flight together. With an addition after each load a warp would wait for every single one.
+template <u32 AT_ONCE, class VALUE, class LOAD, class ADD>
+__device__ inline void each_slice(u32 count, const LOAD& load, const ADD& add) {
+#pragma unroll 1
+    for (u32 first = 0; first < count; first += AT_ONCE) {
+        VALUE values[AT_ONCE];
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; i++) {
+            if (first + i < count) load(first + i, values[i]);
+        }
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; i++) {
+            if (first + i < count) add(values[i]);
+        }
+    }
+}
+
 // The sum of one element over slices that are `stride` elements apart.
 template <class T>
 __device__ inline T sum_of_slices(const T* from, u64 stride, u32 count) {
-    T sum = fresh(from);
-    // As many loads are in flight as a group has slices.
-#pragma unroll 16
-    for (u32 i = 1; i < count; i++) sum += fresh(from + i * stride);
+    T sum = 0;
+    each_slice<SLICES_OF_GROUP, T>(
+        count, [&](u32 i, T& value) { value = fresh(from + i * stride); }, [&](const T& value) { sum += value; });
     return sum;
 }
 

@@ -54,6 +54,29 @@ __device__ inline u32 digest_sparse(u32 begin, u32 i, u64 step) {
     return begin + i / DIGEST_LINE * GROUP + line * DIGEST_LINE + i % DIGEST_LINE;
 }
 
+// Whether some of `len` elements are not finite, of those that this thread reads: 16 bytes at a time, and several times that
+// at once.
+__device__ inline bool digest_finds(const f32* values, u32 len) {
+    constexpr u32 N = PACK<f32>, AT_ONCE = 4;
+    const u32 head = least(len, (N - (u32)((u64)values / sizeof(f32) % N)) % N), packs = (len - head) / N;
+    bool bad = false;
+    for (u32 first = threadIdx.x; first < packs; first += AT_ONCE * DIGEST_THREADS) {
+        Pack<f32, N> loaded[AT_ONCE];
+#pragma unroll
+        for (u32 n = 0; n < AT_ONCE; n++) {
+            const u32 i = first + n * DIGEST_THREADS;
+            loaded[n] = i < packs ? load_pack<N>(values + head + i * N) : Pack<f32, N>{};
+        }
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE * N; i++) bad |= non_finite(loaded[i / N].at[i % N]);
+    }
+    // What is before and after the packs.
+    const u32 i = threadIdx.x, tail = head + packs * N;
+    if (i < head) bad |= non_finite(values[i]);
+    if (tail + i < len) bad |= non_finite(values[tail + i]);
+    return bad;
+}
+
 // Each block checks whole parts.
 KERNEL_BOUNDS(digest_find_non_finite, DIGEST_THREADS)(
     const f32* values, u32 len, const DigestPart* parts, u32 count, const StepState* state, u64 mark, u64* found) {
@@ -62,10 +85,13 @@ KERNEL_BOUNDS(digest_find_non_finite, DIGEST_THREADS)(
         const DigestPart part = parts[index];
         // With a table made for another arena, nothing outside of this one is read.
         if (part.begin > len || part.len > len - part.begin) continue;
-        const u32 items = part.sparse ? part.len / DIGEST_LINES : part.len;
         bool bad = false;
-        for (u32 i = threadIdx.x; i < items; i += blockDim.x) {
-            bad |= non_finite(values[part.sparse ? digest_sparse(part.begin, i, state->step) : part.begin + i]);
+        if (part.sparse) {
+            for (u32 i = threadIdx.x; i < part.len / DIGEST_LINES; i += DIGEST_THREADS) {
+                bad |= non_finite(values[digest_sparse(part.begin, i, state->step)]);
+            }
+        } else {
+            bad = digest_finds(values + part.begin, part.len);
         }
         if (bad) atomicMax(found, mark + part.tensor);
     }
