@@ -350,7 +350,8 @@ impl DeviceNet {
     }
 
     /// Enqueues one training step on the model's stream: for each micro-batch the gather of its images and labels, unless
-    /// the first layer reads these from the data set, forward and backward; then the update. Adds to the [`score`](Self::score).
+    /// the first layer reads these from the data set, forward and backward; then the update. Adds to the
+    /// [`score`](Self::score).
     ///
     /// # Errors
     /// If a kernel cannot be launched, and as the communicator's.
@@ -408,8 +409,8 @@ impl DeviceNet {
         self.plan.tensors.before == 0 && self.gpu_layers.first().is_some_and(|first| first.reads_data_set())
     }
 
-    /// Enqueues the gather of a batch, unless the first stage reads it from the data set. A trace of it begins at `begin`;
-    /// returns its end.
+    /// Enqueues the gather of a batch to `x`, unless the first stage reads it from the data set. A trace of it begins at
+    /// `begin`; returns its end.
     fn gather(
         &self,
         model: &DeviceDataParallel,
