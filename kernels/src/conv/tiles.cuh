@@ -659,8 +659,10 @@ struct TensorProduct : WarpSums<TILE> {
         }
     };
 
+    // Without asynchronous copies there are too few registers for sums by tensor cores.
+    static constexpr bool TENSOR_LINES = sizeof(T) == 2 && ASYNC_COPIES;
     template <class LEFT>
-    using LineSums = typename Conditional<sizeof(T) == 2, TensorLineSums<LEFT>, LinesOfThreads<TILE, LEFT>>::Type;
+    using LineSums = typename Conditional<TENSOR_LINES, TensorLineSums<LEFT>, LinesOfThreads<TILE, LEFT>>::Type;
 
     // Values of f32 are as in global memory until they are in registers.
     template <class LAYOUT, bool IS_LEFT>
