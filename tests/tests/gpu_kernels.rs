@@ -38,10 +38,12 @@ fn quick(order: &str, seed: &str, capability: &str, truncate: bool) {
 
 #[test]
 fn layers_are_right_with_the_kernels_of_libraries() {
-    let mut command = gpu_check();
-    command.env("FAKE_GPU_ORDER", "shuffled").env("FAKE_GPU_SEED", "3");
-    let layers = run(command.args(["--quick", "--seed", "3", "--only", "layers"]));
-    layers.expect(0, &["conv layers", "dense layers", "on FAKE GPU (tests only), 0 failed"]);
+    for (order, seed) in [("forward", "1"), ("reverse", "2"), ("shuffled", "3")] {
+        let mut command = gpu_check();
+        command.env("FAKE_GPU_ORDER", order).env("FAKE_GPU_SEED", seed);
+        let layers = run(command.args(["--quick", "--seed", seed, "--only", "layers"]));
+        layers.expect(0, &["conv layers", "dense layers", "on FAKE GPU (tests only), 0 failed"]);
+    }
 }
 
 #[test]
