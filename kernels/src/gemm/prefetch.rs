@@ -1,7 +1,6 @@
 //! Software prefetching.
 
 /// Elements of a cache line.
-#[cfg(target_arch = "x86_64")]
 const LINE: usize = 16;
 
 /// Memory to prefetch during a product because it is needed afterwards: rows of `run` elements, `row` apart. Only a
@@ -18,8 +17,17 @@ impl Prefetch {
     /// Prefetches nothing.
     pub(crate) const NONE: Prefetch = Prefetch { start: std::ptr::null(), row: 0, rows: 0, run: 0 };
 
-    /// The share of tile `tile` of `tiles`.
+    /// The share of tile `tile` of `tiles`: some rows, or a part of one if there are more tiles than rows.
     pub(crate) fn of_tile(&self, tile: usize, tiles: usize) -> Prefetch {
+        let tiles_of_row = tiles.checked_div(self.rows).unwrap_or(0);
+        if tiles_of_row > 1 {
+            let (row, part) = (tile / tiles_of_row, tile % tiles_of_row);
+            let len = self.run.div_ceil(tiles_of_row).next_multiple_of(LINE);
+            let first = (part * len).min(self.run);
+            let start = self.start.wrapping_add(row * self.row + first);
+            let rows = usize::from(row < self.rows);
+            return Prefetch { start, row: 0, rows, run: len.min(self.run - first) };
+        }
         let first = self.rows * tile / tiles;
         let start = self.start.wrapping_add(first * self.row);
         Prefetch { start, rows: self.rows * (tile + 1) / tiles - first, ..*self }

@@ -84,16 +84,11 @@ pub(crate) struct Product<'a> {
 }
 
 impl Product<'_> {
-    /// Writes the product to `c`, whose rows are `row` elements apart.
+    /// Writes the product to `c`, whose rows are `row` elements apart, prefetching other memory meanwhile.
     ///
     /// # Panics
     /// If an operand or `c` is too short.
-    pub(crate) fn compute(&self, c: &mut [f32], row: usize) {
-        self.compute_prefetching(c, row, Prefetch::NONE);
-    }
-
-    /// As [`compute`](Self::compute), prefetching other memory meanwhile.
-    pub(crate) fn compute_prefetching(&self, c: &mut [f32], row: usize, prefetch: Prefetch) {
+    pub(crate) fn compute(&self, c: &mut [f32], row: usize, prefetch: Prefetch) {
         dispatch(Compute { product: *self, lines: Lines::ONE, c, row, prefetch });
     }
 

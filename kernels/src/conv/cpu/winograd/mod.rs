@@ -19,17 +19,18 @@ mod tiles;
 mod transform;
 mod weights;
 
-use super::{Backward, Epilogue};
+use super::{Backward, Epilogue, Tile};
 use crate::conv::ConvShape;
 use crate::gemm::prefetch::Prefetch;
 use crate::gemm::tile::{Left, PANEL, Product, Right, Start};
 use crate::simd::{self, MAX_LANES};
 use crate::threads::{PerPart, Rows, Threads};
 use crate::{DType, Scratch, Storage};
+use points::Grid;
 use tiles::{BACKWARD_TILES, FORWARD_TILES, InputGradients, Inputs, OutputGradients, Outputs, Tiling};
 use weights::{Filters, Orientation, weight_gradients};
 
-/// Extents of the tiles of the forward and the backward passes, or `None` if Winograd is not suitable for `shape`:
+/// The tiles of the forward and the backward passes, or `None` if Winograd is not suitable for `shape`:
 /// with few channels the transforms cost more than they save, with few outputs most of a tile lies outside, and the
 /// channels have to be whole vectors.
 ///
@@ -42,49 +43,53 @@ use weights::{Filters, Orientation, weight_gradients};
 ///
 /// Images that are stored in 16 bits have been rounded a hundred times as much (bf16: up to 4·10⁻³, fp16: 5·10⁻⁴), so
 /// there the forward pass uses the tiles with the fewest products, too.
-pub(super) fn tiles(shape: &ConvShape, storage: DType) -> Option<(usize, usize)> {
+pub(super) fn tiles(shape: &ConvShape, storage: DType) -> Option<(Tile, Tile)> {
     let channels = shape.channels.min(shape.filters);
     let vectors = shape.channels.is_multiple_of(MAX_LANES) && shape.filters.is_multiple_of(MAX_LANES);
     let outputs = shape.out_height().min(shape.out_width());
     let (exact, fewest_products) = match shape.kernel {
         _ if !vectors || channels < 32 || outputs < 4 => return None,
-        3 => (4, tile_with_fewest_products(shape)),
-        5 => (2, 4),
+        3 => (Tile::square(4), tile_with_fewest_products(shape)),
+        5 => (Tile { rows: 4, columns: 2 }, Tile::square(4)),
         _ => return None,
     };
     Some((if storage == DType::F32 { exact } else { fewest_products }, fewest_products))
 }
 
-/// Extent of the tiles with which a layer with filters of 3×3 takes the fewest products. Larger tiles take fewer for each
+/// The square tiles with which a layer with filters of 3×3 takes the fewest products. Larger tiles take fewer for each
 /// output, but more of them lie outside.
-fn tile_with_fewest_products(shape: &ConvShape) -> usize {
+fn tile_with_fewest_products(shape: &ConvShape) -> Tile {
     let products = |tile: usize| {
         let tiles = shape.out_height().div_ceil(tile) * shape.out_width().div_ceil(tile);
         tiles * (tile + 2) * (tile + 2)
     };
-    if products(6) < products(4) { 6 } else { 4 }
+    Tile::square(if products(6) < products(4) { 6 } else { 4 })
 }
 
-/// Calls a task with the numbers of pairs and outputs as constants.
+/// Calls a task with the numbers of pairs of points, down and across, as constants.
 macro_rules! with_points {
     ($tiling:expr, $task:ident $fields:tt) => {
-        match ($tiling.points.count(), $tiling.points.tile) {
-            (4, 2) => simd::dispatch($task::<_, 1, 2> $fields),
-            (6, 2) => simd::dispatch($task::<_, 2, 2> $fields),
-            (6, 4) => simd::dispatch($task::<_, 2, 4> $fields),
-            (8, 4) => simd::dispatch($task::<_, 3, 4> $fields),
-            (8, 6) => simd::dispatch($task::<_, 3, 6> $fields),
-            (points, tile) => unreachable!("tiles of {tile} from {points} points"),
+        match ($tiling.points.down.count(), $tiling.points.across.count()) {
+            (6, 6) => simd::dispatch($task::<_, 2, 2> $fields),
+            (8, 6) => simd::dispatch($task::<_, 3, 2> $fields),
+            (8, 8) => simd::dispatch($task::<_, 3, 3> $fields),
+            (down, across) => unreachable!("{down}x{across} points"),
         }
     };
-    ($tiling:expr, input $task:ident $fields:tt) => {
-        match $tiling.points.count() {
-            4 => simd::dispatch($task::<_, 1> $fields),
-            6 => simd::dispatch($task::<_, 2> $fields),
-            8 => simd::dispatch($task::<_, 3> $fields),
-            points => unreachable!("{points} points"),
+}
+
+/// The same, with the rows and columns of a tile's outputs, too.
+macro_rules! with_tile {
+    ($tiling:expr, $task:ident $fields:tt) => {{
+        let Grid { down, across } = $tiling.points;
+        match ((down.count(), across.count()), (down.tile, across.tile)) {
+            ((6, 6), (4, 4)) => simd::dispatch($task::<_, 2, 2, 4, 4> $fields),
+            ((8, 6), (4, 2)) => simd::dispatch($task::<_, 3, 2, 4, 2> $fields),
+            ((8, 8), (4, 4)) => simd::dispatch($task::<_, 3, 3, 4, 4> $fields),
+            ((8, 8), (6, 6)) => simd::dispatch($task::<_, 3, 3, 6, 6> $fields),
+            (points, tile) => unreachable!("tiles of {tile:?} from {points:?} points"),
         }
-    };
+    }};
 }
 
 /// A convolution computed on transformed tiles.
@@ -99,10 +104,10 @@ pub(super) struct Winograd {
 }
 
 impl Winograd {
-    /// Forward passes use tiles of `forward` rows and columns of outputs, backward passes tiles of `backward`.
-    pub(super) fn new(shape: ConvShape, epilogue: Epilogue, forward: usize, backward: usize) -> Self {
+    /// Forward passes use tiles of `forward`, backward passes tiles of `backward`.
+    pub(super) fn new(shape: ConvShape, epilogue: Epilogue, forward: Tile, backward: Tile) -> Self {
         let tiling = Tiling::new(shape, epilogue, forward);
-        let filters = Filters::new(&shape, tiling.points(), Orientation::Forward);
+        let filters = Filters::new(&shape, tiling.points.count(), Orientation::Forward);
         Winograd {
             forward: (tiling, filters),
             backward: (Tiling::new(shape, epilogue, backward), None),
@@ -110,9 +115,9 @@ impl Winograd {
         }
     }
 
-    /// Extents of the tiles of the forward and the backward passes.
-    pub(super) fn tiles(&self) -> (usize, usize) {
-        (self.forward.0.points.tile, self.backward.0.points.tile)
+    /// The tiles of the forward and the backward passes.
+    pub(super) fn tiles(&self) -> (Tile, Tile) {
+        (self.forward.0.points.tile(), self.backward.0.points.tile())
     }
 
     #[expect(clippy::too_many_arguments, reason = "each is a part of the contract")]
@@ -143,10 +148,10 @@ impl Winograd {
                 let tiles = first..all.min(first + block);
                 let (inputs, outputs) =
                     (Tiling::stride(tiles.len(), channels), Tiling::stride(tiles.len(), filters));
-                let scratch = part.reserve(tiling.points() * (inputs + outputs));
-                let (v, m) = scratch.split_at_mut(tiling.points() * inputs);
-                with_points!(tiling, input Inputs { tiling, x, tiles: tiles.clone(), v: &mut *v });
-                for point in 0..tiling.points() {
+                let scratch = part.reserve(tiling.points.count() * (inputs + outputs));
+                let (v, m) = scratch.split_at_mut(tiling.points.count() * inputs);
+                with_points!(tiling, Inputs { tiling, x, tiles: tiles.clone(), v: &mut *v });
+                for point in 0..tiling.points.count() {
                     let (u, panel) = forward.at(point);
                     let product = Product {
                         rows: tiles.len(),
@@ -158,10 +163,11 @@ impl Winograd {
                         start: Start::Zero,
                         slope: 1.0,
                     };
-                    product.compute(&mut m[point * outputs..][..outputs], filters);
+                    let m = &mut m[point * outputs..][..outputs];
+                    product.compute(m, filters, forward.ahead(point + 1));
                 }
                 let (y, chosen) = (&mut *y.values, &mut *chosen.values);
-                with_points!(tiling, Outputs { tiling, m: &*m, bias, tiles, y, chosen });
+                with_tile!(tiling, Outputs { tiling, m: &*m, bias, tiles, y, chosen });
             }
         });
     }
@@ -181,7 +187,7 @@ impl Winograd {
         let (tiling, backward) = &mut self.backward;
         let shape = tiling.shape;
         let ConvShape { channels, filters, .. } = shape;
-        let points = tiling.points();
+        let points = tiling.points.count();
         let (image, result) = (shape.input_len(), y.len() / images.max(1));
         let choices = chosen.len() / images.max(1);
         if dx.is_some() {
@@ -217,11 +223,19 @@ impl Winograd {
                 let (du, rest) = scratch.split_at_mut(points * gradients);
                 let (image_sums, rest) = rest.split_at_mut(input_len);
                 let (v, dm) = rest.split_at_mut(points * inputs);
-                with_points!(
+                with_tile!(
                     tiling,
-                    OutputGradients { tiling, tiles: tiles.clone(), y, chosen, dy, dm: &mut *dm, sums: &mut *sums }
+                    OutputGradients {
+                        tiling,
+                        tiles: tiles.clone(),
+                        y,
+                        chosen,
+                        dy,
+                        dm: &mut *dm,
+                        sums: &mut *sums
+                    }
                 );
-                with_points!(tiling, input Inputs { tiling, x, tiles: tiles.clone(), v: &mut *v });
+                with_points!(tiling, Inputs { tiling, x, tiles: tiles.clone(), v: &mut *v });
                 for point in 0..points {
                     let (v, dm) = (&mut v[point * inputs..][..inputs], &dm[point * outputs..]);
                     let product = Product {
@@ -234,9 +248,11 @@ impl Winograd {
                         start,
                         slope: 1.0,
                     };
-                    product.compute(&mut du[point * gradients..][..gradients], filters);
+                    let backward = backward.as_ref().filter(|_| input_len > 0);
+                    let ahead = backward.map_or(Prefetch::NONE, |backward| backward.ahead(point));
+                    product.compute(&mut du[point * gradients..][..gradients], filters, ahead);
                     // The transformed input is no longer needed: its memory is reused for the gradient.
-                    if let Some(backward) = backward.as_ref().filter(|_| input_len > 0) {
+                    if let Some(backward) = backward {
                         let (u, panel) = backward.at(point);
                         let product = Product {
                             rows: tiles.len(),
@@ -253,13 +269,16 @@ impl Winograd {
                         let next = du[(point + 1) * gradients..].as_ptr();
                         let rows = if point + 1 < points { channels } else { 0 };
                         let ahead = Prefetch { start: next, row: filters, rows, run: filters };
-                        product.compute_prefetching(v, channels, ahead);
+                        product.compute(v, channels, ahead);
                     }
                 }
                 start = Start::Existing;
                 if input_len > 0 {
                     let dx = &mut *dx.values;
-                    with_points!(tiling, input InputGradients { tiling, dv: &*v, sums: &mut *image_sums, tiles, dx });
+                    with_points!(
+                        tiling,
+                        InputGradients { tiling, dv: &*v, sums: &mut *image_sums, tiles, dx }
+                    );
                 }
             }
         });
@@ -360,15 +379,17 @@ mod tests {
             Epilogue { slope: Some(0.2), pool: Some(Rounding::Floor) },
             Epilogue { slope: Some(0.0), pool: Some(Rounding::Ceil) },
         ];
+        let oblong = Tile { rows: 4, columns: 2 };
+        let [four, six] = [4, 6].map(Tile::square);
         let cases = [
-            (32, 48, 3, 7, (2, 4)),
-            (48, 32, 5, 9, (2, 4)),
-            (32, 32, 3, 12, (4, 4)),
-            (32, 32, 5, 14, (2, 4)),
-            (32, 48, 3, 11, (6, 6)),
-            (48, 32, 3, 12, (4, 6)),
+            (32, 48, 3, 7, (four, four)),
+            (48, 32, 5, 9, (oblong, four)),
+            (32, 32, 3, 12, (four, four)),
+            (32, 32, 5, 14, (four, oblong)),
+            (32, 48, 3, 11, (six, six)),
+            (48, 32, 3, 12, (four, six)),
             // Blocks of the backward passes that end within images.
-            (32, 32, 3, 39, (4, 4)),
+            (32, 32, 3, 39, (four, four)),
         ];
         for (index, (channels, filters, kernel, extent, (forward, backward))) in cases.into_iter().enumerate()
         {
