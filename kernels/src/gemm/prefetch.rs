@@ -41,3 +41,21 @@ impl Prefetch {
         (0..rows * lines).map(move |at| start.wrapping_add(at / lines * row + at % lines * LINE))
     }
 }
+
+#[cfg(all(test, target_arch = "x86_64"))]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Also with more tiles than rows, of which the last may be left without a share.
+        #[test]
+        fn tiles_share_all_lines(rows in 0usize..9, run in 1usize..200, tiles in 1usize..30) {
+            let all = Prefetch { start: std::ptr::null::<f32>().wrapping_add(1024), row: 500, rows, run };
+            let mut shared: Vec<_> = (0..tiles).flat_map(|tile| all.of_tile(tile, tiles).lines()).collect();
+            shared.sort();
+            shared.dedup();
+            prop_assert_eq!(shared, all.lines().collect::<Vec<_>>());
+        }
+    }
+}

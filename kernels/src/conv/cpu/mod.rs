@@ -44,39 +44,17 @@ pub struct Epilogue {
     pub pool: Option<Rounding>,
 }
 
-/// A tile of outputs that Winograd's algorithm computes together.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Tile {
-    /// Rows of outputs.
-    pub rows: usize,
-    /// Columns of outputs.
-    pub columns: usize,
-}
-
-impl Tile {
-    /// As many rows as columns.
-    pub const fn square(extent: usize) -> Tile {
-        Tile { rows: extent, columns: extent }
-    }
-}
-
-impl fmt::Display for Tile {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}x{}", self.rows, self.columns)
-    }
-}
-
 /// How a convolution is computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ConvAlgorithm {
     /// By the definition.
     Direct,
-    /// F(m×n, K×K): tiles of m×n outputs from (m+K−1)·(n+K−1) products for each pair of channels.
+    /// F(m×m, K×K): tiles of m×m outputs from (m+K−1)² products for each pair of channels.
     Winograd {
-        /// The tiles of the forward pass.
-        forward: Tile,
-        /// Those of the backward passes.
-        backward: Tile,
+        /// Rows and columns of a tile of outputs in the forward pass, m.
+        forward: usize,
+        /// The same for the backward passes.
+        backward: usize,
     },
     /// By the definition, with products of bf16.
     Tiles(Engine),
@@ -190,10 +168,10 @@ impl fmt::Display for ConvAlgorithm {
         match self {
             ConvAlgorithm::Direct => f.write_str("direct"),
             ConvAlgorithm::Winograd { forward, backward } if forward == backward => {
-                write!(f, "winograd {forward}")
+                write!(f, "winograd {forward}x{forward}")
             }
             ConvAlgorithm::Winograd { forward, backward } => {
-                write!(f, "winograd {forward}, {backward}")
+                write!(f, "winograd {forward}x{forward}, {backward}x{backward}")
             }
             ConvAlgorithm::Tiles(engine) => write!(f, "direct, bf16 by {engine}"),
         }

@@ -18,8 +18,6 @@
 //! - (Bᵀ d) at ±p is Σ_k q_p[k] d_(2k+2) ± p Σ_k q_p[k] d_(2k+1),
 //! - at 0 it is Σ_k Q[k] d_(2k), at infinity Σ_k Q[k] d_(2k+1).
 
-use crate::conv::cpu::Tile;
-
 /// Maximum number of pairs of points.
 pub(super) const MAX_PAIRS: usize = 3;
 /// Maximum number of points.
@@ -27,47 +25,7 @@ pub(super) const MAX_POINTS: usize = 2 * MAX_PAIRS + 2;
 /// Maximum number of taps of a filter.
 pub(super) const MAX_TAPS: usize = 5;
 
-/// The points of a tile along both axes.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Grid {
-    /// From row to row.
-    pub(super) down: Points,
-    /// From column to column.
-    pub(super) across: Points,
-}
-
-impl Grid {
-    /// For tiles of `tile` and filters of `taps` rows and columns.
-    ///
-    /// # Panics
-    /// As [`Points::new`].
-    pub(super) fn new(tile: Tile, taps: usize) -> Grid {
-        Grid { down: Points::new(tile.rows, taps), across: Points::new(tile.columns, taps) }
-    }
-
-    /// Rows and columns of a tile.
-    pub(super) fn tile(&self) -> Tile {
-        Tile { rows: self.down.tile, columns: self.across.tile }
-    }
-
-    /// Number of points in two dimensions.
-    pub(super) fn count(&self) -> usize {
-        self.down.count() * self.across.count()
-    }
-
-    /// Numbers of points down and across as constants, for these numbers of pairs.
-    ///
-    /// # Panics
-    /// If the grid has others.
-    #[inline(always)]
-    pub(super) fn extents<const DOWN: usize, const ACROSS: usize>(&self) -> (usize, usize) {
-        let extents = (2 * DOWN + 2, 2 * ACROSS + 2);
-        assert_eq!(extents, (self.down.count(), self.across.count()), "points of a tile");
-        extents
-    }
-}
-
-/// The constants that the transforms along one axis need for one set of points.
+/// The constants that the transforms need for one set of points.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Points {
     /// Outputs of a tile, m.
@@ -100,12 +58,13 @@ impl Points {
     /// For tiles of `tile` outputs and a filter of `taps`, with the required number of points.
     ///
     /// # Panics
-    /// If tile and taps do not make 6 or 8 points, or there are more than 5 taps.
+    /// If tile and taps do not make 4, 6 or 8 points, or there are more than 5 taps.
     pub(super) fn new(tile: usize, taps: usize) -> Points {
         // Found by a search over numbers whose squares are exact, on random images and filters: with six points these
         // round half as much as ±1 and ±2. Among sets that round alike, with these all recorded runs agree with
         // PyTorch on near ties, where the last digits of a sum decide which value of a window is the largest.
         let pairs: &[f64] = match (tile + taps - 1, taps) {
+            (4, _) => &[1.0],
             (6, 5) => &[0.625, 1.375],
             (6, _) => &[0.625, 1.5],
             (8, _) => &[0.5, 1.0, 2.0],

@@ -15,11 +15,11 @@
 
 use std::ops::Range;
 
-use super::points::{Grid, MAX_POINTS};
+use super::points::{MAX_POINTS, Points};
 use super::transform::{input, input_gradient, output, output_gradient};
 use crate::Storage;
 use crate::conv::ConvShape;
-use crate::conv::cpu::{Epilogue, Tile};
+use crate::conv::cpu::Epilogue;
 use crate::pool;
 use crate::simd::{MAX_LANES, Simd, Task};
 
@@ -44,7 +44,7 @@ pub(super) struct Tiling {
     pub(super) slope: f32,
     /// Pooling of the outputs. A window lies within one tile, since tiles have an even extent.
     pub(super) pool: Option<pool::PoolShape>,
-    pub(super) points: Grid,
+    pub(super) points: Points,
     /// Tiles of an image, down and across.
     rows: usize,
     columns: usize,
@@ -59,14 +59,14 @@ fn within(first: isize, count: usize, extent: usize) -> std::ops::Range<usize> {
 }
 
 impl Tiling {
-    pub(super) fn new(shape: ConvShape, epilogue: Epilogue, tile: Tile) -> Self {
+    pub(super) fn new(shape: ConvShape, epilogue: Epilogue, tile: usize) -> Self {
         Tiling {
             shape,
             slope: epilogue.slope.unwrap_or(1.0),
             pool: epilogue.pooling(&shape),
-            points: Grid::new(tile, shape.kernel),
-            rows: shape.out_height().div_ceil(tile.rows),
-            columns: shape.out_width().div_ceil(tile.columns),
+            points: Points::new(tile, shape.kernel),
+            rows: shape.out_height().div_ceil(tile),
+            columns: shape.out_width().div_ceil(tile),
         }
     }
 
@@ -78,9 +78,14 @@ impl Tiling {
     /// Tiles in a block, when `all` tiles of a thread are divided into blocks of about equal size: at most `most`, or more
     /// with large filters.
     pub(super) fn block(&self, all: usize, most: usize) -> usize {
-        let filters = self.points.count() * self.shape.channels * self.shape.filters * size_of::<f32>();
+        let filters = self.points() * self.shape.channels * self.shape.filters * size_of::<f32>();
         let most = if filters > LARGE_FILTERS { TILES_WITH_LARGE_FILTERS } else { most };
         all.div_ceil(all.div_ceil(most).max(1)).max(1)
+    }
+
+    /// Number of points in two dimensions, n².
+    pub(super) fn points(&self) -> usize {
+        self.points.count() * self.points.count()
     }
 
     /// Elements from one point's matrix of `tiles` rows to the next one.
@@ -100,16 +105,16 @@ impl Tiling {
     /// Some tiles of consecutive images: index among them, image, first output row and column.
     #[inline(always)]
     fn each(&self, tiles: Range<usize>) -> impl Iterator<Item = (usize, usize, usize, usize)> + use<> {
-        let (Tiling { rows, columns, .. }, tile) = (*self, self.points.tile());
+        let Tiling { rows, columns, points: Points { tile, .. }, .. } = *self;
         tiles.enumerate().map(move |(index, number)| {
             let (image, place) = (number / (rows * columns), number % (rows * columns));
-            (index, image, place / columns * tile.rows, place % columns * tile.columns)
+            (index, image, place / columns * tile, place % columns * tile)
         })
     }
 }
 
 /// Images to values at the points: `v = Bᵀ x B`.
-pub(super) struct Inputs<'a, E, const DOWN: usize, const ACROSS: usize> {
+pub(super) struct Inputs<'a, E, const PAIRS: usize> {
     pub(super) tiling: &'a Tiling,
     /// Whole images, and the block's tiles of them.
     pub(super) x: &'a [E],
@@ -117,23 +122,22 @@ pub(super) struct Inputs<'a, E, const DOWN: usize, const ACROSS: usize> {
     pub(super) v: &'a mut [f32],
 }
 
-impl<E: Storage, const DOWN: usize, const ACROSS: usize> Task for Inputs<'_, E, DOWN, ACROSS> {
+impl<E: Storage, const PAIRS: usize> Task for Inputs<'_, E, PAIRS> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
         let Inputs { tiling, x, tiles, v } = self;
         let ConvShape { channels, height, width, .. } = tiling.shape;
-        let (high, wide) = tiling.points.extents::<DOWN, ACROSS>();
-        let pad = tiling.shape.pad() as isize;
+        let (n, pad) = (2 * PAIRS + 2, tiling.shape.pad() as isize);
         let images = x.len() / tiling.shape.input_len();
         let stride = Tiling::stride(tiles.len(), channels);
-        assert!(tiles.end <= images * tiling.tiles() && v.len() >= high * wide * stride);
-        assert!(channels.is_multiple_of(S::LANES));
+        assert!(tiles.end <= images * tiling.tiles() && v.len() >= n * n * stride);
+        assert!(channels.is_multiple_of(S::LANES) && n == tiling.points.count());
         let zero = simd.splat(0.0);
         for (number, image, row, column) in tiling.each(tiles) {
             let (row, column) = (row as isize - pad, column as isize - pad);
-            let (rows, columns) = (within(row, high, height), within(column, wide, width));
+            let (rows, columns) = (within(row, n, height), within(column, n, width));
             // Columns outside the image stay zero.
             let mut down = [[zero; MAX_POINTS]; MAX_POINTS];
             for channel in (0..channels).step_by(S::LANES) {
@@ -145,16 +149,16 @@ impl<E: Storage, const DOWN: usize, const ACROSS: usize> Task for Inputs<'_, E, 
                         // SAFETY: a pixel of one of the images, whose channels are whole vectors.
                         line[i] = unsafe { E::load(simd, x.as_ptr().add(at)) };
                     }
-                    let line = input::<S, DOWN>(simd, &tiling.points.down, &line);
-                    for i in 0..high {
+                    let line = input::<S, PAIRS>(simd, &tiling.points, &line);
+                    for i in 0..n {
                         down[i][j] = line[i];
                     }
                 }
-                for i in 0..high {
-                    let line = input::<S, ACROSS>(simd, &tiling.points.across, &down[i]);
-                    for j in 0..wide {
-                        let at = (i * wide + j) * stride + number * channels + channel;
-                        // SAFETY: `stride` holds all tiles, and `v` has one for each point.
+                for i in 0..n {
+                    let line = input::<S, PAIRS>(simd, &tiling.points, &down[i]);
+                    for j in 0..n {
+                        let at = (i * n + j) * stride + number * channels + channel;
+                        // SAFETY: `stride` holds all tiles, and `v` has n² of them.
                         unsafe { simd.store(line[j], v.as_mut_ptr().add(at)) };
                     }
                 }
@@ -164,7 +168,7 @@ impl<E: Storage, const DOWN: usize, const ACROSS: usize> Task for Inputs<'_, E, 
 }
 
 /// From gradients of values at the points to those of images: `dx = Σ B dv Bᵀ` over tiles.
-pub(super) struct InputGradients<'a, E, const DOWN: usize, const ACROSS: usize> {
+pub(super) struct InputGradients<'a, E, const PAIRS: usize> {
     pub(super) tiling: &'a Tiling,
     pub(super) dv: &'a [f32],
     /// Memory for one image. It keeps the sums of an image whose other tiles are in the next block.
@@ -174,20 +178,19 @@ pub(super) struct InputGradients<'a, E, const DOWN: usize, const ACROSS: usize> 
     pub(super) dx: &'a mut [E],
 }
 
-impl<E: Storage, const DOWN: usize, const ACROSS: usize> Task for InputGradients<'_, E, DOWN, ACROSS> {
+impl<E: Storage, const PAIRS: usize> Task for InputGradients<'_, E, PAIRS> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
         let InputGradients { tiling, dv, sums, tiles, dx } = self;
         let ConvShape { channels, height, width, .. } = tiling.shape;
-        let (high, wide) = tiling.points.extents::<DOWN, ACROSS>();
-        let pad = tiling.shape.pad() as isize;
+        let (n, pad) = (2 * PAIRS + 2, tiling.shape.pad() as isize);
         let len = tiling.shape.input_len();
         let images = dx.len() / len;
         let stride = Tiling::stride(tiles.len(), channels);
-        assert!(tiles.end <= images * tiling.tiles() && sums.len() == len);
-        assert!(channels.is_multiple_of(S::LANES) && dv.len() >= high * wide * stride);
+        assert!(tiles.end <= images * tiling.tiles() && sums.len() == len && dv.len() >= n * n * stride);
+        assert!(channels.is_multiple_of(S::LANES) && n == tiling.points.count());
         let mut across = [[simd.splat(0.0); MAX_POINTS]; MAX_POINTS];
         for (number, image, row, column) in tiling.each(tiles.clone()) {
             // The first tile of an image.
@@ -195,22 +198,22 @@ impl<E: Storage, const DOWN: usize, const ACROSS: usize> Task for InputGradients
                 sums.fill(0.0);
             }
             let (row, column) = (row as isize - pad, column as isize - pad);
-            let (rows, columns) = (within(row, high, height), within(column, wide, width));
+            let (rows, columns) = (within(row, n, height), within(column, n, width));
             for channel in (0..channels).step_by(S::LANES) {
-                for i in 0..high {
+                for i in 0..n {
                     let mut line = [simd.splat(0.0); MAX_POINTS];
-                    for j in 0..wide {
-                        let at = (i * wide + j) * stride + number * channels + channel;
-                        // SAFETY: `stride` holds all tiles, and `dv` has one for each point.
+                    for j in 0..n {
+                        let at = (i * n + j) * stride + number * channels + channel;
+                        // SAFETY: `stride` holds all tiles, and `dv` has n² of them.
                         line[j] = unsafe { simd.load(dv.as_ptr().add(at)) };
                     }
-                    let line = input_gradient::<S, ACROSS>(simd, &tiling.points.across, &line);
-                    for j in 0..wide {
+                    let line = input_gradient::<S, PAIRS>(simd, &tiling.points, &line);
+                    for j in 0..n {
                         across[j][i] = line[j];
                     }
                 }
                 for j in columns.clone() {
-                    let line = input_gradient::<S, DOWN>(simd, &tiling.points.down, &across[j]);
+                    let line = input_gradient::<S, PAIRS>(simd, &tiling.points, &across[j]);
                     for i in rows.clone() {
                         let place = (row + i as isize) as usize * width + (column + j as isize) as usize;
                         let at = place * channels + channel;
@@ -240,14 +243,7 @@ impl<E: Storage, const DOWN: usize, const ACROSS: usize> Task for InputGradients
 }
 
 /// From products at the points to results: `y = pool(activation(Aᵀ m A + bias))`.
-pub(super) struct Outputs<
-    'a,
-    E,
-    const DOWN: usize,
-    const ACROSS: usize,
-    const ROWS: usize,
-    const COLUMNS: usize,
-> {
+pub(super) struct Outputs<'a, E, const PAIRS: usize, const TILE: usize> {
     pub(super) tiling: &'a Tiling,
     pub(super) m: &'a [f32],
     pub(super) bias: &'a [f32],
@@ -257,56 +253,50 @@ pub(super) struct Outputs<
     pub(super) chosen: &'a mut [u8],
 }
 
-impl<E: Storage, const DOWN: usize, const ACROSS: usize, const ROWS: usize, const COLUMNS: usize> Task
-    for Outputs<'_, E, DOWN, ACROSS, ROWS, COLUMNS>
-{
+impl<E: Storage, const PAIRS: usize, const TILE: usize> Task for Outputs<'_, E, PAIRS, TILE> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
         let Outputs { tiling, m, bias, tiles, y, chosen } = self;
-        let (high, wide) = tiling.points.extents::<DOWN, ACROSS>();
+        let n = 2 * PAIRS + 2;
         let filters = tiling.shape.filters;
         let (out_height, out_width) = (tiling.shape.out_height(), tiling.shape.out_width());
         let (height, width, len) = tiling.result();
         let images = y.len() / len;
         let stride = Tiling::stride(tiles.len(), filters);
-        assert!(
-            tiles.end <= images * tiling.tiles() && m.len() >= high * wide * stride && bias.len() == filters
-        );
-        assert!(
-            filters.is_multiple_of(S::LANES) && tiling.points.tile() == Tile { rows: ROWS, columns: COLUMNS }
-        );
+        assert!(tiles.end <= images * tiling.tiles() && m.len() >= n * n * stride && bias.len() == filters);
+        assert!(filters.is_multiple_of(S::LANES) && n == tiling.points.count() && TILE == tiling.points.tile);
         assert!(tiling.pool.is_none() || chosen.len() == y.len());
         let (zero, slope) = (simd.splat(0.0), simd.splat(tiling.slope));
-        let mut down = [[zero; MAX_POINTS]; ROWS];
-        let mut tile = [[zero; MAX_POINTS]; ROWS];
+        let mut down = [[zero; MAX_POINTS]; TILE];
+        let mut tile = [[zero; MAX_POINTS]; TILE];
         for (number, image, row, column) in tiling.each(tiles) {
             for filter in (0..filters).step_by(S::LANES) {
-                for j in 0..wide {
+                for j in 0..n {
                     let mut line = [zero; MAX_POINTS];
-                    for i in 0..high {
-                        let at = (i * wide + j) * stride + number * filters + filter;
-                        // SAFETY: `stride` holds all tiles, and `m` has one for each point.
+                    for i in 0..n {
+                        let at = (i * n + j) * stride + number * filters + filter;
+                        // SAFETY: `stride` holds all tiles, and `m` has n² of them.
                         line[i] = unsafe { simd.load(m.as_ptr().add(at)) };
                     }
-                    let line = output::<S, DOWN, ROWS>(simd, &tiling.points.down, &line);
-                    for i in 0..ROWS {
+                    let line = output::<S, PAIRS, TILE>(simd, &tiling.points, &line);
+                    for i in 0..TILE {
                         down[i][j] = line[i];
                     }
                 }
                 // SAFETY: filters are whole vectors.
                 let bias = unsafe { simd.load(bias.as_ptr().add(filter)) };
-                for i in 0..ROWS {
-                    tile[i] = output::<S, ACROSS, COLUMNS>(simd, &tiling.points.across, &down[i]);
-                    for j in 0..COLUMNS {
+                for i in 0..TILE {
+                    tile[i] = output::<S, PAIRS, TILE>(simd, &tiling.points, &down[i]);
+                    for j in 0..TILE {
                         let value = simd.add(tile[i][j], bias);
                         tile[i][j] = simd.select(simd.greater(value, zero), value, simd.mul(value, slope));
                     }
                 }
                 if tiling.pool.is_none() {
-                    for i in 0..ROWS.min(out_height - row) {
-                        for j in 0..COLUMNS.min(out_width - column) {
+                    for i in 0..TILE.min(out_height - row) {
+                        for j in 0..TILE.min(out_width - column) {
                             let at = ((image * height + row + i) * width + column + j) * filters + filter;
                             // SAFETY: a pixel of one of the images, whose filters are whole vectors.
                             unsafe { E::store(simd, tile[i][j], y.as_mut_ptr().add(at)) };
@@ -314,8 +304,8 @@ impl<E: Storage, const DOWN: usize, const ACROSS: usize, const ROWS: usize, cons
                     }
                     continue;
                 }
-                for i in (0..ROWS).step_by(2).take_while(|i| (row + i) / 2 < height) {
-                    for j in (0..COLUMNS).step_by(2).take_while(|j| (column + j) / 2 < width) {
+                for i in (0..TILE).step_by(2).take_while(|i| (row + i) / 2 < height) {
+                    for j in (0..TILE).step_by(2).take_while(|j| (column + j) / 2 < width) {
                         let (mut best, mut place) = (tile[i][j], zero);
                         for (u, v) in [(0, 1), (1, 0), (1, 1)] {
                             if row + i + u < out_height && column + j + v < out_width {
@@ -357,14 +347,7 @@ unsafe fn before_activation<S: Simd, E: Storage>(
 
 /// From gradients of results to those of products at the points, `dm = A dz Aᵀ`, where `dz` is the gradient before
 /// activation and pooling; and the sum of `dz` for each filter.
-pub(super) struct OutputGradients<
-    'a,
-    E,
-    const DOWN: usize,
-    const ACROSS: usize,
-    const ROWS: usize,
-    const COLUMNS: usize,
-> {
+pub(super) struct OutputGradients<'a, E, const PAIRS: usize, const TILE: usize> {
     pub(super) tiling: &'a Tiling,
     /// Whole images, and the block's tiles of them.
     pub(super) tiles: Range<usize>,
@@ -376,36 +359,30 @@ pub(super) struct OutputGradients<
     pub(super) sums: &'a mut [f64],
 }
 
-impl<E: Storage, const DOWN: usize, const ACROSS: usize, const ROWS: usize, const COLUMNS: usize> Task
-    for OutputGradients<'_, E, DOWN, ACROSS, ROWS, COLUMNS>
-{
+impl<E: Storage, const PAIRS: usize, const TILE: usize> Task for OutputGradients<'_, E, PAIRS, TILE> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
         let OutputGradients { tiling, tiles, y, chosen, dy, dm, sums } = self;
-        let (high, wide) = tiling.points.extents::<DOWN, ACROSS>();
+        let n = 2 * PAIRS + 2;
         let filters = tiling.shape.filters;
         let (height, width, len) = tiling.result();
         let images = y.len() / len;
         let stride = Tiling::stride(tiles.len(), filters);
-        assert!(
-            tiles.end <= images * tiling.tiles() && dy.len() == y.len() && dm.len() >= high * wide * stride
-        );
-        assert!(
-            filters.is_multiple_of(S::LANES) && tiling.points.tile() == Tile { rows: ROWS, columns: COLUMNS }
-        );
+        assert!(tiles.end <= images * tiling.tiles() && dy.len() == y.len() && dm.len() >= n * n * stride);
+        assert!(filters.is_multiple_of(S::LANES) && n == tiling.points.count() && TILE == tiling.points.tile);
         assert!((tiling.pool.is_none() || chosen.len() == y.len()) && sums.len() == filters);
         let (zero, slope) = (simd.splat(0.0), simd.splat(tiling.slope));
         let mut down = [[zero; MAX_POINTS]; MAX_POINTS];
         for (number, image, row, column) in tiling.each(tiles) {
             // By column; elements outside the image stay zero.
-            let mut tile = [[zero; MAX_POINTS]; COLUMNS];
+            let mut tile = [[zero; MAX_POINTS]; TILE];
             for filter in (0..filters).step_by(S::LANES) {
                 let mut sum = zero;
                 if tiling.pool.is_none() {
-                    for i in 0..ROWS.min(height - row) {
-                        for j in 0..COLUMNS.min(width - column) {
+                    for i in 0..TILE.min(height - row) {
+                        for j in 0..TILE.min(width - column) {
                             let at = ((image * height + row + i) * width + column + j) * filters + filter;
                             // SAFETY: a pixel of one of the images, whose filters are whole vectors.
                             tile[j][i] = unsafe { before_activation(simd, y, dy, at, slope) };
@@ -413,8 +390,8 @@ impl<E: Storage, const DOWN: usize, const ACROSS: usize, const ROWS: usize, cons
                         }
                     }
                 } else {
-                    for i in (0..ROWS).step_by(2).take_while(|i| (row + i) / 2 < height) {
-                        for j in (0..COLUMNS).step_by(2).take_while(|j| (column + j) / 2 < width) {
+                    for i in (0..TILE).step_by(2).take_while(|i| (row + i) / 2 < height) {
+                        for j in (0..TILE).step_by(2).take_while(|j| (column + j) / 2 < width) {
                             let pixel = (image * height + (row + i) / 2) * width + (column + j) / 2;
                             let at = pixel * filters + filter;
                             // SAFETY: a pixel of one of the images, whose filters are whole vectors.
@@ -429,17 +406,17 @@ impl<E: Storage, const DOWN: usize, const ACROSS: usize, const ROWS: usize, cons
                         }
                     }
                 }
-                for j in 0..COLUMNS {
-                    let line = output_gradient::<S, DOWN, ROWS>(simd, &tiling.points.down, &tile[j]);
-                    for i in 0..high {
+                for j in 0..TILE {
+                    let line = output_gradient::<S, PAIRS, TILE>(simd, &tiling.points, &tile[j]);
+                    for i in 0..n {
                         down[i][j] = line[i];
                     }
                 }
-                for i in 0..high {
-                    let line = output_gradient::<S, ACROSS, COLUMNS>(simd, &tiling.points.across, &down[i]);
-                    for j in 0..wide {
-                        let at = (i * wide + j) * stride + number * filters + filter;
-                        // SAFETY: `stride` holds all tiles, and `dm` has one for each point.
+                for i in 0..n {
+                    let line = output_gradient::<S, PAIRS, TILE>(simd, &tiling.points, &down[i]);
+                    for j in 0..n {
+                        let at = (i * n + j) * stride + number * filters + filter;
+                        // SAFETY: `stride` holds all tiles, and `dm` has n² of them.
                         unsafe { simd.store(line[j], dm.as_mut_ptr().add(at)) };
                     }
                 }

@@ -7,7 +7,7 @@
 
 #![expect(clippy::needless_range_loop, reason = "an index is a place in a tile, in several arrays at once")]
 
-use super::points::{Grid, MAX_TAPS};
+use super::points::{MAX_TAPS, Points};
 use crate::AlignedVec;
 use crate::conv::ConvShape;
 use crate::gemm::prefetch::Prefetch;
@@ -66,7 +66,13 @@ impl Filters {
     }
 
     /// Transforms `weights` \[F, C, K, K\]: `u = G w Gᵀ`.
-    pub(super) fn transform(&mut self, threads: &Threads, shape: &ConvShape, points: &Grid, weights: &[f32]) {
+    pub(super) fn transform(
+        &mut self,
+        threads: &Threads,
+        shape: &ConvShape,
+        points: &Points,
+        weights: &[f32],
+    ) {
         let Filters { orientation, point, panel, .. } = *self;
         let panels = self.values.len() / panel;
         threads.divide(panels, 1, Rows::new(&mut self.values, panel), |range, part| {
@@ -88,7 +94,7 @@ impl Filters {
 /// One panel's part of [`Filters::transform`].
 struct Transform<'a> {
     shape: &'a ConvShape,
-    points: &'a Grid,
+    points: &'a Points,
     weights: &'a [f32],
     orientation: Orientation,
     /// The panel's first column.
@@ -101,12 +107,13 @@ struct Transform<'a> {
 /// Calls a method with the numbers of points and taps as constants.
 macro_rules! with_extents {
     ($task:ident.$method:ident, $simd:ident) => {
-        match ($task.points.down.count(), $task.points.across.count(), $task.points.down.taps) {
-            (6, 6, 3) => $task.$method::<S, 6, 6, 3>($simd),
-            (8, 8, 3) => $task.$method::<S, 8, 8, 3>($simd),
-            (8, 6, 5) => $task.$method::<S, 8, 6, 5>($simd),
-            (8, 8, 5) => $task.$method::<S, 8, 8, 5>($simd),
-            (down, across, taps) => unreachable!("{taps} taps at {down}x{across} points"),
+        match ($task.points.count(), $task.points.taps) {
+            (4, 3) => $task.$method::<S, 4, 3>($simd),
+            (6, 3) => $task.$method::<S, 6, 3>($simd),
+            (8, 3) => $task.$method::<S, 8, 3>($simd),
+            (6, 5) => $task.$method::<S, 6, 5>($simd),
+            (8, 5) => $task.$method::<S, 8, 5>($simd),
+            (points, taps) => unreachable!("{taps} taps at {points} points"),
         }
     };
 }
@@ -122,7 +129,7 @@ impl Task for Transform<'_> {
 
 impl Transform<'_> {
     #[inline(always)]
-    fn transform<S: Simd, const DOWN: usize, const ACROSS: usize, const TAPS: usize>(self, simd: S) {
+    fn transform<S: Simd, const POINTS: usize, const TAPS: usize>(self, simd: S) {
         let Transform { shape, points, weights, orientation, first, panel, point } = self;
         let depth = (point - POINT_PADDING) / PANEL;
         let mut taps: Taps = [[[0.0; PANEL]; MAX_TAPS]; MAX_TAPS];
@@ -137,21 +144,21 @@ impl Transform<'_> {
                 }
             }
             let rows = &mut panel[k * PANEL..];
-            assert!(rows.len() >= (DOWN * ACROSS - 1) * point + PANEL, "a panel's points");
+            assert!(rows.len() >= (POINTS * POINTS - 1) * point + PANEL, "a panel's points");
             for lane in (0..PANEL).step_by(S::LANES) {
-                let mut half = [[zero; TAPS]; DOWN];
+                let mut half = [[zero; TAPS]; POINTS];
                 for v in 0..TAPS {
                     let mut column = [zero; TAPS];
                     for u in 0..TAPS {
                         // SAFETY: lanes of a panel.
                         column[u] = unsafe { simd.load(taps[u][v].as_ptr().add(lane)) };
                     }
-                    for i in 0..DOWN {
-                        half[i][v] = weighted(simd, &column, &points.down.filter[i]);
+                    for i in 0..POINTS {
+                        half[i][v] = weighted(simd, &column, &points.filter[i]);
                     }
                 }
-                for (at, (i, j)) in (0..DOWN * ACROSS).map(|at| (at, (at / ACROSS, at % ACROSS))) {
-                    let value = weighted(simd, &half[i], &points.across.filter[j]);
+                for (at, (i, j)) in (0..POINTS * POINTS).map(|at| (at, (at / POINTS, at % POINTS))) {
+                    let value = weighted(simd, &half[i], &points.filter[j]);
                     let to = rows.as_mut_ptr().wrapping_add(at * point + lane);
                     // A later row's: processors do not prefetch so many rows at once.
                     simd.prefetch(to.wrapping_add(4 * PANEL));
@@ -211,7 +218,7 @@ fn read_taps(
 pub(super) fn weight_gradients(
     threads: &Threads,
     shape: &ConvShape,
-    points: &Grid,
+    points: &Points,
     parts: &[AlignedVec],
     stride: usize,
     dw: &mut [f32],
@@ -228,7 +235,7 @@ pub(super) fn weight_gradients(
 /// [`weight_gradients`] of one panel of filters.
 struct WeightGradients<'a> {
     shape: &'a ConvShape,
-    points: &'a Grid,
+    points: &'a Points,
     parts: &'a [AlignedVec],
     stride: usize,
     /// The panel's first filter.
@@ -247,35 +254,34 @@ impl Task for WeightGradients<'_> {
 
 impl WeightGradients<'_> {
     #[inline(always)]
-    fn transform<S: Simd, const DOWN: usize, const ACROSS: usize, const TAPS: usize>(self, simd: S) {
+    fn transform<S: Simd, const POINTS: usize, const TAPS: usize>(self, simd: S) {
         let WeightGradients { shape, points, parts, stride, first, dw } = self;
         let (filters, filter_len) = (shape.filters, shape.filter_len());
         let width = PANEL.min(filters - first);
         let zero = simd.splat(0.0);
         assert!(width.is_multiple_of(S::LANES), "channels are whole vectors");
         for part in parts {
-            let last = (DOWN * ACROSS - 1) * stride + (shape.channels - 1) * filters + first + width;
+            let last = (POINTS * POINTS - 1) * stride + (shape.channels - 1) * filters + first + width;
             assert!(part.len() >= last, "gradients at the points");
         }
         let mut values = [0.0; MAX_LANES];
         for channel in 0..shape.channels {
             for lane in (0..width).step_by(S::LANES) {
                 let at = channel * filters + first + lane;
-                let mut half = [[zero; ACROSS]; TAPS];
-                for j in 0..ACROSS {
+                let mut half = [[zero; POINTS]; TAPS];
+                for j in 0..POINTS {
                     let mut sums = [zero; TAPS];
-                    for i in 0..DOWN {
+                    for i in 0..POINTS {
                         let mut value = zero;
                         for part in parts {
-                            let from = part.as_ptr().wrapping_add((i * ACROSS + j) * stride + at);
+                            let from = part.as_ptr().wrapping_add((i * POINTS + j) * stride + at);
                             // The next channel's: processors do not prefetch so many rows at once.
                             simd.prefetch(from.wrapping_add(filters));
                             // SAFETY: every part was found to have an element for each point, channel and filter.
                             value = simd.add(value, unsafe { simd.load(from) });
                         }
                         for u in 0..TAPS {
-                            sums[u] =
-                                simd.add(sums[u], simd.mul(value, simd.splat(points.down.filter[i][u])));
+                            sums[u] = simd.add(sums[u], simd.mul(value, simd.splat(points.filter[i][u])));
                         }
                     }
                     for u in 0..TAPS {
@@ -284,8 +290,8 @@ impl WeightGradients<'_> {
                 }
                 for (u, v) in (0..TAPS * TAPS).map(|at| (at / TAPS, at % TAPS)) {
                     let mut value = zero;
-                    for j in 0..ACROSS {
-                        let factor = simd.splat(points.across.filter[j][v]);
+                    for j in 0..POINTS {
+                        let factor = simd.splat(points.filter[j][v]);
                         value = simd.add(value, simd.mul(half[u][j], factor));
                     }
                     // SAFETY: no vector has more lanes.
