@@ -40,8 +40,8 @@ use weights::{Filters, Orientation, weight_gradients};
 /// simulation), is 0.7 for a running direct sum, 0.6 for tiles of 2×2, 1.1 for 4×2 and 2.1 for 4×4. Golden runs fail with
 /// tiles of 4×4, and one of four with 4×2 (`conv6`).
 ///
-/// In gradients more rounding is acceptable: that of tiles of 4×4 with filters of 5×5, and of 6×6 with filters of 3×3, where the
-/// root mean square of the gradients' errors is 2.5·10⁻⁶ of theirs (tiles of 4×4: 0.6·10⁻⁶, direct sums: 0.15·10⁻⁶;
+/// In gradients more rounding is acceptable: that of tiles of 4×4 with filters of 5×5, and of 6×6 with filters of 3×3, where
+/// the root mean square of the gradients' errors is 2.5·10⁻⁶ of theirs (tiles of 4×4: 0.6·10⁻⁶, direct sums: 0.15·10⁻⁶;
 /// 256 channels, 128 filters).
 ///
 /// Images that are stored in 16 bits have been rounded a hundred times as much (bf16: up to 4·10⁻³, fp16: 5·10⁻⁴), so
