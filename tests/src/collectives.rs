@@ -399,53 +399,54 @@ impl CollectiveTest<'_> {
         Ok(())
     }
 
+    /// The collectives without a reduction, with shards of `len` elements.
     fn moves<T: Sample>(&mut self, len: usize) -> Result<()> {
         let ranks = self.comm.size();
+        let whole = len * ranks as usize;
         self.all_to_all::<T>(len)?;
+        // Equal shards, and unequal ones.
+        self.all_gather::<T>(whole)?;
+        self.all_gather::<T>(len + 1)?;
+        self.update_all_gather::<T>(len + 1)?;
         for root in [0, ranks - 1] {
+            self.broadcast::<T>(whole, root)?;
             self.gather::<T>(len + 1, root)?;
             self.scatter::<T>(len + 1, root)?;
         }
         self.all_gather_v::<T>(len)?;
         self.all_to_all_v::<T>(len)?;
-        self.bytes(len)
+        self.bytes(len)?;
+        self.messages::<T>(len)
+    }
+
+    /// The collectives with a reduction: of `len` elements, and of shards.
+    fn reductions<T: Sample>(&mut self, len: usize, shard: usize, op: ReduceOp) -> Result<()> {
+        let ranks = self.comm.size();
+        let whole = shard * ranks as usize;
+        self.all_reduce::<T>(len, op)?;
+        self.reduce_scatter::<T>(whole, op)?;
+        self.reduce_scatter::<T>(shard + 1, op)?;
+        self.reduce::<T>(whole, op, 0)?;
+        self.reduce::<T>(whole, op, ranks - 1)
     }
 
     fn element<T: Sample>(&mut self) -> Result<()> {
-        let ranks = self.comm.size();
         for len in LENGTHS {
             let large = len > LARGE;
             if large && !matches!(T::DTYPE, DType::F32 | DType::Bf16) {
                 continue;
             }
+            let shard = if large { len / 8 } else { len };
+            self.moves::<T>(shard)?;
             for op in ReduceOp::ALL {
-                if large && op != ReduceOp::Avg {
-                    continue;
-                }
-                // Collectives without a reduction need to run only once.
-                if large || op == ReduceOp::Sum {
-                    self.moves::<T>(if large { len / 8 } else { len })?;
-                }
                 // NCCL averages bytes by dividing a sum that may wrap, as documented.
-                if op == ReduceOp::Avg
+                let wraps = op == ReduceOp::Avg
                     && T::DTYPE == DType::U8
-                    && !self.comm.capabilities().sums_in_rank_order
-                {
+                    && !self.comm.capabilities().sums_in_rank_order;
+                if (large && op != ReduceOp::Avg) || wraps {
                     continue;
                 }
-                self.all_reduce::<T>(len, op)?;
-                let shard = if large { len / 8 } else { len };
-                // Equal shards, and unequal ones.
-                for whole in [shard * ranks as usize, shard + 1] {
-                    self.reduce_scatter::<T>(whole, op)?;
-                    self.all_gather::<T>(whole)?;
-                }
-                self.update_all_gather::<T>(shard + 1)?;
-                for root in [0, ranks - 1] {
-                    self.broadcast::<T>(shard * ranks as usize, root)?;
-                    self.reduce::<T>(shard * ranks as usize, op, root)?;
-                }
-                self.messages::<T>(shard)?;
+                self.reductions::<T>(len, shard, op)?;
             }
         }
         Ok(())

@@ -63,8 +63,9 @@ const FLAGS: [&str; 9] = [
     "-DMGPU_SHIM",
 ];
 
-/// Kernels only: an access at an address that is not a multiple of its type's alignment calls a function of the shim.
-const KERNEL_FLAGS: [&str; 2] = ["-fsanitize=alignment", "-fno-sanitize-recover=alignment"];
+/// Kernels only: loops over a thread's few sums are unrolled, and an access at an address that is not a multiple of its
+/// type's alignment calls a function of the shim.
+const KERNEL_FLAGS: [&str; 3] = ["-O3", "-fsanitize=alignment", "-fno-sanitize-recover=alignment"];
 
 /// The folder of the libraries; builds them if needed.
 ///

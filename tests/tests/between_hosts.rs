@@ -31,7 +31,7 @@ fn on_hosts(hosts: &[u32], body: impl Fn(World) -> Result<()> + Sync) {
 /// Every result is compared with the fold in rank order, bit for bit.
 #[test]
 fn collectives_of_several_hosts() {
-    for hosts in [&[2, 2][..], &[1, 3], &[2, 1, 2]] {
+    for hosts in [&[1, 2][..], &[2, 1, 1]] {
         on_hosts(hosts, collectives::all_kinds);
     }
 }
@@ -39,7 +39,7 @@ fn collectives_of_several_hosts() {
 #[test]
 #[ignore = "takes minutes"]
 fn collectives_of_more_hosts() {
-    for hosts in [&[3, 2][..], &[1, 1, 1, 1]] {
+    for hosts in [&[2, 2][..], &[1, 3], &[3, 2], &[2, 1, 2], &[1, 1, 1, 1]] {
         on_hosts(hosts, collectives::all_kinds);
     }
 }

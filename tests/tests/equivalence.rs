@@ -1,5 +1,5 @@
-//! n ranks with batches of b/n images train like one rank with b images: every network with every option, and a small
-//! network with every optimizer.
+//! n ranks with batches of b/n images train like one rank with b images: networks with every option, and a small network
+//! with every optimizer.
 
 use mgpu::optimizer::OptimizerConfig;
 use mgpu::{Compression, Placement, ShardFrom};
@@ -9,6 +9,8 @@ use mgpu_tests::models::optimizers;
 use mgpu_tests::threads;
 
 const STEPS: u64 = 2;
+/// Between them they have every kind of layer: batch normalisation, dropout, GELU, an L2 penalty, pooling that rounds up.
+const SMALL: [&str; 4] = ["lenet5", "keras", "deep", "mlp-gelu"];
 /// A norm that clips: the gradients of all networks exceed it in the first step.
 const SHORT: f64 = 0.05;
 
@@ -149,20 +151,45 @@ fn check(name: &str, optimizer: OptimizerConfig, ranks: u32) {
     }
 }
 
+/// The networks that are not [`SMALL`].
+fn large() -> Vec<&'static str> {
+    names().iter().copied().filter(|name| !SMALL.contains(name)).collect()
+}
+
 #[test]
-fn every_network_trains_on_two_ranks_as_on_one() {
-    for name in names().iter().copied() {
+fn networks_train_on_two_ranks_as_on_one() {
+    check_networks(&SMALL);
+}
+
+#[test]
+#[ignore = "takes minutes"]
+fn large_networks_train_on_two_ranks_as_on_one() {
+    check_networks(&large());
+}
+
+fn check_networks(networks: &[&str]) {
+    for name in networks {
         check(name, Spec::named(name).unwrap().optimizer, 2);
     }
 }
 
-/// To the bit, with and without all options, and moving the bytes of its formula (see [`Placement`]).
 #[test]
-fn every_network_trains_the_same_in_every_placement() {
+fn networks_train_the_same_in_every_placement() {
+    check_placements(&SMALL);
+}
+
+#[test]
+#[ignore = "takes minutes"]
+fn large_networks_train_the_same_in_every_placement() {
+    check_placements(&large());
+}
+
+/// To the bit, with and without all options, and moving the bytes of its formula (see [`Placement`]).
+fn check_placements(networks: &[&str]) {
     let options = |config: DataParallelConfig| {
         config.with_overlap(true).with_clip_norm(Some(SHORT)).with_compression(Compression::Bf16)
     };
-    for name in names().iter().copied() {
+    for name in networks {
         let plain = config(Spec::named(name).unwrap().optimizer);
         let parameters = 4 * Net::new(&Spec::named(name).unwrap(), 1, 1).layout().len() as u64;
         for (ranks, plain, micro_batches) in [(1, plain, 1), (2, options(plain), 2), (3, plain, 1)] {

@@ -176,7 +176,7 @@ fn collective_perf_measures_device_memory() {
         (2, "scatter"),
     ] {
         let mut perf = launcher(ranks);
-        let sizes = ["--min", "256", "--max", "4096", "--factor", "4"];
+        let sizes = ["--min", "256", "--max", "1024", "--factor", "4"];
         perf.args(["--no-prefix", env!("CARGO_BIN_EXE_t-collective_perf"), "--check"]).args(sizes);
         let finished = run(perf.args(["--collective", collective, "--op", "avg", "--dtype", "bf16"]));
         finished.expect(0, &[]);

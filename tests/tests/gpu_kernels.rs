@@ -47,6 +47,7 @@ fn layers_are_right_with_the_kernels_of_libraries() {
 }
 
 #[test]
+#[ignore = "takes minutes"]
 fn all_kernels_are_right_with_threads_forward() {
     quick("forward", "1", "90", false);
 }

@@ -23,7 +23,7 @@ fn step(ranks: u32, mode: &str) -> Finished {
 
 #[test]
 fn gpu_and_cpu_steps_agree_with_every_option() {
-    for ranks in [1, 2, 3] {
+    for ranks in [1, 3] {
         step(ranks, "same").expect(0, &[&format!("the same on {ranks} ranks")]);
     }
 }
@@ -37,7 +37,7 @@ fn a_training_resumes_sharded_or_replicated() {
 
 #[test]
 fn steps_that_overflow_are_skipped_on_all_ranks_in_every_configuration() {
-    for ranks in [1, 2, 3] {
+    for ranks in [1, 3] {
         step(ranks, "scaled");
     }
 }
@@ -58,7 +58,7 @@ fn errors_in_a_group_name_ranks_of_the_world() {
 
 #[test]
 fn parameter_groups_and_uneven_ranks_train_as_on_the_cpu() {
-    for ranks in [1, 2, 3] {
+    for ranks in [1, 3] {
         step(ranks, "uneven");
     }
 }
@@ -87,7 +87,7 @@ fn weights(finished: &Finished) -> String {
 fn one_rank_trains_through_nccl_on_request() {
     let folder = tempfile::tempdir().expect("a folder");
     for flags in [&["--accumulate", "2", "--clip-norm", "0.5"][..], &["--world-size-invariant", "2"]] {
-        let all = [&["--batch", "4", "--steps", "14"][..], flags].concat();
+        let all = [&["--batch", "2", "--steps", "14"][..], flags].concat();
         let expected = weights(&train(1, &all));
         for (graph, mode) in [("graph", &[][..]), ("eager", &["--no-graph"])] {
             let trace = folder.path().join(format!("{graph} {}", flags[0]));
@@ -111,7 +111,7 @@ fn small_layers_are_reduced_in_one_group() {
     let trace = folder.path().join("calls");
     let mut program = on_gpus(1, TRAIN);
     program.env("MGPU_NCCL", "always").env("FAKE_NCCL_TRACE", &trace);
-    program.args(SMALL).args(["--net", "lenet5", "--batch", "4"]);
+    program.args(SMALL).args(["--net", "lenet5", "--batch", "1"]);
     run(program.args(["--steps", "14"])).expect(0, &[]);
     let calls = std::fs::read_to_string(&trace).expect("calls of NCCL");
     let calls: Vec<&str> = calls.lines().collect();
@@ -124,7 +124,7 @@ fn small_layers_are_reduced_in_one_group() {
 
 /// Combinations of options.
 const FLAGS: [&[&str]; 6] = [
-    &["--accumulate", "4", "--clip-norm", "0.5", "--schedule", "cosine:0.1", "--warm-up", "3"],
+    &["--accumulate", "2", "--clip-norm", "0.5", "--schedule", "cosine:0.1", "--warm-up", "3"],
     &["--shard-optimizer", "on", "--clip-norm", "0.5", "--schedule", "constant"],
     &["--gradients", "bf16", "--shard-optimizer", "on", "--accumulate", "2", "--schedule", "constant"],
     &["--world-size-invariant", "4", "--clip-norm", "0.5", "--schedule", "constant"],
@@ -136,7 +136,7 @@ const FLAGS: [&[&str]; 6] = [
 fn a_graph_gives_the_bits_of_single_launches_with_every_option() {
     for flags in FLAGS {
         // Beyond the first steps, with a larger graph and some single steps.
-        let all = [&["--batch", "4", "--steps", "14"][..], flags].concat();
+        let all = [&["--batch", "2", "--steps", "14"][..], flags].concat();
         let graph = weights(&train(2, &all));
         assert_eq!(graph, weights(&train(2, &[&all[..], &["--no-graph"]].concat())), "{flags:?}");
     }
@@ -146,7 +146,7 @@ fn a_graph_gives_the_bits_of_single_launches_with_every_option() {
 fn an_interrupted_run_resumes_bit_equal() {
     // `a_run_continues_under_another_placement` resumes placements.
     for flags in &FLAGS[..4] {
-        let all = [&["--batch", "4", "--steps", "7"][..], flags].concat();
+        let all = [&["--batch", "2", "--steps", "7"][..], flags].concat();
         // The schedule covers the whole run.
         let expected = weights(&train(2, &all));
         let folder = tempfile::tempdir().unwrap();
@@ -175,8 +175,8 @@ fn an_interrupted_run_resumes_bit_equal() {
 #[test]
 fn every_placement_trains_the_weights_of_a_replicated_model() {
     let cases: [(u32, &[&str]); 3] = [
-        (2, &["--batch", "4", "--steps", "14", "--clip-norm", "0.5", "--accumulate", "2"]),
-        (3, &["--batch", "4", "--steps", "5", "--gradients", "bf16", "--reduction", "sum"]),
+        (2, &["--batch", "2", "--steps", "14", "--clip-norm", "0.5", "--accumulate", "2"]),
+        (3, &["--batch", "1", "--steps", "5", "--gradients", "bf16", "--reduction", "sum"]),
         (2, &["--net", "mlp-gelu", "--batch", "2", "--steps", "2", "--precision", "bf16"]),
     ];
     for (ranks, flags) in cases {
@@ -187,7 +187,7 @@ fn every_placement_trains_the_weights_of_a_replicated_model() {
         }
     }
     // A single rank needs no NCCL for them, or sends everything through it.
-    let alone = ["--batch", "4", "--steps", "5", "--clip-norm", "0.5"];
+    let alone = ["--batch", "2", "--steps", "5", "--clip-norm", "0.5"];
     let expected = weights(&train(1, &alone));
     for (name, nccl) in [("shared", "always"), ("host", "auto")] {
         let mut program = on_gpus(1, TRAIN);
@@ -200,7 +200,7 @@ fn every_placement_trains_the_weights_of_a_replicated_model() {
 #[test]
 fn a_run_continues_under_another_placement() {
     let folder = tempfile::tempdir().unwrap();
-    let flags = ["--net", "lenet5", "--batch", "4", "--schedule", "constant"];
+    let flags = ["--net", "lenet5", "--batch", "2", "--schedule", "constant"];
     let expected = weights(&train(2, &[&flags[..], &["--steps", "8"]].concat()));
     let saving = [&flags[..], &["--checkpoint-dir", folder.path().to_str().unwrap()]].concat();
     let mut last = train(2, &[&saving[..], &["--steps", "2"]].concat());
@@ -228,7 +228,7 @@ fn a_rank_that_dies_is_named_in_every_placement() {
             "--kernels",
             "builtin",
         ]);
-        let killed = run(killed.args(["--skip-test", "--batch", "4", "--steps", "50", "--placement", name]));
+        let killed = run(killed.args(["--skip-test", "--batch", "1", "--steps", "50", "--placement", name]));
         killed.expect(
             128 + 9,
             &["mgpurun: rank 1 was killed by SIGKILL", "train_mnist: rank 0 lost rank 1 in "],
@@ -252,7 +252,7 @@ fn a_placement_that_does_not_fit_is_refused_with_a_reason() {
 #[test]
 fn world_size_invariant_training_is_bit_equal() {
     // keras has batch normalisation and dropout.
-    for (net, batch, steps) in [("lenet5", 8, "5"), ("keras", 4, "1")] {
+    for (net, batch, steps) in [("lenet5", 4, "5"), ("keras", 4, "1")] {
         let run = |ranks: u32| {
             let batch = (batch / ranks).to_string();
             let all = ["--net", net, "--batch", &batch, "--steps", steps, "--world-size-invariant", "4"];
@@ -352,9 +352,9 @@ fn assert_bits_of_the_whole(precision: &str, ranks: u32) {
 #[test]
 fn layers_cut_over_gpus_train_the_weights_of_whole_networks() {
     let cases: [(u32, u32, &[&str], &str); 3] = [
-        (1, 2, &["--net", "lenet5", "--batch", "8", "--accumulate", "4", "--steps", "4"], "layers"),
+        (1, 2, &["--net", "lenet5", "--batch", "4", "--accumulate", "4", "--steps", "4"], "layers"),
         (1, 3, &["--net", "keras", "--batch", "2", "--steps", "1", "--precision", "bf16"], "layers"),
-        (2, 4, &["--net", "lenet5", "--batch", "4", "--accumulate", "2", "--steps", "3"], "layers:2"),
+        (2, 4, &["--net", "lenet5", "--batch", "2", "--accumulate", "2", "--steps", "3"], "layers:2"),
     ];
     for (copies, ranks, flags, placement) in cases {
         let expected = weights(&train(copies, flags));
@@ -370,7 +370,7 @@ fn layers_cut_over_gpus_train_the_weights_of_whole_networks() {
         }
     }
     let folder = tempfile::tempdir().unwrap();
-    let flags = ["--net", "lenet5", "--batch", "4", "--accumulate", "2", "--schedule", "constant"];
+    let flags = ["--net", "lenet5", "--batch", "2", "--accumulate", "2", "--schedule", "constant"];
     let expected = weights(&train(1, &[&flags[..], &["--steps", "6"]].concat()));
     let saving = [&flags[..], &["--checkpoint-dir", folder.path().to_str().unwrap()]].concat();
     let mut last = train(2, &[&saving[..], &["--steps", "2", "--placement", "layers"]].concat());

@@ -140,7 +140,7 @@ fn ranks_stop_at_the_same_step_and_resume_with_the_same_bits() {
 #[test]
 fn gpus_stop_between_two_launches() {
     for (ranks, options) in [(1, ""), (2, ""), (2, "--placement layers --cut 7")] {
-        let training = Training::new(16, &format!("--steps 80 --batch 4 --kernels builtin {options}"));
+        let training = Training::new(16, &format!("--steps 80 --batch 2 --kernels builtin {options}"));
         let launched = || {
             let mut launcher = fake_gpu::launched(LAUNCHER, ranks);
             launcher.arg("--no-prefix");

@@ -41,12 +41,12 @@ fn one_rank_is_bit_equal_with_and_without_the_launcher() {
 
 #[test]
 fn training_is_reproducible_for_a_seed_and_rank_count() {
-    let arguments = ["--steps", "12", "--skip-test", "--seed", "5"];
+    let arguments = ["--images", "2000", "--steps", "12", "--skip-test", "--seed", "5"];
     for ranks in [2, 3] {
         let first = train(TRAIN.launched(ranks), &arguments).weights();
         assert_eq!(first, train(TRAIN.launched(ranks), &arguments).weights());
     }
-    let other = ["--steps", "12", "--skip-test", "--seed", "6"];
+    let other = ["--images", "2000", "--steps", "12", "--skip-test", "--seed", "6"];
     assert_ne!(train(TRAIN.launched(2), &arguments).weights(), train(TRAIN.launched(2), &other).weights());
 }
 
@@ -54,7 +54,8 @@ fn training_is_reproducible_for_a_seed_and_rank_count() {
 fn a_sharded_optimizer_gives_the_same_bits() {
     for (net, steps) in [("lenet5", "12"), ("keras", "3")] {
         let run = |ranks, how| {
-            let arguments = ["--net", net, "--steps", steps, "--batch", "8", "--skip-test"];
+            let arguments =
+                ["--images", "2000", "--net", net, "--steps", steps, "--batch", "8", "--skip-test"];
             train(TRAIN.launched(ranks), &[&arguments[..], &["--shard-optimizer", how]].concat()).weights()
         };
         for ranks in [2, 3] {
