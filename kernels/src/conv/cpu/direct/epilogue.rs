@@ -8,44 +8,65 @@ use crate::gemm::tile::PANEL;
 use crate::pool::Rounding;
 use crate::simd::{MAX_LANES, Simd};
 
-/// Pools one or two rows of `width` pixels to one row, the length of `y`, and applies the activation. Writes the
-/// positions of the maxima to `chosen`, and possibly a few bytes after them if `chosen` is longer.
+/// One or two rows of a convolution's outputs.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Outputs<'a> {
+    pub(super) values: &'a [f32],
+    pub(super) rows: usize,
+    /// Pixels of a row.
+    pub(super) width: usize,
+    pub(super) channels: usize,
+    /// Elements from one pixel to the next.
+    pub(super) pixel: usize,
+    /// Elements from one row to the next.
+    pub(super) line: usize,
+}
+
+/// Pools rows to one row, the length of `y`, and applies the activation. Writes the positions of the maxima to `chosen`, and
+/// possibly a few bytes after them if `chosen` is longer.
 #[inline(always)]
 pub(super) fn pool<S: Simd, E: Storage>(
     simd: S,
     epilogue: &Epilogue,
-    rows: &[f32],
-    (width, channels): (usize, usize),
+    outputs: Outputs<'_>,
     y: &mut [E],
     chosen: &mut [u8],
 ) {
-    let line = width * channels;
-    let two = rows.len() == 2 * line;
-    assert!(two || rows.len() == line, "one or two rows");
+    let Outputs { values, rows, width, channels, pixel, line } = outputs;
+    let two = rows == 2;
+    assert!(two || rows == 1, "one or two rows");
+    assert!(pixel >= channels && line >= width * pixel && values.len() >= rows * line, "pixels of rows");
     assert!(y.len() / channels <= width.div_ceil(2) && chosen.len() >= y.len(), "a row of half the width");
     let (zero, slope) = (simd.splat(0.0), simd.splat(epilogue.slope.unwrap_or(1.0)));
     let places = [simd.splat(0.0), simd.splat(1.0), simd.splat(2.0), simd.splat(3.0)];
-    for pixel in 0..y.len() / channels {
-        let second = 2 * pixel + 1 < width;
+    for result in 0..y.len() / channels {
+        let second = 2 * result + 1 < width;
         for channel in (0..channels).step_by(S::LANES) {
             let count = S::LANES.min(channels - channel);
-            let (from, to) = (2 * pixel * channels + channel, pixel * channels + channel);
+            let (from, to) = (2 * result * pixel + channel, result * channels + channel);
+            let whole = channel + S::LANES <= pixel;
             // SAFETY: the window's pixels lie within the rows by the assertions and conditions; stores end within `y`
             // and `chosen`.
             unsafe {
-                let window = rows.as_ptr().add(from);
-                let (mut best, mut place) = (simd.load_first(window, count), places[0]);
-                let others = [(second, channels), (two, line), (second && two, line + channels)];
+                let window = values.as_ptr().add(from);
+                let load = |from| if whole { simd.load(from) } else { simd.load_first(from, count) };
+                let (mut best, mut place) = (load(window), places[0]);
+                let others = [(second, pixel), (two, line), (second && two, line + pixel)];
                 for (at, (exists, offset)) in others.into_iter().enumerate() {
                     if exists {
-                        let value = simd.load_first(window.add(offset), count);
+                        let value = load(window.add(offset));
                         let greater = simd.greater(value, best);
                         best = simd.select(greater, value, best);
                         place = simd.select(greater, places[at + 1], place);
                     }
                 }
                 let best = simd.select(simd.greater(best, zero), best, simd.mul(best, slope));
-                E::store_first(simd, best, y.as_mut_ptr().add(to), count);
+                // What is written beyond the channels is overwritten by the next pixel's.
+                if to + S::LANES <= y.len() {
+                    E::store(simd, best, y.as_mut_ptr().add(to));
+                } else {
+                    E::store_first(simd, best, y.as_mut_ptr().add(to), count);
+                }
                 if to + S::LANES <= chosen.len() {
                     simd.store_bytes(place, chosen.as_mut_ptr().add(to));
                 } else {
@@ -133,7 +154,11 @@ pub(super) fn spread<S: Simd, E: Storage>(
                             simd.store(value, to.as_mut_ptr().add(first + (i * width + j) * block.stride));
                             if !image.is_null() {
                                 let to = image.add(i * line + j * channels + channel);
-                                simd.store_first(value, to, count);
+                                if count == S::LANES {
+                                    simd.store(value, to);
+                                } else {
+                                    simd.store_first(value, to, count);
+                                }
                             }
                         }
                     }

@@ -74,7 +74,8 @@ pub(super) fn input_gradient<S: Simd>(
     let line = runs * filters;
     let product = Product {
         rows: runs,
-        columns: kernel * channels,
+        // Whole vectors: packed filters and products have zeros behind their last column.
+        columns: stride,
         depth: filters,
         segments: kernel,
         left: Left { values: dy, row: filters, depth: 1, segment: line },
@@ -100,10 +101,17 @@ pub(super) fn input_gradient<S: Simd>(
             unsafe {
                 for v in first..end {
                     let run = (i * runs + place - v) * stride + v * channels + channel;
-                    sum = simd.add(sum, simd.load_first(products.as_ptr().add(run), count));
+                    let from = products.as_ptr().add(run);
+                    let whole = run + S::LANES <= products.len();
+                    sum = simd.add(sum, if whole { simd.load(from) } else { simd.load_first(from, count) });
                 }
+                // What is written beyond the channels is overwritten by the next pixel's.
                 let to = (i * width + column) * channels + channel;
-                simd.store_first(sum, dx.as_mut_ptr().add(to), count);
+                if to + S::LANES <= dx.len() {
+                    simd.store(sum, dx.as_mut_ptr().add(to));
+                } else {
+                    simd.store_first(sum, dx.as_mut_ptr().add(to), count);
+                }
             }
         }
     }

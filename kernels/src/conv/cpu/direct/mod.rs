@@ -9,7 +9,7 @@
 //!
 //! No columns are gathered (no im2col). If the kernel may read beyond the edge, the image is first copied into a
 //! border of zeros (`border`). The epilogue is applied to one or two rows of a convolution at a time (`epilogue`).
-//! For too few channels or filters to fill a vector, two backward passes have faster variants (`fold`, `chosen`).
+//! For too few channels or filters to fill a vector, each pass has a faster variant (`pixels`, `fold`, `chosen`).
 //!
 //! Every thread sums the weight gradients of its images; the threads' sums are added in the order of threads.
 
@@ -17,6 +17,7 @@ mod border;
 mod chosen;
 mod epilogue;
 mod fold;
+mod pixels;
 pub(super) mod tiles;
 mod weights;
 
@@ -29,6 +30,7 @@ use crate::threads::{PerPart, Rows, Threads};
 use crate::{AlignedVec, Scratch};
 
 use border::{GradientBlock, PaddedImage};
+use epilogue::Outputs;
 
 /// A convolution computed directly.
 #[derive(Debug)]
@@ -180,51 +182,52 @@ impl<E: Storage> Task for Forward<'_, E> {
         let Forward { shape, epilogue, images, x, packed, bias, y, chosen, memory } = self;
         let (filters, width, height) = (shape.filters, shape.out_width(), shape.out_height());
         let padded = PaddedImage::input(&shape);
-        let line = width * filters;
+        let by_pixels = pixels::is_faster(&shape, &epilogue);
+        let (pixel, line, slack, planes_len) = match by_pixels {
+            true => {
+                let (pixel, line) = (pixels::pixel_len::<S>(&shape), pixels::line_len::<S>(&shape));
+                (pixel, line, pixels::SLACK, pixels::planes_len::<S>(&shape))
+            }
+            false => (filters, width * filters, 0, 0),
+        };
         // With pooling, the two rows for one row of the result; otherwise all rows at once.
         let (steps, rows_each) =
             if epilogue.pool.is_some() { (epilogue.result(&shape).0, 2) } else { (1, height) };
         let outputs_len = if epilogue.pool.is_none() && E::wide(y).is_some() { 0 } else { rows_each * line };
-        let mut memory = memory.reserve(lines(padded.len()) + lines(outputs_len));
-        let (image, outputs) = (cut(&mut memory, padded.len()), cut(&mut memory, outputs_len));
-        if padded.above > 0 {
+        let needed = [padded.len() + slack, outputs_len, planes_len];
+        let mut memory = memory.reserve(needed.map(lines).iter().sum());
+        let [image, outputs, planes] = needed.map(|len| cut(&mut memory, len));
+        if padded.above > 0 || by_pixels {
             image.fill(0.0);
+            planes.fill(0.0);
         }
         let (rows, columns) = epilogue.result(&shape);
         let result = columns * filters;
         for n in 0..images {
             let x = image_of(x, n, shape.input_len());
-            let x = E::wide(x).filter(|_| padded.above == 0).unwrap_or_else(|| {
+            let x = E::wide(x).filter(|_| padded.above == 0 && !by_pixels).unwrap_or_else(|| {
                 padded.copy(x, image);
                 image
             });
             let y = &mut y[n * rows * result..(n + 1) * rows * result];
             for row in 0..steps {
                 let count = rows_each.min(height - 2 * row);
-                let (product, lines) = rows_of_convolution(
-                    &padded,
-                    shape.kernel,
-                    &x[2 * row * padded.line()..],
-                    packed,
-                    filters,
-                    count,
-                );
+                let x = &x[2 * row * padded.line()..];
+                let (product, lines) = rows_of_convolution(&padded, shape.kernel, x, packed, filters, count);
                 // The activation is monotonic, so it can be applied after the maximum.
                 let slope = if epilogue.pool.is_some() { 1.0 } else { epilogue.slope.unwrap_or(1.0) };
                 let product = Product { start: Start::Bias(bias), slope, ..product };
                 if epilogue.pool.is_some() {
-                    product.compute_lines(simd, lines, outputs, filters);
+                    if by_pixels {
+                        pixels::rows(simd, &shape, count, (x, packed, bias), planes, outputs);
+                    } else {
+                        product.compute_lines(simd, lines, outputs, filters);
+                    }
                     let at = row * result;
                     let chosen = &mut chosen[n * rows * result + at..];
-                    let outputs = &outputs[..count * line];
-                    epilogue::pool(
-                        simd,
-                        &epilogue,
-                        outputs,
-                        (width, filters),
-                        &mut y[at..at + result],
-                        chosen,
-                    );
+                    let outputs =
+                        Outputs { values: outputs, rows: count, width, channels: filters, pixel, line };
+                    epilogue::pool(simd, &epilogue, outputs, &mut y[at..at + result], chosen);
                 } else if let Some(y) = E::wide_mut(y) {
                     product.compute_lines(simd, lines, y, filters);
                 } else {

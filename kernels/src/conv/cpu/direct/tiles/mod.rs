@@ -18,6 +18,7 @@ use std::ops::Range;
 use half::bf16;
 
 use super::border::{GradientBlock, PaddedImage};
+use super::epilogue::Outputs;
 use super::{Backward, Epilogue, epilogue};
 use crate::conv::ConvShape;
 use crate::simd::{Simd, Task, dispatch};
@@ -278,10 +279,17 @@ impl<E: Storage> Task for Pool<'_, E> {
         let (rows, columns) = epilogue.result(&shape);
         let result = columns * filters;
         for row in 0..rows {
-            let outputs = &outputs[2 * row * width * filters..];
-            let outputs = &outputs[..(2 * width * filters).min(outputs.len())];
+            let line = width * filters;
+            let outputs = Outputs {
+                values: &outputs[2 * row * line..],
+                rows: (shape.out_height() - 2 * row).min(2),
+                width,
+                channels: filters,
+                pixel: filters,
+                line,
+            };
             let y = &mut y[row * result..(row + 1) * result];
-            epilogue::pool(simd, &epilogue, outputs, (width, filters), y, &mut chosen[row * result..]);
+            epilogue::pool(simd, &epilogue, outputs, y, &mut chosen[row * result..]);
         }
     }
 }
