@@ -64,7 +64,7 @@ pub(super) fn rows<S: Simd>(
             // the row's last pixel. Groups of filters end within a panel and within `planes`, both of 16 or more.
             unsafe {
                 let (from, to) = (x.as_ptr().add(first), planes.as_mut_ptr().add(first));
-                let operands = (from, line, packed.as_ptr(), &padded);
+                let operands = (from, line, packed.as_ptr(), padded.as_ptr());
                 first += S::LANES
                     * match (row - first) / S::LANES {
                         1 => block::<S, 1, 8>(simd, shape, operands, to, row),
@@ -90,22 +90,22 @@ pub(super) fn rows<S: Simd>(
 ///
 /// # Safety
 /// The kernel may read as many pixels from `x` on in each of its rows, which are `line` elements apart. Filters are in one
-/// panel, and as many rows of `to` as filters in whole groups can be written.
+/// panel. There are as many biases, and rows of `to` that can be written, as filters in whole groups.
 #[inline(always)]
 unsafe fn block<S: Simd, const V: usize, const F: usize>(
     simd: S,
     shape: &ConvShape,
-    (x, line, packed, bias): (*const f32, usize, *const f32, &[f32; MAX_LANES]),
+    (x, line, packed, bias): (*const f32, usize, *const f32, *const f32),
     to: *mut f32,
     row: usize,
 ) -> usize {
     for filter in (0..shape.filters).step_by(F) {
         let mut sums = [[simd.splat(0.0); V]; F];
-        for (sums, bias) in sums.iter_mut().zip(&bias[filter..]) {
-            *sums = [simd.splat(*bias); V];
-        }
         // SAFETY: the caller's promise.
         unsafe {
+            for (at, sums) in sums.iter_mut().enumerate() {
+                *sums = [simd.splat(*bias.add(filter + at)); V];
+            }
             let mut weights = packed.add(filter);
             for u in 0..shape.kernel {
                 for v in 0..shape.kernel {
