@@ -21,7 +21,7 @@ pub(crate) const PANEL: usize = 2 * crate::simd::MAX_LANES;
 
 /// Number of terms that are summed in registers before they are added to the destination. Fewer would round less, and
 /// cost more.
-const SPAN: usize = 32;
+pub(crate) const SPAN: usize = 32;
 
 /// The operand whose elements are broadcast to all lanes, at `row·r + depth·k + segment·s`.
 #[derive(Debug, Clone, Copy)]

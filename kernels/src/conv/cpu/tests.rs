@@ -245,6 +245,27 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    /// Also if vectors hold pixels instead of filters.
+    #[test]
+    fn few_filters_have_the_bits_of_the_first_of_many(
+        few in shapes(2, 9), width in 5usize..80, epilogue in epilogues(), images in 1usize..3,
+    ) {
+        let few = ConvShape { width, ..few };
+        // The weights and biases of the first filters are the same.
+        let many = ConvShape { filters: 24, ..few };
+        let [first, all] = [few, many].map(|shape| compute(shape, epilogue, DIRECT, images, 2));
+        let of_few = |at: usize| at / few.filters * many.filters + at % few.filters;
+        for (at, y) in first.y.iter().enumerate() {
+            prop_assert_eq!(y.to_bits(), all.y[of_few(at)].to_bits());
+        }
+        for (at, chosen) in first.chosen.iter().enumerate() {
+            prop_assert_eq!(*chosen, all.chosen[of_few(at)]);
+        }
+    }
+}
+
 /// None, and all engines of this processor.
 fn engines() -> Vec<Option<Engine>> {
     std::iter::once(None).chain(Engine::available().into_iter().map(Some)).collect()

@@ -3,12 +3,12 @@
 //! A vector of filters would have most of its lanes empty. Here a vector holds neighbouring pixels of a row instead, and each
 //! weight is broadcast. The sums of a few vectors and filters stay in registers. The filters' rows are then transposed, so
 //! that the channels of a pixel are contiguous again. Every sum has the order of terms, and so the bits, of the product that
-//! it replaces.
+//! this replaces.
 
 use super::border::PaddedImage;
 use crate::conv::ConvShape;
 use crate::conv::cpu::Epilogue;
-use crate::gemm::tile::PANEL;
+use crate::gemm::tile::{PANEL, SPAN};
 use crate::simd::{MAX_LANES, Simd};
 
 /// Elements beyond an input image that may be read: almost one vector.
@@ -16,7 +16,8 @@ pub(super) const SLACK: usize = MAX_LANES;
 
 /// Whether this computes the layer faster.
 pub(super) fn is_faster(shape: &ConvShape, epilogue: &Epilogue) -> bool {
-    shape.channels == 1 && 2 * shape.filters <= MAX_LANES && epilogue.pool.is_some()
+    let few = 2 * shape.filters <= MAX_LANES && shape.filter_len() <= SPAN;
+    shape.channels == 1 && few && epilogue.pool.is_some()
 }
 
 /// Pixels of a row in whole vectors.
