@@ -56,7 +56,7 @@ fn messages_wait_while_a_ring_runs() {
 
 #[test]
 fn large_private_buffers() {
-    for ranks in [1, 2, 3] {
+    for ranks in [1, 2, 3, 5] {
         in_threads(ranks, collectives::large_private);
         in_processes(ranks, "large-private");
     }
