@@ -2,10 +2,11 @@
 # Measures our collectives and those of MPICH, Open MPI, Intel MPI and gloo on this machine.
 #
 #   bench/allreduce.sh [--ranks "2 4 8"] [--rounds 3] [--collectives "all_reduce"] [--max BYTES] [--out FILE.json]
-#                      [--buffers arena|private] [--before FOLDER]
+#                      [--buffers arena|private] [--offset BYTES] [--before FOLDER]
 #
-# --buffers private: ours on memory that peers cannot reach in place, as an embedder's own. --before: also the mgpurun and
-# collective_perf of an earlier state, in this folder.
+# --buffers private: ours on memory that peers cannot reach in place, as an embedder's own. --offset: private buffers, and those
+# of the MPIs, begin so many bytes after the beginning of a page. --before: also the mgpurun and collective_perf of an earlier
+# state, in this folder.
 #
 # Contenders alternate: in every round each runs once, in rotating order, so that background load does not hit one
 # alone; figures are medians of the rounds. Peers are searched in the folder $MGPU_PEERS (default: target/peers) and
@@ -18,11 +19,11 @@ usage() { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"; }
 note() { printf '%s\n' "$*" >&2; }
 
 words=("$@")
-ranks_list="2 4 8" rounds=3 collectives=all_reduce max=$((64 << 20)) out= buffers=arena before=
+ranks_list="2 4 8" rounds=3 collectives=all_reduce max=$((64 << 20)) out= buffers=arena offset= before=
 while [ $# -gt 0 ]; do
     case $1 in
         --help | -h) usage && exit ;;
-        --ranks | --rounds | --collectives | --max | --out | --buffers | --before) [ $# -gt 1 ] || { note "$1 needs a value" && exit 2; } ;;
+        --ranks | --rounds | --collectives | --max | --out | --buffers | --offset | --before) [ $# -gt 1 ] || { note "$1 needs a value" && exit 2; } ;;
         *) note "unknown option $1; see $0 --help" && exit 2 ;;
     esac
     case $1 in
@@ -32,10 +33,12 @@ while [ $# -gt 0 ]; do
         --max) max=$2 ;;
         --out) out=$(realpath -m "$2") ;;
         --buffers) buffers=$2 ;;
+        --offset) offset=$2 ;;
         --before) before=$(realpath -m "$2") ;;
     esac
     shift 2
 done
+[[ $offset =~ ^[0-9]*$ ]] || { note "--offset is a number of bytes" && exit 2; }
 case $buffers in arena | private) ;; *) note "--buffers is arena or private" && exit 2 ;; esac
 for number in $ranks_list $rounds $max; do
     [[ $number =~ ^[1-9][0-9]*$ ]] || { note "$number is not a positive number" && exit 2; }
@@ -105,28 +108,28 @@ contend() { # NAME COLLECTIVE RANKS
     local crowded=
     [ "$3" -gt "$cores" ] && crowded=yes
     # torchrun stops its ranks slowly; processes that do not end at all are killed.
-    local limit=(timeout -k 10 120) wait=()
+    local limit=(timeout -k 10 120) wait=() place=(${offset:+--offset "$offset"})
     [ "$crowded" ] && wait=(I_MPI_WAIT_MODE=1)
     case $1 in
         mgpu)
-            "$bin/mgpurun" -n "$3" --no-prefix collective_perf --check --bound --buffers "$buffers" --collective "$2" --max "$max"
+            "$bin/mgpurun" -n "$3" --no-prefix collective_perf --check --bound --buffers "$buffers" "${place[@]}" --collective "$2" --max "$max"
             ;;
         before)
-            "$before/mgpurun" -n "$3" --no-prefix collective_perf --buffers "$buffers" --collective "$2" --max "$max" |
+            "$before/mgpurun" -n "$3" --no-prefix collective_perf --buffers "$buffers" "${place[@]}" --collective "$2" --max "$max" |
                 sed 's/"impl":"mgpu"/"impl":"before"/'
             ;;
         mpich)
             # It only spins: with one core for two ranks, an operation takes scheduler time slices.
             "${limit[@]}" "$peers/v-mpich/bin/mpiexec" -n "$3" "$built/mpich" --collective "$2" \
-                --max "$(if [ "$crowded" ]; then at_most 65536; else echo "$max"; fi)"
+                "${place[@]}" --max "$(if [ "$crowded" ]; then at_most 65536; else echo "$max"; fi)"
             ;;
         openmpi)
             "${limit[@]}" "$peers/v-openmpi/bin/mpiexec" --allow-run-as-root --oversubscribe -n "$3" \
-                "$built/openmpi" --collective "$2" --max "$max"
+                "$built/openmpi" --collective "$2" "${place[@]}" --max "$max"
             ;;
         impi)
             env I_MPI_FABRICS=shm "${wait[@]}" "${limit[@]}" "$peers/v-impi-devel/bin/mpiexec" -n "$3" \
-                "$built/impi" --collective "$2" --max "$max"
+                "$built/impi" --collective "$2" "${place[@]}" --max "$max"
             ;;
         gloo)
             OMP_NUM_THREADS=1 "${limit[@]}" "$peers/v/bin/torchrun" --nproc-per-node "$3" -- \

@@ -128,7 +128,7 @@ int main(int argc, char **argv) {
     MPI_Init(&argc, &argv);
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     MPI_Comm_size(MPI_COMM_WORLD, &ranks);
-    size_t min = 4, max = 256 << 20;
+    size_t min = 4, max = 256 << 20, offset = 0;
     int collective = ALL_REDUCE;
     for (int i = 1; i < argc; i += 2) {
         if (i + 1 == argc) fail("no value for ", argv[i]);
@@ -136,6 +136,9 @@ int main(int argc, char **argv) {
             min = bytes_of(argv[i + 1]);
         } else if (!strcmp(argv[i], "--max")) {
             max = bytes_of(argv[i + 1]);
+        } else if (!strcmp(argv[i], "--offset")) { // Of the buffer within a page.
+            offset = strtoull(argv[i + 1], NULL, 10);
+            if (offset % sizeof(float) || offset >= 4096) fail("not an offset of a float in a page: ", argv[i + 1]);
         } else if (!strcmp(argv[i], "--collective")) {
             for (collective = 0; collective < COLLECTIVES && strcmp(argv[i + 1], NAMES[collective]);) collective++;
             if (collective == COLLECTIVES) fail("unknown collective ", argv[i + 1]);
@@ -150,8 +153,9 @@ int main(int argc, char **argv) {
         size_t bytes = (wanted + unit - 1) / unit * unit;
         if (bytes == before) continue;
         before = bytes;
-        float *data = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
-        if (!data || !seconds) fail("out of memory", "");
+        char *memory = aligned_alloc(4096, (offset + bytes + 4095) / 4096 * 4096);
+        float *data = (float *)(memory + offset);
+        if (!memory || !seconds) fail("out of memory", "");
         verify(collective, data, bytes / sizeof *data);
         int count = measure(collective, data, bytes / sizeof *data, seconds);
         if (rank == 0) {
@@ -162,7 +166,7 @@ int main(int argc, char **argv) {
                    bytes / p50 / 1e9 * bus_factor(collective), NAMES[collective]);
             fflush(stdout);
         }
-        free(data);
+        free(memory);
     }
     free(seconds);
     MPI_Finalize();

@@ -11,7 +11,7 @@
 //!   the layout of images, [`threads`] for the cores of one rank and [`peak`] for their peak performance, [`rng`] for
 //!   random numbers that depend on seed, stream and counter only.
 //! - [`level`] names the instruction sets that they are all compiled for.
-//! - Collectives: [`dtype`], [`reduce`] and, between hosts, [`checksum`](mod@checksum).
+//! - Collectives: [`dtype`], [`reduce`], [`copy`] and, between hosts, [`checksum`](mod@checksum).
 //! - GPUs, with the feature `cuda` (on by default; nothing needs to be installed to build): [`cuda`].
 //!
 //! The caller allocates inputs, outputs and scratch, and reuses them from step to step; a layer holds only its packed
@@ -22,6 +22,7 @@ mod aligned;
 pub mod arena;
 pub mod checksum;
 pub mod conv;
+pub mod copy;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod dense;

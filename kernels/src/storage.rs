@@ -58,6 +58,36 @@ pub(crate) mod lanes {
         /// # Safety
         /// The elements can be written.
         unsafe fn store_first<S: Simd>(simd: S, values: S::F32, to: *mut Self, count: usize);
+
+        /// Reads a vector if `room` elements are enough for one, otherwise as [`load_first`](Self::load_first): the lanes from
+        /// `count` on do not matter, and some processors take longer for a part of a vector.
+        ///
+        /// # Safety
+        /// `count` elements can be read, and `room`.
+        #[inline(always)]
+        unsafe fn load_at_least<S: Simd>(simd: S, from: *const Self, count: usize, room: usize) -> S::F32 {
+            // SAFETY: the caller's promise.
+            unsafe {
+                if room >= S::LANES { Self::load(simd, from) } else { Self::load_first(simd, from, count) }
+            }
+        }
+
+        /// Writes all lanes if `room` elements are enough for them, otherwise as [`store_first`](Self::store_first): the
+        /// elements from `count` on are still to be written, and some processors take longer for a part of a vector.
+        ///
+        /// # Safety
+        /// `count` elements can be written, and `room`.
+        #[inline(always)]
+        unsafe fn store_at_least<S: Simd>(simd: S, values: S::F32, to: *mut Self, count: usize, room: usize) {
+            // SAFETY: the caller's promise.
+            unsafe {
+                if room >= S::LANES {
+                    Self::store(simd, values, to);
+                } else {
+                    Self::store_first(simd, values, to, count);
+                }
+            }
+        }
     }
 }
 

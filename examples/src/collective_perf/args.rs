@@ -39,6 +39,10 @@ pub(super) struct Args {
     /// private. The default is the first of the two.
     #[arg(long, value_name = "KIND", hide_possible_values = true)]
     pub(super) buffers: Option<Buffers>,
+    /// Where private buffers begin: this many bytes after the beginning of a page. Large memory of malloc usually begins
+    /// at 16, that of PyTorch at 64.
+    #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u16).range(..4096))]
+    pub(super) offset: Option<u16>,
     /// Verify every element of one run of each size.
     #[arg(long)]
     pub(super) check: bool,
@@ -97,6 +101,14 @@ impl Args {
             return Err(format!(
                 "--algo {algo} works only with all_reduce, not with --collective {collective}"
             ));
+        }
+        if let Some(offset) = self.offset {
+            if self.buffers != Some(Buffers::Private) {
+                return Err("--offset works only with --buffers private".into());
+            }
+            if !usize::from(offset).is_multiple_of(self.dtype.size()) {
+                return Err(format!("--offset {offset} is not a multiple of the size of {}", self.dtype));
+            }
         }
         Ok(())
     }

@@ -191,6 +191,17 @@ fn measure_size(
     }
 }
 
+/// Private memory for `len` elements, which begins `offset` bytes after the beginning of a page if that is given.
+fn private_buffer<T: Value>(len: usize, offset: Option<u16>) -> Buffer {
+    const PAGE: usize = 4096;
+    let Some(offset) = offset else { return Buffer::zeroed::<T>(len) };
+    let elements = |bytes: usize| bytes / T::DTYPE.size();
+    let pages = Buffer::zeroed::<T>(elements(PAGE + usize::from(offset)) + len);
+    let to_page = pages.as_slice::<T>().as_ptr().cast::<u8>().align_offset(PAGE);
+    let (_, from_offset) = pages.split_at(elements(to_page + usize::from(offset)));
+    from_offset.split_at(len).0
+}
+
 /// Verifies and times a collective on `len` elements in host memory. The buffer is allocated once.
 fn measure_on_host<T: Value>(
     comm: &mut Communicator,
@@ -201,7 +212,7 @@ fn measure_on_host<T: Value>(
     let (collective, op) = (args.collective, args.op);
     let mut buffer = match buffers {
         Buffers::Arena => comm.allocate(T::DTYPE, len)?,
-        _ => Buffer::zeroed::<T>(len),
+        _ => private_buffer::<T>(len, args.offset),
     };
     if args.check {
         buffer = pattern::check::<T>(comm, collective, op, buffer)?;

@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::{Arc, Weak};
 
+use mgpu_kernels::copy::copy;
 use nix::sys::mman::{MmapAdvise, madvise};
 
 use super::{DType, Element, Members};
@@ -366,7 +367,7 @@ impl Buffer {
         // SAFETY: both ranges are within their buffers, which exclusively own their elements; one is borrowed
         // mutably.
         unsafe {
-            std::ptr::copy_nonoverlapping(source, self.address().wrapping_add(at * size), range.len() * size);
+            copy(source, self.address().wrapping_add(at * size), range.len() * size);
         }
     }
 

@@ -5,6 +5,8 @@
 
 use std::sync::atomic::Ordering;
 
+use mgpu_kernels::copy::copy;
+
 use super::CpuTransport;
 use crate::Result;
 use crate::clock::now;
@@ -108,7 +110,7 @@ impl CpuTransport {
             let source = buffer.address().wrapping_add(begin);
             self.send_chunk(channel, call, |chunk| {
                 // SAFETY: the range is within the buffer, and the receiver has released the chunk.
-                unsafe { std::ptr::copy_nonoverlapping(source, chunk, bytes) };
+                unsafe { copy(source, chunk, bytes) };
             })?;
             // The first two chunks need no receiver.
             if index == 2 {
@@ -148,7 +150,7 @@ impl CpuTransport {
             let source = from.address().wrapping_add(begin);
             self.send_chunk(to, call, |chunk| {
                 // SAFETY: both buffers have the same length, the range is within it, and the peer has released the chunk.
-                unsafe { std::ptr::copy_nonoverlapping(source, chunk, bytes) };
+                unsafe { copy(source, chunk, bytes) };
             })?;
             let chunk = self.receive_chunk(back, call)?;
             self.record_peer();

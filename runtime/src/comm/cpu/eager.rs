@@ -5,6 +5,7 @@
 //! synchronisation. In a broadcast of at most [`AHEAD_BYTES`](super::region::AHEAD_BYTES) the root waits for nobody, within
 //! limits: see [`lines`](super::lines).
 
+use mgpu_kernels::copy::copy;
 use mgpu_kernels::reduce;
 use smallvec::SmallVec;
 
@@ -37,7 +38,7 @@ impl CpuTransport {
         let slot = self.slot(self.rank, self.next_sequence(), call.path);
         // SAFETY: the caller's promise; the slot is not read before `enter` publishes the arrival, and its readers of
         // the operation before last have finished (see `lines`).
-        unsafe { std::ptr::copy_nonoverlapping(source, slot, bytes) };
+        unsafe { copy(source, slot, bytes) };
         let is_inline = call.path == Path::Inline;
         self.enter_fetching(
             call,
@@ -122,7 +123,7 @@ impl CpuTransport {
             let (at, bytes) = at(peer);
             // SAFETY: the peer has filled its slot with its part and does not write it until the operation after
             // next.
-            unsafe { std::ptr::copy_nonoverlapping(slots[peer as usize], at, bytes) };
+            unsafe { copy(slots[peer as usize], at, bytes) };
             self.count(bytes, 1);
         }
         Ok(())
@@ -143,7 +144,7 @@ impl CpuTransport {
             let at = buffer.address().wrapping_add(receive.start * element);
             // SAFETY: the peer has filled its slot with its buffer, which is as long as ours and so contains our
             // shard, and does not write it until the operation after next.
-            unsafe { std::ptr::copy_nonoverlapping(source, at, receive.len() * element) };
+            unsafe { copy(source, at, receive.len() * element) };
             self.count(receive.len() * element, 1);
         }
         Ok(())
@@ -165,12 +166,12 @@ impl CpuTransport {
             }
             // SAFETY: the payload fits (the path was chosen so). It is not read before the arrival, and its readers of the
             // operation that used it before have finished (see `lines`).
-            unsafe { std::ptr::copy_nonoverlapping(buffer.address(), slot, buffer.bytes()) };
+            unsafe { copy(buffer.address(), slot, buffer.bytes()) };
         }
         self.enter_after(root, to_fetch, call)?;
         if self.rank != root {
             // SAFETY: the root has filled its slot and does not write it until this rank has arrived at a later operation.
-            unsafe { std::ptr::copy_nonoverlapping(slot.cast_const(), buffer.address(), buffer.bytes()) };
+            unsafe { copy(slot.cast_const(), buffer.address(), buffer.bytes()) };
             self.count(buffer.bytes(), 1);
         }
         Ok(())

@@ -10,6 +10,7 @@
 //!
 //! Both ends of a link derive the order of its chunks from the same schedule, which is a pure function.
 
+use mgpu_kernels::copy::copy;
 use mgpu_kernels::reduce;
 
 use super::CpuTransport;
@@ -84,13 +85,13 @@ impl CpuTransport {
         self.count(bytes, 1);
         if self.rank < last {
             // SAFETY: both chunks hold `len` accumulators, and we have exclusive access to them for now.
-            self.send_chunk(right, call, |out| unsafe { std::ptr::copy_nonoverlapping(acc, out, bytes) })?;
+            self.send_chunk(right, call, |out| unsafe { copy(acc, out, bytes) })?;
         } else {
             // SAFETY: we have exclusive access to the chunk for now; the result goes to our own buffer.
             unsafe { reduce::finish(dtype, op, ranks, acc, own, len) };
             let bytes = len * dtype.size();
             // SAFETY: the block lies within our buffer and fits a chunk.
-            self.send_chunk(right, call, |out| unsafe { std::ptr::copy_nonoverlapping(own, out, bytes) })?;
+            self.send_chunk(right, call, |out| unsafe { copy(own, out, bytes) })?;
         }
         self.release_chunk(left);
         Ok(())
@@ -101,12 +102,12 @@ impl CpuTransport {
         let (left, right) = self.neighbours();
         let result = self.receive_chunk(left, call)?;
         // SAFETY: the chunk holds the block's result until its release; the block lies within our buffer.
-        unsafe { std::ptr::copy_nonoverlapping(result, own, bytes) };
+        unsafe { copy(result, own, bytes) };
         self.count(bytes, 1);
         self.release_chunk(left);
         if self.rank + 2 < self.size {
             // SAFETY: the block lies within our buffer and fits a chunk.
-            self.send_chunk(right, call, |out| unsafe { std::ptr::copy_nonoverlapping(own, out, bytes) })?;
+            self.send_chunk(right, call, |out| unsafe { copy(own, out, bytes) })?;
         }
         Ok(())
     }

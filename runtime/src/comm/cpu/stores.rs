@@ -19,6 +19,8 @@
 
 use std::sync::LazyLock;
 
+use mgpu_kernels::copy::copy;
+
 /// How memory is written.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) enum Stores {
@@ -49,7 +51,7 @@ impl Stores {
         // SAFETY: the caller's promise.
         unsafe {
             match self {
-                Stores::Cached => std::ptr::copy_nonoverlapping(source, to, bytes),
+                Stores::Cached => copy(source, to, bytes),
                 Stores::Uncached => copy_uncached(source, to, bytes),
             }
         }

@@ -11,6 +11,7 @@
 
 use std::ops::Range;
 
+use mgpu_kernels::copy::copy;
 use mgpu_kernels::reduce::{Output, accumulator_size, reduce_from};
 use smallvec::SmallVec;
 
@@ -244,7 +245,7 @@ impl Chain<'_> {
         let own = places[buffers.own];
         for place in places.iter().filter(|place| block.result.is_some() && **place != own) {
             // SAFETY: as in `reduce`; buffers of different ranks do not overlap.
-            unsafe { std::ptr::copy_nonoverlapping(own.cast_const(), *place, bytes) };
+            unsafe { copy(own.cast_const(), *place, bytes) };
         }
         if let Some((previous, _)) = block.previous {
             // SAFETY: the result is not written again before the operation is over.
@@ -361,12 +362,12 @@ impl HostsTransport {
         let mut origin = 0;
         for (part, blocks) in buffer.as_bytes_mut().chunks_mut(STAGE_BYTES).zip(chunks) {
             // SAFETY: the stage has room for a chunk, and the other ranks access it between the two barriers only.
-            unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), own, part.len()) };
+            unsafe { copy(part.as_ptr(), own, part.len()) };
             self.house_barrier(call)?;
             self.run_chain(chain, blocks, (&stages, origin), call)?;
             self.house_barrier(call)?;
             // SAFETY: as above; all blocks of the chunk are complete.
-            unsafe { std::ptr::copy_nonoverlapping(own, part.as_mut_ptr(), part.len()) };
+            unsafe { copy(own, part.as_mut_ptr(), part.len()) };
             origin += part.len() / chain.dtype.size();
         }
         Ok(())

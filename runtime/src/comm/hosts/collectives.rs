@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use mgpu_kernels::copy::copy;
+
 use super::HostsTransport;
 use super::moves::{Moves, Relayed, carve};
 use super::transfer::Transfer;
@@ -128,19 +130,19 @@ impl HostsTransport {
             // SAFETY: parts of different ranks are disjoint, and only this rank writes to those that it receives.
             transfer.receive(*from, unsafe { std::slice::from_raw_parts_mut(begin, bytes) });
         }
-        let copy = |range: &Range<usize>| {
+        let copy_to_others = |range: &Range<usize>| {
             let (begin, bytes) = part(range);
             for buffer in buffers.iter().filter(|buffer| **buffer != own) {
                 let target = buffer.wrapping_add(range.start * element);
                 // SAFETY: all ranks of the run have arrived with buffers of this length; only this rank writes to this part
                 // of them before the operation is over; buffers of different ranks do not overlap.
-                unsafe { std::ptr::copy_nonoverlapping(begin.cast_const(), target, bytes) };
+                unsafe { copy(begin.cast_const(), target, bytes) };
             }
         };
         self.advance(call, &mut transfer)?;
-        copies.iter().for_each(copy);
+        copies.iter().for_each(copy_to_others);
         self.wait(Awaited::Transfer, call, &mut transfer)?;
-        moves.receive.iter().for_each(|(_, range)| copy(range));
+        moves.receive.iter().for_each(|(_, range)| copy_to_others(range));
         self.house_barrier(call)
     }
 

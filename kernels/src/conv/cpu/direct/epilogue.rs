@@ -7,6 +7,7 @@ use crate::conv::cpu::Epilogue;
 use crate::gemm::tile::PANEL;
 use crate::pool::Rounding;
 use crate::simd::{MAX_LANES, Simd};
+use crate::storage::lanes::Lanes;
 
 /// One or two rows of a convolution's outputs.
 #[derive(Debug, Clone, Copy)]
@@ -44,12 +45,11 @@ pub(super) fn pool<S: Simd, E: Storage>(
         for channel in (0..channels).step_by(S::LANES) {
             let count = S::LANES.min(channels - channel);
             let (from, to) = (2 * result * pixel + channel, result * channels + channel);
-            let whole = channel + S::LANES <= pixel;
             // SAFETY: the window's pixels lie within the rows by the assertions and conditions; stores end within `y`
             // and `chosen`.
             unsafe {
                 let window = values.as_ptr().add(from);
-                let load = |from| if whole { simd.load(from) } else { simd.load_first(from, count) };
+                let load = |from| f32::load_at_least(simd, from, count, pixel - channel);
                 let (mut best, mut place) = (load(window), places[0]);
                 let others = [(second, pixel), (two, line), (second && two, line + pixel)];
                 for (at, (exists, offset)) in others.into_iter().enumerate() {
@@ -62,11 +62,7 @@ pub(super) fn pool<S: Simd, E: Storage>(
                 }
                 let best = simd.select(simd.greater(best, zero), best, simd.mul(best, slope));
                 // What is written beyond the channels is overwritten by the next pixel's.
-                if to + S::LANES <= y.len() {
-                    E::store(simd, best, y.as_mut_ptr().add(to));
-                } else {
-                    E::store_first(simd, best, y.as_mut_ptr().add(to), count);
-                }
+                E::store_at_least(simd, best, y.as_mut_ptr().add(to), count, y.len() - to);
                 if to + S::LANES <= chosen.len() {
                     simd.store_bytes(place, chosen.as_mut_ptr().add(to));
                 } else {

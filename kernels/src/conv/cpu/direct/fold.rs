@@ -11,6 +11,7 @@ use super::lines;
 use crate::conv::ConvShape;
 use crate::gemm::tile::{Left, Lines, PANEL, Product, Right, Start};
 use crate::simd::{MAX_LANES, Simd};
+use crate::storage::lanes::Lanes;
 
 /// Whether this computes the input gradient of `shape` faster.
 pub(super) fn is_faster(shape: &ConvShape) -> bool {
@@ -102,16 +103,11 @@ pub(super) fn input_gradient<S: Simd>(
                 for v in first..end {
                     let run = (i * runs + place - v) * stride + v * channels + channel;
                     let from = products.as_ptr().add(run);
-                    let whole = run + S::LANES <= products.len();
-                    sum = simd.add(sum, if whole { simd.load(from) } else { simd.load_first(from, count) });
+                    sum = simd.add(sum, f32::load_at_least(simd, from, count, products.len() - run));
                 }
                 // What is written beyond the channels is overwritten by the next pixel's.
                 let to = (i * width + column) * channels + channel;
-                if to + S::LANES <= dx.len() {
-                    simd.store(sum, dx.as_mut_ptr().add(to));
-                } else {
-                    simd.store_first(sum, dx.as_mut_ptr().add(to), count);
-                }
+                f32::store_at_least(simd, sum, dx.as_mut_ptr().add(to), count, dx.len() - to);
             }
         }
     }

@@ -199,7 +199,6 @@ impl<E: Storage> Task for Forward<'_, E> {
         let [image, outputs, planes] = needed.map(|len| cut(&mut memory, len));
         if padded.above > 0 || by_pixels {
             image.fill(0.0);
-            planes.fill(0.0);
         }
         let (rows, columns) = epilogue.result(&shape);
         let result = columns * filters;
