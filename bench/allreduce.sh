@@ -8,7 +8,7 @@
 # of the MPIs, begin so many bytes after the beginning of a page. --before: also the mgpurun and collective_perf of an earlier
 # state, in this folder.
 #
-# Contenders alternate: in every round each runs once, in rotating order, so that background load does not hit one
+# Contenders alternate: in every round each runs once, in random order, so that background load does not hit one
 # alone; figures are medians of the rounds. Peers are searched in the folder $MGPU_PEERS (default: target/peers) and
 # skipped if they are not there; bench/README.md says how to install them. Writes
 # bench/results/allreduce-<date>-<machine>.json and .svg, and prints a table of ratios. Run it on a quiet machine,
@@ -141,8 +141,8 @@ contend() { # NAME COLLECTIVE RANKS
 for ((round = 0; round < rounds; round++)); do
     for collective in $collectives; do
         for ranks in $ranks_list; do
-            for ((turn = 0; turn < ${#contenders[@]}; turn++)); do
-                name=${contenders[(round + turn) % ${#contenders[@]}]}
+            # Shuffled: after the same predecessor a virtual machine may be in the same state each time.
+            for name in $(shuf --echo -- "${contenders[@]}"); do
                 note "round $((round + 1)) of $rounds: $collective on $ranks ranks: $name"
                 status=0
                 contend "$name" "$collective" "$ranks" < /dev/null > "$scratch/out" 2> "$scratch/err" || status=$?
