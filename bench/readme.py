@@ -207,15 +207,24 @@ def train_cpu_misses():
     return "".join(f"- {line}\n" for line in summarise_train.misses(result(CPU))) or "None.\n"
 
 
+def times_of(program, times):
+    """The cells of one program, from the times of all programs at each size."""
+    return [short(time[program]) for time in times]
+
+
+def best_other(times):
+    """The cells of the fastest of the others."""
+    return [short(min(us for name, us in time.items() if name not in ("mgpu", "before"))) for time in times]
+
+
 def allreduce():
     sizes = {"4 B": 4, "1 KiB": 1 << 10, "16 KiB": 1 << 14, "256 KiB": 1 << 18, "4 MiB": 1 << 22, "64 MiB": 1 << 26}
     lines = [["program", *sizes]]
     for ranks in (2, 4):
         measured = pick(result(ALLREDUCE)["figures"], collective="all_reduce", ranks=ranks)["sizes"]
         times = [pick(measured, bytes=size)["us"] for size in sizes.values()]
-        lines.append([f"mgpurun, {ranks} ranks", *[short(time["mgpu"]) for time in times]])
-        best = [min(us for name, us in time.items() if name != "mgpu") for time in times]
-        lines.append([f"best of Intel MPI, MPICH, Open MPI, gloo, {ranks} ranks", *map(short, best)])
+        lines.append([f"mgpurun, {ranks} ranks", *times_of("mgpu", times)])
+        lines.append([f"best of Intel MPI, MPICH, Open MPI, gloo, {ranks} ranks", *best_other(times)])
     return rows(*lines)
 
 
@@ -224,10 +233,9 @@ def allreduce_private():
     lines = [["program", *sizes]]
     measured = pick(result(ALLREDUCE_PRIVATE)["figures"], collective="all_reduce", ranks=2)["sizes"]
     times = [pick(measured, bytes=size)["us"] for size in sizes.values()]
-    best = [min(us for name, us in time.items() if name not in ("mgpu", "before")) for time in times]
-    lines.append(["mgpurun, one cache", *[short(time["mgpu"]) for time in times]])
-    lines.append(["mgpurun before, one cache", *[short(time["before"]) for time in times]])
-    lines.append(["best of Intel MPI, MPICH, Open MPI, gloo, one cache", *map(short, best)])
+    lines.append(["mgpurun, one cache", *times_of("mgpu", times)])
+    lines.append(["mgpurun before, one cache", *times_of("before", times)])
+    lines.append(["best of Intel MPI, MPICH, Open MPI, gloo, one cache", *best_other(times)])
     return rows(*lines)
 
 
@@ -239,10 +247,9 @@ def collectives_offset():
         ranges = [pick(measured, bytes=size)["us_range"] for size in sizes.values()]
         # The fastest round: the cores share a cache at some times only.
         times = [{name: fastest for name, (fastest, _) in each.items()} for each in ranges]
-        best = [min(us for name, us in time.items() if name not in ("mgpu", "before")) for time in times]
-        lines.append([collective.replace("_", "-"), "mgpurun", *[short(time["mgpu"]) for time in times]])
-        lines.append(["", "mgpurun before", *[short(time["before"]) for time in times]])
-        lines.append(["", "best of Intel MPI, MPICH, Open MPI", *map(short, best)])
+        lines.append([collective.replace("_", "-"), "mgpurun", *times_of("mgpu", times)])
+        lines.append(["", "mgpurun before", *times_of("before", times)])
+        lines.append(["", "best of Intel MPI, MPICH, Open MPI", *best_other(times)])
     return rows(*lines)
 
 
