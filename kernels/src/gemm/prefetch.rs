@@ -17,7 +17,8 @@ impl Prefetch {
     /// Prefetches nothing.
     pub(crate) const NONE: Prefetch = Prefetch { start: std::ptr::null(), row: 0, rows: 0, run: 0 };
 
-    /// The share of tile `tile` of `tiles`: some rows, or a part of one if there are more tiles than rows.
+    /// The share of tile `tile` of `tiles`: some rows, or a part of one if there are more tiles than rows; nothing for later
+    /// tiles.
     pub(crate) fn of_tile(&self, tile: usize, tiles: usize) -> Prefetch {
         let tiles_of_row = tiles.checked_div(self.rows).unwrap_or(0);
         if tiles_of_row > 1 {
@@ -28,9 +29,10 @@ impl Prefetch {
             let rows = usize::from(row < self.rows);
             return Prefetch { start, row: 0, rows, run: len.min(self.run - first) };
         }
-        let first = self.rows * tile / tiles;
+        let from_tile = |tile: usize| self.rows * tile.min(tiles) / tiles;
+        let first = from_tile(tile);
         let start = self.start.wrapping_add(first * self.row);
-        Prefetch { start, rows: self.rows * (tile + 1) / tiles - first, ..*self }
+        Prefetch { start, rows: from_tile(tile + 1) - first, ..*self }
     }
 
     /// The lines of memory, one after the other.
@@ -48,11 +50,11 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Also with more tiles than rows, of which the last may be left without a share.
+        /// Also with more tiles than rows, of which the last may be left without a share. Tiles after the last have none.
         #[test]
         fn tiles_share_all_lines(rows in 0usize..9, run in 1usize..200, tiles in 1usize..30) {
             let all = Prefetch { start: std::ptr::null::<f32>().wrapping_add(1024), row: 500, rows, run };
-            let mut shared: Vec<_> = (0..tiles).flat_map(|tile| all.of_tile(tile, tiles).lines()).collect();
+            let mut shared: Vec<_> = (0..tiles + 3).flat_map(|tile| all.of_tile(tile, tiles).lines()).collect();
             shared.sort();
             shared.dedup();
             prop_assert_eq!(shared, all.lines().collect::<Vec<_>>());

@@ -3,9 +3,11 @@
 //! Dense layers, all three passes of a direct convolution and the products between the transforms of a Winograd
 //! convolution are sums `c[r,j] = Σ_s Σ_k a[r,k,s] · b[k,j,s]` that differ only in the layout of the operands. `a` is
 //! read one element at a time, each broadcast to all lanes, so its three strides are free. `b` is read one vector at
-//! a time, so its columns are contiguous. A tile is [`Simd::ROWS`] rows by two vectors: with AVX-512 28 of the 32
+//! a time, so its columns are contiguous. With AVX-512 a tile is [`Simd::ROWS`] rows by two vectors: 28 of the 32
 //! registers hold sums, and each multiply-add costs 4/7 of a load. Products of a few rows use four vectors, so that
-//! there are enough sums to keep the multipliers busy; the last columns use one vector, if that is enough.
+//! there are enough sums to keep the multipliers busy. With AVX2 tiles of four vectors have as many sums as tiles of two,
+//! 12 of 16 registers, and cost 7/12 of a load instead of 8/12, so they are used for all rows. The last columns use two
+//! vectors or one, if that is enough.
 //!
 //! The sum of an element runs over segments and depth in order, in spans of [`SPAN`] terms, and the spans' sums are
 //! added in order: a running sum of n terms loses as much as √(n/2) roundings, one of spans of s terms √((s + n/s)/2)
@@ -134,18 +136,21 @@ impl Product<'_> {
             assert!(right.values.len() > end, "a product's right operand");
             assert!(panel == 0 || right.panel >= PANEL, "panels of a product's right operand");
         }
-        let four = rows <= S::WIDE_ROWS && 2 * S::LANES == PANEL;
-        // Divides the rows into tiles of about equal height.
-        let tiles = rows.div_ceil(S::ROWS);
-        let all = tiles * columns.div_ceil(2 * S::LANES);
+        // Few rows, or as many sums in a tile as with two vectors.
+        let wide = S::WIDE_ROWS > 0 && (rows <= S::WIDE_ROWS || 2 * S::WIDE_ROWS >= S::ROWS);
+        // Vectors and rows of most tiles, which share the prefetching.
+        let (vectors, height) = if wide { (4, S::WIDE_ROWS) } else { (2, S::ROWS) };
+        let all = rows.div_ceil(height) * columns.div_ceil(vectors * S::LANES);
         let (mut column, mut done) = (0, 0);
         while column < columns {
-            let vectors = match columns - column {
-                rest if rest <= S::LANES => 1,
-                rest if four && rest >= 4 * S::LANES => 4,
-                _ => 2,
+            let (vectors, height) = match columns - column {
+                rest if rest <= S::LANES => (1, S::ROWS),
+                rest if wide && rest >= 4 * S::LANES => (4, S::WIDE_ROWS),
+                _ => (2, S::ROWS),
             };
             let width = (vectors * S::LANES).min(columns - column);
+            // Divides the rows into tiles of about equal height.
+            let tiles = rows.div_ceil(height);
             for line in 0..lines.count {
                 for tile in 0..tiles {
                     let first = rows * tile / tiles;
@@ -392,23 +397,46 @@ unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
                     a[I] = detached(a[I].wrapping_add(3 * I * left.row));
                 }
             });
-            // Vectors 0 and 1 are in one panel, 2 and 3 in the next.
+            // Four vectors are in one panel or in two.
             let mut b = [origin.b.wrapping_add(segment * right.segment); 2];
             b[1] = b[1].wrapping_add(right.panel);
             macro_rules! step {
                 ($from:ident, $count:ident => $load:expr) => {
-                    let mut columns = [zero; VECTORS];
-                    unroll!(VECTORS, {
-                        let ($from, $count) = (b[I / 2 % 2].wrapping_add(I % 2 * S::LANES), counts[I]);
-                        columns[I] = $load;
-                    });
-                    unroll!(ROWS, {
-                        const ROW: usize = I;
-                        let value = simd.splat(*a[I / 3].wrapping_add(I % 3 * left.row));
+                    macro_rules! column {
+                        ($index:expr) => {{
+                            let at = $index * S::LANES;
+                            let ($from, $count) =
+                                (b[at / PANEL % 2].wrapping_add(at % PANEL), counts[$index]);
+                            $load
+                        }};
+                    }
+                    macro_rules! value {
+                        ($index:expr) => {
+                            simd.splat(*a[$index / 3].wrapping_add($index % 3 * left.row))
+                        };
+                    }
+                    // The shorter side stays in registers, so that the other takes one.
+                    if VECTORS > ROWS {
+                        let mut values = [zero; ROWS];
+                        unroll!(ROWS, { values[I] = value!(I) });
                         unroll!(VECTORS, {
-                            sums[ROW][I] = simd.mul_add(value, columns[I], sums[ROW][I]);
+                            const VECTOR: usize = I;
+                            let column = column!(I);
+                            unroll!(ROWS, {
+                                sums[I][VECTOR] = simd.mul_add(values[I], column, sums[I][VECTOR]);
+                            });
                         });
-                    });
+                    } else {
+                        let mut columns = [zero; VECTORS];
+                        unroll!(VECTORS, { columns[I] = column!(I) });
+                        unroll!(ROWS, {
+                            const ROW: usize = I;
+                            let value = value!(I);
+                            unroll!(VECTORS, {
+                                sums[ROW][I] = simd.mul_add(value, columns[I], sums[ROW][I]);
+                            });
+                        });
+                    }
                     unroll!(5, {
                         if 3 * I < ROWS {
                             a[I] = detached(a[I].wrapping_add(left.depth));
@@ -453,7 +481,13 @@ unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
                         asked = 0;
                     }
                 }
-                for _ in 0..span {
+                for _ in 0..span / S::TERMS {
+                    step!(from, _count => simd.load(from));
+                    if const { S::TERMS == 2 } {
+                        step!(from, _count => simd.load(from));
+                    }
+                }
+                if span % S::TERMS == 1 {
                     step!(from, _count => simd.load(from));
                 }
             }

@@ -61,6 +61,7 @@ impl Simd for Avx512 {
     const LANES: usize = 16;
     const ROWS: usize = 14;
     const WIDE_ROWS: usize = 6;
+    const TERMS: usize = 1;
 
     #[inline(always)]
     fn call<T: Task>(self, task: T) -> T::Output {

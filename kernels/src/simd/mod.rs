@@ -62,6 +62,8 @@ pub trait Simd: Copy + Send + Sync {
     const ROWS: usize;
     /// Rows of a tile with four vectors; 0 if such tiles are not worthwhile.
     const WIDE_ROWS: usize;
+    /// Terms of a product's sums in one turn of its loop, 1 or 2.
+    const TERMS: usize;
 
     /// Runs `task` in a function of its own, with the same instructions. A register tile is compiled once that way;
     /// when it is inlined, constants of the caller may take a register that it needs.

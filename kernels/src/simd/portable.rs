@@ -27,6 +27,7 @@ impl Simd for Portable {
     const LANES: usize = LANES;
     const ROWS: usize = 6;
     const WIDE_ROWS: usize = 0;
+    const TERMS: usize = 1;
 
     #[inline(always)]
     fn call<T: Task>(self, task: T) -> T::Output {
