@@ -60,7 +60,7 @@ pub trait Simd: Copy + Send + Sync {
     const LANES: usize;
     /// Rows of the register tile of a matrix product, with two vectors each: as many as fit the register file.
     const ROWS: usize;
-    /// Rows of a tile with four vectors; 0 if such tiles are not worthwhile.
+    /// Rows of a tile with four vectors, for products of few rows; for all products if such a tile has as many sums. 0 for none.
     const WIDE_ROWS: usize;
     /// Terms of a product's sums in one turn of its loop, 1 or 2.
     const TERMS: usize;
