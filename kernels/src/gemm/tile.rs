@@ -239,7 +239,8 @@ impl Task for AtCorner<'_> {
     }
 }
 
-/// The number of register tiles of about equal height into which `rows` rows are divided.
+/// The number of parts of about equal height into which `rows` rows are divided: each of one register tile's rows, or of
+/// two if tiles have four vectors.
 pub(crate) fn tiles(rows: usize) -> usize {
     struct Tiles(usize);
     impl Task for Tiles {
