@@ -6,9 +6,12 @@
 
 mod replaced;
 
+use std::fmt;
 use std::num::NonZeroUsize;
+use std::ops::Index;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl};
@@ -150,6 +153,55 @@ impl SharedMemory {
     }
 }
 
+/// A row of `T`s in shared memory. Its place is checked once, and not at every access as that of a [view](SharedMemory::view):
+/// small collectives are that sensitive.
+pub struct SharedArray<T> {
+    /// Keeps the elements mapped.
+    _memory: Arc<SharedMemory>,
+    first: NonNull<T>,
+    len: usize,
+}
+
+// SAFETY: as for `SharedMemory`, and all access to a `Shared` type is atomic.
+unsafe impl<T: Shared> Send for SharedArray<T> {}
+// SAFETY: as above.
+unsafe impl<T: Shared> Sync for SharedArray<T> {}
+
+impl<T: Shared> SharedArray<T> {
+    /// The `len` elements that begin at byte `offset`.
+    ///
+    /// # Panics
+    /// If they do not fit or are misaligned.
+    pub fn new(memory: &Arc<SharedMemory>, offset: usize, len: usize) -> Self {
+        let end = len.checked_mul(size_of::<T>()).and_then(|bytes| bytes.checked_add(offset));
+        assert!(end.is_some_and(|end| end <= memory.len), "an array past the end of shared memory");
+        let first = memory.at(offset).cast::<T>();
+        assert!(first.is_aligned(), "a misaligned array in shared memory");
+        let first = NonNull::new(first).expect("the kernel maps nothing at address 0");
+        SharedArray { _memory: Arc::clone(memory), first, len }
+    }
+}
+
+impl<T> fmt::Debug for SharedArray<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} elements at {:?}", self.len, self.first)
+    }
+}
+
+impl<T: Shared> Index<u32> for SharedArray<T> {
+    type Output = T;
+
+    /// # Panics
+    /// If there is no such element.
+    #[inline]
+    fn index(&self, index: u32) -> &T {
+        assert!((index as usize) < self.len, "element {index} of {}", self.len);
+        // SAFETY: in bounds by the assertions here and in `new`, aligned, mapped as long as `self` lives, and `Shared`
+        // guarantees that any bytes are a valid value and that all access is atomic.
+        unsafe { self.first.add(index as usize).as_ref() }
+    }
+}
+
 impl Drop for SharedMemory {
     fn drop(&mut self) {
         // SAFETY: the range is the one mapped at construction and no reference into it outlives `self`.
@@ -246,6 +298,20 @@ mod tests {
         assert!(error.to_string().contains("not sealed"), "{error}");
         let file = std::fs::File::open("/proc/self/status").unwrap();
         assert!(SharedMemory::open("arena", file.as_fd(), 4096).is_err());
+    }
+
+    #[test]
+    fn an_array_has_its_elements_one_behind_the_other() {
+        let (memory, _fd) = SharedMemory::create("test", 4096).unwrap();
+        let memory = Arc::new(memory);
+        let array = SharedArray::<AtomicU32>::new(&memory, 4080, 4);
+        array[3].store(7, Ordering::Relaxed);
+        assert_eq!(memory.view::<AtomicU32>(4092).load(Ordering::Relaxed), 7);
+        let panics =
+            |access: &dyn Fn()| std::panic::catch_unwind(std::panic::AssertUnwindSafe(access)).is_err();
+        assert!(panics(&|| array[4].store(1, Ordering::Relaxed)), "an element past the end");
+        assert!(panics(&|| drop(SharedArray::<AtomicU32>::new(&memory, 4080, 5))), "an array past the end");
+        assert!(panics(&|| drop(SharedArray::<AtomicU32>::new(&memory, 2, 1))), "a misaligned array");
     }
 
     #[test]

@@ -38,6 +38,8 @@ pub(crate) struct Arena {
     members: Members,
     /// Where each rank's part begins, by world rank; `None` for a rank without one, or on another host.
     parts: Vec<Option<usize>>,
+    /// Address of this rank's part.
+    own: *mut u8,
 }
 
 impl Arena {
@@ -55,7 +57,9 @@ impl Arena {
         for (rank, part) in parts {
             by_world_rank[rank as usize] = Some(part);
         }
-        Arena { memory, id, owner, members: members.clone(), parts: by_world_rank }
+        let own = by_world_rank[members.world_rank(members.rank()) as usize];
+        let own = memory.at(own.expect("this rank has a part of the arena"));
+        Arena { memory, id, owner, members: members.clone(), parts: by_world_rank, own }
     }
 
     /// World rank of this rank.
@@ -127,10 +131,11 @@ enum Allocation {
 }
 
 impl Allocation {
+    #[inline]
     fn base(&self) -> *mut u8 {
         match self {
             Allocation::Private { base, .. } | Allocation::Foreign { base } => base.as_ptr(),
-            Allocation::Arena(arena) => arena.address(arena.rank(), 0),
+            Allocation::Arena(arena) => arena.own,
         }
     }
 }

@@ -86,17 +86,6 @@ pub(crate) struct Request<'a> {
     pub(crate) pending: Option<Pending>,
 }
 
-impl Request<'_> {
-    /// The caller's handle, after a transport has executed the request.
-    #[inline]
-    pub(crate) fn done(self) -> Pending {
-        match self.pending {
-            None => Pending::complete(self.buffer),
-            Some(pending) => pending,
-        }
-    }
-}
-
 impl Call<'_> {
     /// The operation, as recorded on the progress page.
     #[inline(always)]

@@ -113,7 +113,10 @@ impl Communicator {
         let mut request = Request { call, buffer, tag, number, pending: None };
         if self.delegates {
             self.transport.submit(&mut request)?;
-            return Ok(request.done());
+            return Ok(match request.pending {
+                None => Pending::complete(request.buffer),
+                Some(pending) => pending,
+            });
         }
         if is_collective {
             self.number = number;
@@ -131,9 +134,14 @@ impl Communicator {
                 })
             }
         };
-        // An error poisons the communicator.
-        self.rules.end(begun, result, &*self.transport)?;
-        Ok(request.done())
+        // An error poisons the communicator. (Not by `end`: it would move the result, which is large.)
+        if let Err(error) = result {
+            return Err(self.rules.fail(error, &*self.transport));
+        }
+        self.rules.complete(begun);
+        // Only a transport to which calls are delegated leaves an operation in flight.
+        debug_assert!(request.pending.is_none());
+        Ok(Pending::complete(request.buffer))
     }
 
     #[inline(always)]

@@ -10,9 +10,10 @@ use crate::{Error, Result};
 /// An operation in flight, which holds its buffer.
 #[must_use = "the buffer comes back from `wait`"]
 #[derive(Debug)]
+#[repr(C)]
 pub struct Pending {
-    /// The buffer of a completed operation. It is a separate field that is moved as it is: small operations are that
-    /// sensitive.
+    /// The buffer of a completed operation. It is a separate field that is moved as it is, and the first one, so that whoever
+    /// moves the struct loads what was stored by the same instructions: small operations are that sensitive.
     buffer: Buffer,
     in_flight: Option<Box<InFlight>>,
 }
@@ -26,7 +27,7 @@ struct InFlight {
 
 impl Pending {
     /// An operation that has already completed.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn complete(buffer: Buffer) -> Self {
         Pending { buffer, in_flight: None }
     }

@@ -65,10 +65,12 @@ impl Begun {
 }
 
 impl ProgressEntry {
-    /// The name of its range in a profiler: the operation, and the bucket if it has one.
-    fn range_name(&self) -> String {
+    /// Its range in a profiler, named by the operation, and the bucket if it has one.
+    #[cold]
+    fn range(&self, profiler: &'static nvtx::Profiler) -> nvtx::Range {
         let name = self.operation.name();
-        self.tag.map_or_else(|| name.to_owned(), |tag| format!("{name}, bucket {tag}"))
+        let name = self.tag.map_or_else(|| name.to_owned(), |tag| format!("{name}, bucket {tag}"));
+        profiler.range(name, Some(self.bytes as u64))
     }
 }
 
@@ -135,20 +137,27 @@ impl Rules {
 
     /// Begins an operation with valid arguments: injects a planned fault, and updates the progress page.
     ///
+    /// Inlined, but not the functions that it calls, whose results fit registers: a small operation notices it if the whole
+    /// result passes through memory.
+    ///
     /// # Errors
     /// If this process is a forked child, or an earlier error has poisoned the communicator.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn begin(&self, entry: ProgressEntry) -> Result<Begun> {
         self.check_usable()?;
-        let range = self.profiler.map_or(nvtx::Range::NONE, |profiler| {
-            profiler.range(entry.range_name(), Some(entry.bytes as u64))
-        });
-        let Some(membership) = &self.membership else { return Ok(Begun { record: None, _range: range }) };
+        let range = self.profiler.map_or(nvtx::Range::NONE, |profiler| entry.range(profiler));
+        Ok(Begun { record: self.start(entry), _range: range })
+    }
+
+    /// Injects a planned fault before the first operation, and updates the progress page.
+    #[inline(never)]
+    fn start(&self, entry: ProgressEntry) -> Option<OpenRecord> {
+        let membership = self.membership.as_ref()?;
         if !self.begun.load(Ordering::Relaxed) && !self.begun.swap(true, Ordering::Relaxed) {
             membership.inject_faults(InjectionPoint::Collective);
         }
         self.note(entry);
-        Ok(Begun { record: self.record(entry), _range: range })
+        self.record(entry)
     }
 
     /// Begins a record of the flight recorder.
@@ -193,14 +202,20 @@ impl Rules {
     ) -> Result<R> {
         match result {
             Ok(value) => {
-                match (&self.membership, begun.record) {
-                    (Some(membership), Some(record)) => membership.page().leave_collective(self.rank, record),
-                    _ => self.leave(),
-                }
+                self.complete(begun);
                 Ok(value)
             }
             // Its record stays that of a running one: it shows in which operation the rank has failed.
             Err(error) => Err(self.fail(error, transport)),
+        }
+    }
+
+    /// Ends the operation that has [begun](Self::begin) and succeeded.
+    #[inline(always)]
+    pub(crate) fn complete(&self, begun: Begun) {
+        match (&self.membership, begun.record) {
+            (Some(membership), Some(record)) => membership.page().leave_collective(self.rank, record),
+            _ => self.leave(),
         }
     }
 

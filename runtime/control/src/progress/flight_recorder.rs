@@ -34,7 +34,7 @@ struct Slot {
     bytes: AtomicU64,
     /// The [`Operation`] and flags.
     operation: AtomicU64,
-    /// In nanoseconds of the monotonic clock; 0 if it is not known yet.
+    /// By the monotonic clock, in nanoseconds if it is exact and otherwise in milliseconds; 0 if it is not known yet.
     begin: AtomicU64,
     /// As above; 0 while the collective runs.
     end: AtomicU64,
@@ -150,10 +150,11 @@ impl Slot {
     #[inline]
     fn write(&self, number: u64, new: &NewCollective) {
         let is_exact = new.bytes >= EXACT_FROM;
-        let mut operation = new.operation as u64;
-        for (flag, is_set) in [(HAS_TAG, new.tag.is_some()), (ON_DEVICE, new.on_device), (EXACT, is_exact)] {
-            operation |= if is_set { flag } else { 0 };
-        }
+        let flag = |flag: u64, is_set: bool| flag * u64::from(is_set);
+        let operation = new.operation as u64
+            | flag(HAS_TAG, new.tag.is_some())
+            | flag(ON_DEVICE, new.on_device)
+            | flag(EXACT, is_exact);
         self.stamp.store(0, Ordering::Relaxed);
         // A reader that sees any of the following stores sees the 0, too.
         fence(Ordering::Release);
@@ -187,7 +188,11 @@ impl Slot {
         if self.stamp.load(Ordering::Relaxed) != number {
             return None;
         }
-        let time = |nanoseconds| (nanoseconds != 0).then(|| Duration::from_nanos(nanoseconds));
+        let is_exact = operation & EXACT != 0;
+        let time = |time| {
+            let duration = if is_exact { Duration::from_nanos(time) } else { Duration::from_millis(time) };
+            (time != 0).then_some(duration)
+        };
         Some(RecordedCollective {
             number,
             communicator: RecordedCommunicator::from_word(communicator),
@@ -198,7 +203,7 @@ impl Slot {
             on_device: operation & ON_DEVICE != 0,
             begin: time(begin).unwrap_or(began),
             end: time(end),
-            is_exact: operation & EXACT != 0,
+            is_exact,
         })
     }
 }
@@ -228,7 +233,6 @@ impl ProgressPage {
     }
 
     /// [Leaves](Self::leave) the operation of a collective, and records that the collective has ended.
-    #[inline]
     pub fn leave_collective(&self, rank: u32, open: OpenRecord) {
         // After a wait, leaving replaces the time.
         let began = self.record(rank).operation_began();
@@ -249,10 +253,9 @@ impl ProgressPage {
             return;
         }
         let changed = self.record(rank).changed.load(Ordering::Relaxed);
-        let nanoseconds = |milliseconds: u64| milliseconds.saturating_mul(1_000_000).max(1);
-        slot.begin.store(nanoseconds(began), Ordering::Relaxed);
+        slot.begin.store(began, Ordering::Relaxed);
         // Another thread of the rank may have stored an earlier time.
-        slot.end.store(nanoseconds(changed.max(began)), Ordering::Relaxed);
+        slot.end.store(changed.max(began).max(1), Ordering::Relaxed);
     }
 
     /// The last collectives of `rank`, oldest first, at most [`RECORDED`]. Those that the rank is writing at the moment
@@ -283,8 +286,7 @@ impl ProgressPage {
     /// The slot of the collective with this number.
     #[inline]
     fn slot(&self, rank: u32, number: u64) -> &Slot {
-        let ring: &Ring = self.memory.view(Self::rings(self.world_size) + rank as usize * size_of::<Ring>());
-        &ring.slots[number as usize % RECORDED]
+        &self.rings[rank].slots[number as usize % RECORDED]
     }
 }
 

@@ -13,6 +13,7 @@ mod text;
 mod view;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -27,7 +28,7 @@ pub(crate) use text::truncate as truncate_text;
 pub use view::Ending;
 pub use view::{Blame, LastOperation, Operation, Phase, Progress, RankState, now};
 
-use crate::shm::{Shared, SharedMemory, reserve};
+use crate::shm::{Shared, SharedArray, SharedMemory, reserve};
 use crate::{Error, Result};
 
 /// Name of the page's memory in `/proc/PID/fd`.
@@ -65,7 +66,7 @@ struct Header {
 }
 
 /// Distinguishes a page of this layout from other memory.
-const MAGIC: u64 = 0x6d67_7075_0000_0009;
+const MAGIC: u64 = 0x6d67_7075_0000_000a;
 
 /// The record of one rank. Its size is a multiple of the cache line, so that ranks do not share lines (false sharing).
 #[repr(C, align(128))]
@@ -151,8 +152,10 @@ impl CollectiveCounter {
 /// The progress page: a header, a record for each rank, and a ring of its last collectives for each rank.
 #[derive(Debug)]
 pub struct ProgressPage {
-    memory: SharedMemory,
+    memory: Arc<SharedMemory>,
     world_size: u32,
+    records: SharedArray<RankRecord>,
+    rings: SharedArray<Ring>,
 }
 
 /// The run that a page describes.
@@ -191,13 +194,21 @@ impl ProgressPage {
         header.world_size.store(world_size, Ordering::Relaxed);
         header.started.store(milliseconds(now()), Ordering::Relaxed);
         header.magic.store(MAGIC, Ordering::Release);
-        Ok((ProgressPage { memory, world_size }, fd))
+        Ok((Self::new(memory, world_size), fd))
+    }
+
+    /// The page in `memory`, which has the size of one.
+    fn new(memory: SharedMemory, world_size: u32) -> Self {
+        let memory = Arc::new(memory);
+        let records = SharedArray::new(&memory, size_of::<Header>(), world_size as usize);
+        let rings = SharedArray::new(&memory, Self::rings(world_size), world_size as usize);
+        ProgressPage { memory, world_size, records, rings }
     }
 
     /// Maps a page received from the server.
     pub fn open(fd: BorrowedFd<'_>, world_size: u32) -> Result<Self> {
         let memory = SharedMemory::open("the progress page", fd, Self::bytes(world_size))?;
-        Ok(ProgressPage { memory, world_size })
+        Ok(Self::new(memory, world_size))
     }
 
     /// Maps the page of a run that this process does not belong to, read-only.
@@ -215,7 +226,7 @@ impl ProgressPage {
         if header.magic.load(Ordering::Acquire) != MAGIC || memory.size() != Self::bytes(world_size) {
             return Err(other());
         }
-        Ok(ProgressPage { memory, world_size })
+        Ok(Self::new(memory, world_size))
     }
 
     fn header(&self) -> &Header {
@@ -224,8 +235,7 @@ impl ProgressPage {
 
     #[inline]
     fn record(&self, rank: u32) -> &RankRecord {
-        assert!(rank < self.world_size, "rank {rank} in a world of {}", self.world_size);
-        self.memory.view(size_of::<Header>() + rank as usize * size_of::<RankRecord>())
+        &self.records[rank]
     }
 
     /// Notes that a rank runs on another host than that of the page: its process ids mean nothing here.

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use nix::time::{ClockId, clock_gettime};
+use nix::libc;
 use serde::{Deserialize, Serialize};
 
 /// The state of a rank in the run.
@@ -193,6 +193,9 @@ pub struct Blame {
 /// every collective reads it, and the exact clock would cost too much there.
 #[inline]
 pub fn now() -> Duration {
-    // This clock exists since Linux 2.6.32.
-    clock_gettime(ClockId::CLOCK_MONOTONIC_COARSE).map_or(Duration::ZERO, Duration::from)
+    // Without the wrapper of `nix`, which copies the result as a whole: that waits until both of its halves are stored.
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: writes `time`, or leaves it as it is. This clock exists since Linux 2.6.32.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC_COARSE, &raw mut time) };
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }

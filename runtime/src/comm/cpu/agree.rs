@@ -27,19 +27,24 @@ impl CpuTransport {
     }
 
     /// Arrives at the next operation and waits until all ranks have arrived with the same call.
+    #[inline(never)]
     pub(super) fn enter(&mut self, call: &Signature) -> Result<()> {
         self.enter_fetching(call, |_, _| std::ptr::null())
     }
 
     /// As [`enter`](Self::enter), and fetches the slots of the peers meanwhile.
+    ///
+    /// Inlined, as [`arrive`](Self::arrive) is, so that the signature stays in registers: loading it from where its parts were
+    /// stored one by one delays a small operation.
+    #[inline(always)]
     pub(super) fn enter_fetching(
         &mut self,
         call: &Signature,
         slot: impl Fn(&Self, u32) -> *const u8,
     ) -> Result<()> {
         debug_assert!(self.unsettled.is_empty(), "an arrival before earlier ones were compared");
-        self.arrive(call);
-        self.await_arrivals(call, slot)?;
+        let digest = self.arrive(call);
+        self.await_arrivals(digest, call, slot)?;
         self.record_arrival();
         // Peers have finished with the next arrival line: prefetch it for writing.
         let next: *const Arrival = self.region.lines(self.rank).arrival(self.next_sequence());
@@ -47,20 +52,21 @@ impl CpuTransport {
         Ok(())
     }
 
-    /// Arrives at the next operation.
-    fn arrive(&mut self, call: &Signature) {
+    /// Arrives at the next operation. Returns the digest of the call.
+    #[inline(always)]
+    fn arrive(&mut self, call: &Signature) -> u64 {
         self.sequence = self.next_sequence();
-        self.region.lines(self.rank).arrive(self.sequence, call, self.policy);
+        let digest = self.region.lines(self.rank).arrive(self.sequence, call, self.policy);
         // After the arrival was published: reading the clock then delays no peer.
         self.membership.page().touch(self.membership.rank());
+        digest
     }
 
     /// Arrives at the next operation and waits for `root` only, which waits for nobody. The calls of the others are
     /// compared when this rank [settles](Self::settle).
     pub(super) fn enter_after(&mut self, root: u32, slot: *const u8, call: &Signature) -> Result<()> {
-        self.arrive(call);
+        let digest = self.arrive(call);
         if self.rank != root {
-            let digest = self.region.lines(self.rank).arrival(self.sequence).digest();
             self.await_arrival(root, digest, call, slot)?;
         }
         self.unsettled.push((self.sequence, *call));
@@ -81,7 +87,8 @@ impl CpuTransport {
             let (sequence, call) = self.unsettled[0];
             // Messages name the operation of that number.
             let current = std::mem::replace(&mut self.sequence, sequence);
-            let settled = self.await_arrivals(&call, |_, _| std::ptr::null());
+            let digest = self.region.lines(self.rank).arrival(sequence).digest();
+            let settled = self.await_arrivals(digest, &call, |_, _| std::ptr::null());
             self.sequence = current;
             settled?;
             self.unsettled.remove(0);
@@ -96,10 +103,14 @@ impl CpuTransport {
         }
     }
 
-    /// Waits until all ranks have arrived at the current operation with the same call.
+    /// Waits until all ranks have arrived at the current operation with the call of this digest.
     #[inline]
-    fn await_arrivals(&self, call: &Signature, slot: impl Fn(&Self, u32) -> *const u8) -> Result<()> {
-        let digest = self.region.lines(self.rank).arrival(self.sequence).digest();
+    fn await_arrivals(
+        &self,
+        digest: u64,
+        call: &Signature,
+        slot: impl Fn(&Self, u32) -> *const u8,
+    ) -> Result<()> {
         self.peers().try_for_each(|peer| self.await_arrival(peer, digest, call, slot(self, peer)))
     }
 

@@ -16,12 +16,15 @@ use crate::comm::exchange::{Exchange, Partition};
 use crate::comm::signature::{Path, Signature};
 use crate::comm::{Buffer, ReduceOp};
 
+/// Up to so many ranks, a small reduction keeps the addresses of their contributions on the stack.
+const FEW_RANKS: usize = 16;
+
 /// Addresses of all ranks' contributions. No allocation up to 16 ranks.
 pub(super) type Sources = SmallVec<[*const u8; 16]>;
 
 impl CpuTransport {
     /// The slot of `rank` for the payload of operation `sequence`: within its arrival line if it fits there.
-    #[inline]
+    #[inline(always)]
     fn slot(&self, rank: u32, sequence: u32, path: Path) -> *mut u8 {
         if path == Path::Inline {
             self.region.lines(rank).arrival(sequence).payload()
@@ -34,6 +37,7 @@ impl CpuTransport {
     ///
     /// # Safety
     /// `source` is valid for `bytes` bytes, which fit a slot of the call's path.
+    #[inline(always)]
     unsafe fn enter_with_slot(&mut self, source: *const u8, bytes: usize, call: &Signature) -> Result<()> {
         let slot = self.slot(self.rank, self.next_sequence(), call.path);
         // SAFETY: the caller's promise; the slot is not read before `enter` publishes the arrival, and its readers of
@@ -51,10 +55,33 @@ impl CpuTransport {
         self.region.eager(rank, self.sequence).cast_const()
     }
 
-    /// The slots of all ranks, each from byte `begin` on.
-    fn slots(&self, begin: usize, call: &Signature) -> Sources {
-        let slot = |rank| self.slot(rank, self.sequence, call.path).wrapping_add(begin).cast_const();
-        (0..self.size).map(slot).collect()
+    /// What `rank` contributes to the current operation: a peer's slot, and this rank's own `buffer`.
+    ///
+    /// Not its own slot: a peer that has read a line may have taken it from this core's cache (AMD's processors expect that
+    /// it is going to write it), so reading it again takes as long as reading a peer's.
+    #[inline(always)]
+    fn contribution(&self, rank: u32, buffer: &Buffer, path: Path) -> *const u8 {
+        if rank == self.rank { buffer.address() } else { self.slot(rank, self.sequence, path) }
+    }
+
+    /// Calls `body` with the contributions of all ranks, each from byte `begin` on.
+    #[inline(always)]
+    fn with_contributions<R>(
+        &self,
+        buffer: &Buffer,
+        begin: usize,
+        path: Path,
+        body: impl FnOnce(&[*const u8]) -> R,
+    ) -> R {
+        if self.size as usize > FEW_RANKS {
+            let all = (0..self.size).map(|rank| self.contribution(rank, buffer, path).wrapping_add(begin));
+            return body(&all.collect::<Vec<_>>());
+        }
+        let mut all = [std::ptr::null(); FEW_RANKS];
+        for (rank, at) in (0..self.size).zip(&mut all) {
+            *at = self.contribution(rank, buffer, path).wrapping_add(begin);
+        }
+        body(&all[..self.size as usize])
     }
 
     pub(super) fn eager_all_reduce(&mut self, buffer: &Buffer, op: ReduceOp, call: &Signature) -> Result<()> {
@@ -62,7 +89,9 @@ impl CpuTransport {
         unsafe { self.enter_with_slot(buffer.address(), buffer.bytes(), call)? };
         // SAFETY: all ranks have filled their slots with `len` elements and do not write them until the operation
         // after next; slots are aligned to at least 8 bytes, and the buffer is ours.
-        unsafe { reduce::reduce(call.dtype, op, &self.slots(0, call), &[buffer.address()], call.len) };
+        self.with_contributions(buffer, 0, call.path, |all| unsafe {
+            reduce::reduce(call.dtype, op, all, &[buffer.address()], call.len);
+        });
         self.count(buffer.bytes(), self.size - 1);
         Ok(())
     }
@@ -78,7 +107,9 @@ impl CpuTransport {
         unsafe { self.enter_with_slot(buffer.address(), buffer.bytes(), call)? };
         if self.rank == root {
             // SAFETY: as in `eager_all_reduce`.
-            unsafe { reduce::reduce(call.dtype, op, &self.slots(0, call), &[buffer.address()], call.len) };
+            self.with_contributions(buffer, 0, call.path, |all| unsafe {
+                reduce::reduce(call.dtype, op, all, &[buffer.address()], call.len);
+            });
             self.count(buffer.bytes(), self.size - 1);
         }
         Ok(())
@@ -95,7 +126,9 @@ impl CpuTransport {
         let (begin, len) = self.shard(self.rank, call);
         let own = buffer.address().wrapping_add(begin);
         // SAFETY: as in `eager_all_reduce`, for one shard of each slot and of the buffer.
-        unsafe { reduce::reduce(call.dtype, op, &self.slots(begin, call), &[own], len) };
+        self.with_contributions(buffer, begin, call.path, |all| unsafe {
+            reduce::reduce(call.dtype, op, all, &[own], len);
+        });
         self.count(len * call.dtype.size(), self.size - 1);
         Ok(())
     }
@@ -118,12 +151,12 @@ impl CpuTransport {
         if root.is_some_and(|root| root != self.rank) {
             return Ok(());
         }
-        let slots = self.slots(0, call);
         for peer in self.peers() {
             let (at, bytes) = at(peer);
+            let slot = self.slot(peer, self.sequence, call.path).cast_const();
             // SAFETY: the peer has filled its slot with its part and does not write it until the operation after
             // next.
-            unsafe { copy(slots[peer as usize], at, bytes) };
+            unsafe { copy(slot, at, bytes) };
             self.count(bytes, 1);
         }
         Ok(())
@@ -140,7 +173,8 @@ impl CpuTransport {
         unsafe { self.enter_with_slot(buffer.address(), buffer.bytes(), call)? };
         let (begin, _) = self.shard(self.rank, call);
         let element = call.dtype.size();
-        for (receive, source) in exchange.receive.iter().zip(self.slots(begin, call)) {
+        for (receive, peer) in exchange.receive.iter().zip(0..) {
+            let source = self.slot(peer, self.sequence, call.path).wrapping_add(begin).cast_const();
             let at = buffer.address().wrapping_add(receive.start * element);
             // SAFETY: the peer has filled its slot with its buffer, which is as long as ours and so contains our
             // shard, and does not write it until the operation after next.

@@ -109,8 +109,9 @@ impl RankLines {
         &self.arrivals[sequence as usize % ARRIVALS]
     }
 
-    /// Publishes this rank's arrival at operation `sequence`.
-    pub(super) fn arrive(&self, sequence: u32, call: &Signature, policy: WaitPolicy) {
+    /// Publishes this rank's arrival at operation `sequence`. Returns the digest of its call.
+    #[inline(always)]
+    pub(super) fn arrive(&self, sequence: u32, call: &Signature, policy: WaitPolicy) -> u64 {
         let words = call.encode();
         let digest = Signature::digest(words);
         for (slot, word) in self.diagnostics.calls[sequence as usize % ARRIVALS].iter().zip(words) {
@@ -119,6 +120,7 @@ impl RankLines {
         let flag = &self.arrival(sequence).flag;
         flag.words[0].store(digest, Ordering::Relaxed);
         flag.publish(sequence, policy);
+        digest
     }
 
     /// What this rank passed to operation `sequence`, for the error message of a peer that passed something else.

@@ -196,7 +196,10 @@ impl CpuTransport {
     /// The other ranks, beginning with the next one.
     fn peers(&self) -> impl Iterator<Item = u32> + use<> {
         let (rank, size) = (self.rank, self.size);
-        (1..size).map(move |distance| (rank + distance) % size)
+        // Without a division.
+        (1..size).map(
+            move |distance| if distance < size - rank { rank + distance } else { distance - (size - rank) },
+        )
     }
 
     /// First byte and number of elements of the shard of `rank`.

@@ -16,6 +16,7 @@
 
 use std::cell::Cell;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use super::cores::Cores;
@@ -24,7 +25,7 @@ use super::stream::SMALLEST_RING;
 use super::wait::Flag;
 use crate::Result;
 use crate::comm::signature::SIGNATURE_WORDS;
-use crate::shm::{Shared, SharedMemory, populate, reserve};
+use crate::shm::{Shared, SharedArray, SharedMemory, populate, reserve};
 
 /// Size of an eager slot in bytes.
 pub(super) const EAGER_BYTES: usize = 16 << 10;
@@ -109,8 +110,9 @@ const fn ring_bytes(ranks: usize) -> usize {
 #[derive(Debug)]
 pub(super) struct Region {
     name: String,
-    memory: SharedMemory,
+    memory: Arc<SharedMemory>,
     offsets: Offsets,
+    lines: SharedArray<RankLines>,
     /// The memory of this rank's channels is allocated.
     has_channels: bool,
     /// The memory of this rank's ring is allocated.
@@ -133,8 +135,10 @@ impl Region {
     }
 
     fn new(name: &str, memory: SharedMemory, offsets: Offsets) -> Self {
+        let memory = Arc::new(memory);
         Region {
             name: name.to_owned(),
+            lines: SharedArray::new(&memory, 0, offsets.ranks),
             memory,
             offsets,
             has_channels: false,
@@ -182,9 +186,9 @@ impl Region {
         Ok(())
     }
 
+    #[inline]
     pub(super) fn lines(&self, rank: u32) -> &RankLines {
-        assert!((rank as usize) < self.offsets.ranks);
-        self.memory.view(rank as usize * size_of::<RankLines>())
+        &self.lines[rank]
     }
 
     pub(super) fn cores(&self, rank: u32) -> &Cores {
