@@ -120,14 +120,16 @@ impl CpuTransport {
         all: &Addresses,
         call: &Signature,
     ) -> Result<()> {
-        self.process_queue(self.rank, parts, flow, all, call);
+        let processed = self.process_queue(self.rank, parts, flow, all, call);
         let target = |comm: &Self, queue: u32| comm.queued[queue as usize].wrapping_add(parts.blocks(queue));
         for queue in self.peers() {
             if !self.policy.spin_briefly(self.region.lines(queue).completed(), target(self, queue)) {
                 self.process_queue(queue, parts, flow, all, call);
             }
         }
-        for queue in self.peers().chain([self.rank]) {
+        // Peers have this rank's own counter in their caches, and it does not have to look at it if none has helped.
+        let helped = (processed < parts.blocks(self.rank)).then_some(self.rank);
+        for queue in self.peers().chain(helped) {
             let completed = self.region.lines(queue).completed();
             self.wait(completed, target(self, queue), call, || {
                 let busy = |peer: &u32| self.region.lines(*peer).busy_with() == Some(queue);
@@ -141,8 +143,8 @@ impl CpuTransport {
         Ok(())
     }
 
-    /// Processes the remaining blocks of the queue of rank `queue`.
-    fn process_queue(&self, queue: u32, parts: Parts, flow: Flow, all: &Addresses, call: &Signature) {
+    /// Processes the remaining blocks of the queue of rank `queue`. Returns how many there were.
+    fn process_queue(&self, queue: u32, parts: Parts, flow: Flow, all: &Addresses, call: &Signature) -> u32 {
         let own = self.region.lines(self.rank);
         let begin = self.queued[queue as usize];
         let results = self.result_stores(call);
@@ -151,7 +153,7 @@ impl CpuTransport {
             // is complete; the ticket gives this rank exclusive access to this block of all of them.
             unsafe { process_block(call, flow, queue, all, parts.range(queue, block), results) };
             self.count(parts.range(queue, block).len() * call.dtype.size(), flow.crossings(queue, self.size));
-        });
+        })
     }
 
     #[inline(never)]

@@ -9,8 +9,8 @@ use mgpu_kernels::copy::copy;
 use mgpu_kernels::reduce;
 use smallvec::SmallVec;
 
-use super::CpuTransport;
 use super::lines::AHEAD;
+use super::{CpuTransport, prefetch};
 use crate::Result;
 use crate::comm::exchange::{Exchange, Partition};
 use crate::comm::signature::{Path, Signature};
@@ -40,6 +40,9 @@ impl CpuTransport {
     #[inline(always)]
     unsafe fn enter_with_slot(&mut self, source: *const u8, bytes: usize, call: &Signature) -> Result<()> {
         let slot = self.slot(self.rank, self.next_sequence(), call.path);
+        if call.path == Path::Eager {
+            prefetch::range_for_writing(slot, bytes);
+        }
         // SAFETY: the caller's promise; the slot is not read before `enter` publishes the arrival, and its readers of
         // the operation before last have finished (see `lines`).
         unsafe { copy(source, slot, bytes) };

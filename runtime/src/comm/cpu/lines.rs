@@ -23,6 +23,7 @@
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
+use super::prefetch;
 use super::wait::{FLAG_WORDS, Flag, WaitPolicy};
 use crate::comm::signature::{SIGNATURE_WORDS, Signature};
 
@@ -130,21 +131,27 @@ impl RankLines {
     }
 
     /// Processes the remaining blocks of this rank's queue on behalf of `worker`. The operation began at count `begin`
-    /// of the queue and has `blocks` blocks.
+    /// of the queue and has `blocks` blocks. Returns how many blocks it has processed.
     pub(super) fn process(
         &self,
         worker: (&RankLines, u32),
         begin: u32,
         blocks: u32,
         mut each: impl FnMut(u32),
-    ) {
+    ) -> u32 {
         let (lines, queue) = worker;
+        // Peers have waited for it in the last operation.
+        let completed: *const Flag = &self.completed;
+        prefetch::for_writing(completed.cast());
         lines.diagnostics.busy.store(queue + 1, Ordering::Relaxed);
+        let mut processed = 0;
         while let Some(block) = self.draw_ticket(begin, blocks) {
             each(block);
             self.completed.increment();
+            processed += 1;
         }
         lines.diagnostics.busy.store(0, Ordering::Relaxed);
+        processed
     }
 
     /// Draws a ticket, unless none is left.

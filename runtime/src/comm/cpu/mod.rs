@@ -8,7 +8,7 @@
 //! |---|---|---|
 //! | up to 48 bytes | within the arrival line | 1 |
 //! | such a broadcast, up to 4 KiB | [`eager`]: within the arrival line or through a small slot; only the root is waited for | 1 |
-//! | up to about 1 KiB | [`eager`]: through small slots, every rank reduces everything itself | 1 |
+//! | up to 1 KiB in an arena, 3 KiB in private memory | [`eager`]: through small slots, every rank reduces everything itself | 1 |
 //! | in an arena | [`direct`]: in place, in blocks; ranks help late ranks | 2 |
 //! | fused update + all-gather, all-to-all, parts of different lengths; in an arena | [`direct`]: every rank writes
 //! its own part | 2 |
@@ -60,10 +60,31 @@ use crate::progress::Operation;
 use crate::shm::ReplacedPages;
 use crate::{Error, Result};
 
-/// Largest private payload of a reduction for eager slots.
-const REDUCTION_EAGER_BYTES: usize = 1 << 10;
-/// The same for what is only copied.
-const MESSAGE_EAGER_BYTES: usize = 2 << 10;
+/// Largest private payload for eager slots of what is only copied.
+const MESSAGE_EAGER_BYTES: usize = 3 << 10;
+
+/// Largest payloads for eager slots.
+///
+/// Slots cost copies, and in a reduction every rank reads all of them; the other paths cost one more synchronisation, which is
+/// cheap between cores but expensive when ranks must be scheduled for it. The limits were measured with two ranks, and with four
+/// on two cores. More ranks with a core each have more to read.
+#[derive(Debug, Clone, Copy)]
+struct EagerLimits {
+    /// Of any operation in an arena.
+    arena: usize,
+    /// Of a reduction of private payloads.
+    private_reduction: usize,
+}
+
+impl EagerLimits {
+    fn new(policy: WaitPolicy, ranks: u32) -> Self {
+        if policy.is_oversubscribed() {
+            return EagerLimits { arena: 2 << 10, private_reduction: 3 << 10 };
+        }
+        let private_reduction = ((6 << 10) / ranks as usize).clamp(1 << 10, 3 << 10);
+        EagerLimits { arena: 1 << 10, private_reduction }
+    }
+}
 
 /// Numbers of groups begin here, so that they differ from those of the world's communicators.
 const FIRST_GROUP: u32 = 1 << 16;
@@ -102,6 +123,7 @@ pub(crate) struct CpuTransport {
     /// Number of cores that all ranks have together.
     cores: usize,
     policy: WaitPolicy,
+    eager: EagerLimits,
     timeout: Duration,
     /// Bytes of payload that this rank has moved between ranks.
     traffic: Cell<u64>,
@@ -133,6 +155,7 @@ pub(crate) fn connect(
     })?;
     page.leave(rank);
     let cores = Cores::count((0..size).map(|rank| region.cores(rank)));
+    let policy = WaitPolicy::for_ranks(size, cores);
     let transport = CpuTransport {
         membership: Arc::clone(membership),
         members: members.clone(),
@@ -153,7 +176,8 @@ pub(crate) fn connect(
         arenas: 0,
         algorithm: Algorithm::Auto,
         cores,
-        policy: WaitPolicy::for_ranks(size, cores),
+        policy,
+        eager: EagerLimits::new(policy, size),
         timeout,
         traffic: Cell::new(0),
         arrival: None,
@@ -231,21 +255,14 @@ impl CpuTransport {
                 ),
             }),
             Algorithm::Eager => Ok(Path::Eager),
-            Algorithm::Auto => Ok(self.by_size(buffer, buffer.bytes(), REDUCTION_EAGER_BYTES)),
+            Algorithm::Auto => Ok(self.by_size(buffer, buffer.bytes(), self.eager.private_reduction)),
         }
     }
 
     /// The path of an operation in which every rank contributes at most `bytes` bytes. Private payloads go through slots up to
     /// `private_eager` bytes.
     fn by_size(&self, buffer: &Buffer, bytes: usize, private_eager: usize) -> Path {
-        // Slots cost copies; the other paths cost one more synchronisation, which is cheap between cores but
-        // expensive when ranks must be scheduled for it. All limits were measured, with two ranks and with four on
-        // two cores.
-        let eager = match buffer.arena() {
-            Some(_) if self.policy.is_oversubscribed() => 2 << 10,
-            Some(_) => 768,
-            None => private_eager,
-        };
+        let eager = if buffer.arena().is_some() { self.eager.arena } else { private_eager };
         match bytes {
             0..=INLINE_BYTES => Path::Inline,
             _ if bytes <= eager => Path::Eager,
@@ -273,7 +290,8 @@ impl CpuTransport {
 
     #[inline(never)]
     fn reduce_scatter(&mut self, buffer: &Buffer, op: ReduceOp) -> Result<()> {
-        let path = self.by_size(buffer, buffer.bytes(), REDUCTION_EAGER_BYTES);
+        // A rank reads its own shard only.
+        let path = self.by_size(buffer, buffer.bytes(), 2 * self.eager.private_reduction);
         let call = &Signature::of(&Call::ReduceScatter(op), buffer).with_path(path);
         match path {
             Path::Inline | Path::Eager => self.eager_reduce_scatter(buffer, op, call),
@@ -347,7 +365,7 @@ impl CpuTransport {
         (root, by_root): (u32, bool),
         call: Signature,
     ) -> Result<()> {
-        let path = match self.by_size(buffer, buffer.bytes(), REDUCTION_EAGER_BYTES) {
+        let path = match self.by_size(buffer, buffer.bytes(), self.eager.private_reduction) {
             Path::Direct if by_root => Path::Root,
             path => path,
         };
@@ -468,6 +486,7 @@ impl Transport for CpuTransport {
             // The ranks of other groups need cores, too.
             cores: self.cores,
             policy: self.policy,
+            eager: EagerLimits::new(self.policy, size),
             timeout: self.timeout,
             traffic: Cell::new(0),
             arrival: None,
@@ -527,6 +546,7 @@ impl Transport for CpuTransport {
 
     fn set_oversubscribed(&mut self) {
         self.policy = WaitPolicy::for_ranks(2 * self.membership.page().world_size(), self.cores);
+        self.eager = EagerLimits::new(self.policy, self.size);
     }
 
     fn traffic(&self) -> Option<u64> {

@@ -22,3 +22,10 @@ pub(super) fn for_writing(address: *const u8) {
     }
     let _ = address;
 }
+
+/// Prefetches the `bytes` bytes at `address` for writing. Peers that have read them have their lines; stores would fetch these
+/// one after the other.
+#[inline]
+pub(super) fn range_for_writing(address: *const u8, bytes: usize) {
+    (0..bytes).step_by(64).for_each(|at| for_writing(address.wrapping_add(at)));
+}

@@ -28,11 +28,11 @@
 //! Rings are small enough to stay in the last-level cache: a payload of any size then passes through the same lines again
 //! and again, and reaches memory only in the ranks' own buffers.
 
-use super::CpuTransport;
 use super::direct::Addresses;
 use super::region::SLOT_BYTES;
 use super::stores::{Choice, Stores};
 use super::wait::Flag;
+use super::{CpuTransport, prefetch};
 use crate::Result;
 use crate::clock::now;
 use crate::comm::signature::Signature;
@@ -42,6 +42,9 @@ const FILLED_AHEAD: usize = 2;
 
 /// Blocks after which a slot may be used again.
 const REUSED_AFTER: usize = 3 * FILLED_AHEAD;
+
+/// Bytes of the largest slots that are prefetched before they are filled: a quarter of a first-level cache.
+const PREFETCHED_BYTES: usize = 8 << 10;
 
 /// Bytes of the smallest ring.
 pub(super) const SMALLEST_RING: usize = REUSED_AFTER.next_power_of_two() * SLOT_BYTES;
@@ -150,16 +153,19 @@ impl CpuTransport {
         let fill = |comm: &Self, choice: &Choice, block: usize| {
             let is_whole = blocks == 1 || block + 1 < blocks;
             let timed = (is_whole && stages.reads && choice.is_timed(block)).then(now);
-            let stores = choice.stores(block);
-            (stages.fill)(comm, block, slot(comm, comm.rank, block), stores);
+            let (stores, slot) = (choice.stores(block), slot(comm, comm.rank, block));
+            if stores == Stores::Cached && bytes <= PREFETCHED_BYTES {
+                prefetch::range_for_writing(slot, bytes);
+            }
+            (stages.fill)(comm, block, slot, stores);
             Filled { stores, nanoseconds: timed.map(|begin| now() - begin) }
         };
         for (block, filled) in filled.iter_mut().enumerate().take(blocks) {
             *filled = fill(self, &choice, block);
         }
-        self.publish_preference(choice.preferred());
+        let preference = self.publish_preference(choice.preferred());
         self.enter_fetching(call, |comm, peer| slot(comm, peer, 0))?;
-        choice.agree(self.agreed_stores());
+        choice.agree(self.agreed_stores(preference));
         let mut fetched = 0;
         for block in 0..blocks {
             let Filled { stores, nanoseconds } = filled[block % FILLED_AHEAD];
@@ -196,23 +202,26 @@ impl CpuTransport {
         Ok(())
     }
 
-    /// Puts how this rank prefers slots to be written into its next arrival, which has no payload.
-    fn publish_preference(&self, preferred: Stores) {
+    /// Puts how this rank prefers slots to be written into its next arrival, which has no payload. Returns whether it prefers
+    /// them to be written around the caches.
+    fn publish_preference(&self, preferred: Stores) -> bool {
         let arrival = self.region.lines(self.rank).arrival(self.next_sequence());
         // Ranks that take turns on a core find what the others have written in its caches.
         let uncached = preferred == Stores::Uncached && !self.policy.is_oversubscribed();
         // SAFETY: this rank's own line, which is not read before it has arrived.
         unsafe { arrival.payload().cast::<u64>().write(uncached.into()) };
+        uncached
     }
 
-    /// What all ranks have agreed on with their arrivals: to write around the caches if one of them prefers it.
-    fn agreed_stores(&self) -> Stores {
+    /// What all ranks have agreed on with their arrivals: to write around the caches if one of them prefers it. `own` is what
+    /// this rank prefers.
+    fn agreed_stores(&self, own: bool) -> Stores {
         let prefers_uncached = |rank| {
             let arrival = self.region.lines(rank).arrival(self.sequence);
             // SAFETY: the rank has arrived, and does not write this line before this one has arrived again.
             (unsafe { arrival.payload().cast::<u64>().read() }) != 0
         };
-        if (0..self.size).any(prefers_uncached) { Stores::Uncached } else { Stores::Cached }
+        if own || self.peers().any(prefers_uncached) { Stores::Uncached } else { Stores::Cached }
     }
 
     /// Bytes of the ring for an operation. A large payload leaves more of the last-level cache to the ranks' own buffers; ranks
