@@ -73,6 +73,7 @@ ALLREDUCE = "allreduce-2026-11-21-xeon-2c.json"
 ALLREDUCE_PRIVATE = "allreduce-private-near-2026-11-26-epyc-2c.json"
 # On private buffers that begin at byte 16 of a page.
 COLLECTIVES_OFFSET = "collectives-offset16-2026-11-28-epyc-avx2-2c.json"
+COLLECTIVES_SMALL = "collectives-small-2026-11-28-epyc-avx2-2c.json"
 
 
 def gpu_file(*sections):
@@ -239,18 +240,27 @@ def allreduce_private():
     return rows(*lines)
 
 
-def collectives_offset():
-    sizes = {"16 KiB": 1 << 14, "64 KiB": 1 << 16, "256 KiB": 1 << 18, "1 MiB": 1 << 20, "4 MiB": 1 << 22}
+def before_and_after(name, collectives, sizes):
+    """Collectives on 2 ranks at these sizes. Of each, the fastest round: the cores share a cache at some times only."""
     lines = [["collective", "program", *sizes]]
-    for collective in ["broadcast", "all_gather", "all_reduce"]:
-        measured = pick(result(COLLECTIVES_OFFSET)["figures"], collective=collective, ranks=2)["sizes"]
+    for collective in collectives:
+        measured = pick(result(name)["figures"], collective=collective, ranks=2)["sizes"]
         ranges = [pick(measured, bytes=size)["us_range"] for size in sizes.values()]
-        # The fastest round: the cores share a cache at some times only.
         times = [{name: fastest for name, (fastest, _) in each.items()} for each in ranges]
         lines.append([collective.replace("_", "-"), "mgpurun", *times_of("mgpu", times)])
         lines.append(["", "mgpurun before", *times_of("before", times)])
         lines.append(["", "best of Intel MPI, MPICH, Open MPI", *best_other(times)])
     return rows(*lines)
+
+
+def collectives_offset():
+    sizes = {"16 KiB": 1 << 14, "64 KiB": 1 << 16, "256 KiB": 1 << 18, "1 MiB": 1 << 20, "4 MiB": 1 << 22}
+    return before_and_after(COLLECTIVES_OFFSET, ["broadcast", "all_gather", "all_reduce"], sizes)
+
+
+def collectives_small():
+    sizes = {"16 B": 16, "64 B": 64, "256 B": 256, "1 KiB": 1 << 10, "4 KiB": 1 << 12}
+    return before_and_after(COLLECTIVES_SMALL, ["all_reduce", "reduce_scatter", "all_gather", "broadcast"], sizes)
 
 
 def launch():
@@ -425,7 +435,8 @@ TABLES = {
     "accuracy": accuracy, "headline": headline, "gpu": gpu, "gpu-accuracy": gpu_accuracy,
     "gpu-steps": gpu_steps, "gpu-layers": gpu_layers, "gpu-next": gpu_what_next, "train-cpu": train_cpu,
     "train-cpu-misses": train_cpu_misses, "allreduce": allreduce, "allreduce-private": allreduce_private,
-    "collectives-offset": collectives_offset, "launch": launch, "quiet": quiet, "chaos": chaos,
+    "collectives-offset": collectives_offset, "collectives-small": collectives_small,
+    "launch": launch, "quiet": quiet, "chaos": chaos,
     "communication": communication, "logits": logits, "ensemble": ensemble,
     "document-000": lambda: rows(*summarise_placements.document_000(placements(), one_gpu())),
     "document-001": lambda: rows(*summarise_placements.document_001(placements(), one_gpu())),

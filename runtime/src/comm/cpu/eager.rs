@@ -60,8 +60,8 @@ impl CpuTransport {
 
     /// What `rank` contributes to the current operation: a peer's slot, and this rank's own `buffer`.
     ///
-    /// Not its own slot: a peer that has read a line may have taken it from this core's cache (AMD's processors expect that
-    /// it is going to write it), so reading it again takes as long as reading a peer's.
+    /// Not its own slot: on some processors (an EPYC with Zen 3) this core has to fetch a line again that a peer has read, which
+    /// takes as long as fetching one of the peer's.
     #[inline(always)]
     fn contribution(&self, rank: u32, buffer: &Buffer, path: Path) -> *const u8 {
         if rank == self.rank { buffer.address() } else { self.slot(rank, self.sequence, path) }
