@@ -224,14 +224,6 @@ macro_rules! in_chunks {
             $chunk;
             $begin += CHUNK;
         }
-        in_small_chunks!($begin..$len, |$begin, $N| $chunk);
-    }};
-}
-
-/// The same for `$first..$len`, without full chunks.
-macro_rules! in_small_chunks {
-    ($first:tt..$len:expr, |$begin:ident, $N:ident| $chunk:expr) => {{
-        let mut $begin = $first;
         while $len - $begin >= 8 {
             const $N: usize = 8;
             $chunk;
@@ -258,23 +250,6 @@ unsafe fn reduce_all<T: Accumulate, const LEVEL: u8>(
 ) {
     // SAFETY: every chunk ends at `len` at most, which the caller guarantees.
     in_chunks!(len, |begin, N| unsafe { reduce_chunk::<T, LEVEL, N>(op, sources, destinations, begin) });
-}
-
-/// The whole reduction of fewer elements than a chunk: a small all-reduce notices how many registers are saved.
-///
-/// # Safety
-/// As [`reduce`].
-#[inline(always)]
-unsafe fn reduce_few<T: Accumulate, const LEVEL: u8>(
-    op: ReduceOp,
-    sources: &[*const u8],
-    destinations: &[*mut u8],
-    len: usize,
-) {
-    // SAFETY: every chunk ends at `len` at most, which the caller guarantees.
-    in_small_chunks!(0..len, |begin, N| unsafe {
-        reduce_chunk::<T, LEVEL, N>(op, sources, destinations, begin);
-    });
 }
 
 /// The whole continuation.
@@ -384,10 +359,6 @@ dispatched!(reduce_for<T>(op: ReduceOp, sources: &[*const u8], destinations: &[*
     // SAFETY: the promise of the caller of `reduce`.
     unsafe { reduce_all::<T, LEVEL>(op, sources, destinations, len) }
 });
-dispatched!(reduce_few_for<T>(op: ReduceOp, sources: &[*const u8], destinations: &[*mut u8], len: usize) {
-    // SAFETY: the promise of the caller of `reduce`.
-    unsafe { reduce_few::<T, LEVEL>(op, sources, destinations, len) }
-});
 dispatched!(reduce_from_for<T>(
     op: ReduceOp,
     acc: Option<*const u8>,
@@ -442,13 +413,7 @@ pub unsafe fn reduce(
     len: usize,
 ) {
     // SAFETY: the caller's promise, with the type that belongs to `dtype`.
-    unsafe {
-        if len < CHUNK {
-            by_dtype!(dtype, reduce_few_for(op, sources, destinations, len));
-        } else {
-            by_dtype!(dtype, reduce_for(op, sources, destinations, len));
-        }
-    }
+    unsafe { by_dtype!(dtype, reduce_for(op, sources, destinations, len)) }
 }
 
 /// What a reduction of the first ranks, or of some more, is stored as.
