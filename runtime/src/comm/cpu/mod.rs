@@ -70,9 +70,9 @@ const MESSAGE_EAGER_BYTES: usize = 3 << 10;
 /// on two cores. More ranks with a core each have more to read.
 #[derive(Debug, Clone, Copy)]
 struct EagerLimits {
-    /// Of any operation in an arena.
+    /// Of all operations on an arena.
     arena: usize,
-    /// Of a reduction of private payloads.
+    /// Of reductions on private memory.
     private_reduction: usize,
 }
 
@@ -220,10 +220,7 @@ impl CpuTransport {
     /// The other ranks, beginning with the next one.
     fn peers(&self) -> impl Iterator<Item = u32> + use<> {
         let (rank, size) = (self.rank, self.size);
-        // Without a division.
-        (1..size).map(
-            move |distance| if distance < size - rank { rank + distance } else { distance - (size - rank) },
-        )
+        (rank + 1..size).chain(0..rank)
     }
 
     /// First byte and number of elements of the shard of `rank`.
