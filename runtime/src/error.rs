@@ -356,6 +356,7 @@ impl From<mgpu_control::Error> for Error {
             Control::PeerLost { rank, peer, operation, how, silent } => {
                 Error::PeerLost { rank, peer, operation, how, silent }
             }
+            Control::Interrupted { rank, operation } => Error::Interrupted { rank, operation },
             Control::Forked { rank, process } => Error::Forked { rank, process },
             Control::InvalidArgument { operation, problem } => Error::InvalidArgument { operation, problem },
         }

@@ -69,6 +69,14 @@ pub enum Error {
         /// True if it has not ended but is stuck: another rank waited for it past its deadline.
         silent: bool,
     },
+    /// The program has interrupted the wait.
+    #[error("rank {rank} was interrupted in {operation}")]
+    Interrupted {
+        /// The rank.
+        rank: u32,
+        /// The operation in which it waited.
+        operation: String,
+    },
     /// The process is a forked child of a rank: it has a copy of the rank's memory but does not belong to the run.
     #[error(fmt = forked)]
     Forked {

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Shutdown};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
@@ -25,6 +25,9 @@ use crate::{Error, Result};
 
 /// Time that the server has beyond a request's own deadline before it counts as gone.
 const SERVER_MARGIN: Duration = Duration::from_secs(5);
+
+/// How often a wait that can be interrupted looks for an interruption.
+const SLICE: Duration = Duration::from_millis(20);
 
 /// How long a rank waits for the others to join. The launcher, which knows which ranks are missing, ends the run much
 /// earlier.
@@ -88,6 +91,8 @@ pub struct Store {
     /// Readable when the rank that runs the server has ended; needed because a forked child of it may hold the connection
     /// open.
     server_pidfd: Option<OwnedFd>,
+    /// Says whether the wait of the calling thread is to end.
+    interrupt_check: OnceLock<fn() -> bool>,
 }
 
 /// A request that was sent, and the deadline of its reply.
@@ -177,6 +182,7 @@ impl Store {
             connection,
             closed,
             server_pidfd,
+            interrupt_check: OnceLock::new(),
         };
         let (pid, run_id) = (std::process::id(), run_id.to_owned());
         let request = Request::Hello { version: VERSION, run_id, rank, world_size, pid, manifest };
@@ -246,6 +252,16 @@ impl Store {
             Reply::Denied { why } => Err(Error::InvalidArgument { operation: "get", problem: why }),
             other => Err(self.unexpected(&connection, &other)),
         }
+    }
+
+    /// Ends waits when `check` is true. Only the first such call counts.
+    pub fn interrupt_when(&self, check: fn() -> bool) {
+        let _ = self.interrupt_check.set(check);
+    }
+
+    /// Whether the wait of this thread is to end.
+    pub fn is_interrupted(&self) -> bool {
+        self.interrupt_check.get().is_some_and(|is_interrupted| is_interrupted())
     }
 
     /// Whether another thread is in a call, which may last.
@@ -470,8 +486,16 @@ impl Store {
                 (Some(_), Err(error)) => return Err(gone(error.to_string())),
                 (None, _) => {}
             }
-            match connection.receive_before(*deadline).map_err(|error| gone(error.to_string()))? {
+            let now = Instant::now();
+            let next_look = self.interrupt_check.get().map_or(*deadline, |_| (now + SLICE).min(*deadline));
+            match connection.receive_before(next_look).map_err(|error| gone(error.to_string()))? {
                 Received::Bytes => {}
+                Received::Nothing if self.is_interrupted() => {
+                    // As after a timeout.
+                    self.close(connection);
+                    return Err(Error::Interrupted { rank: self.rank, operation: pending.operation });
+                }
+                Received::Nothing if next_look < *deadline => {}
                 Received::Nothing => return Err(self.silent(connection, &pending)),
                 Received::End => {
                     sent.as_ref().map_err(|error| gone(error.to_string()))?;
@@ -556,6 +580,7 @@ mod tests {
                 connection,
                 closed,
                 server_pidfd: None,
+                interrupt_check: OnceLock::new(),
             },
             theirs,
         )
@@ -606,6 +631,15 @@ mod tests {
         assert!(matches!(&error, Error::InvalidArgument { operation: "set", .. }), "{error:?}");
         assert!(error.to_string().contains("key `a` is already set"), "{error}");
         store.set("b", b"", &[], 1).unwrap();
+    }
+
+    #[test]
+    fn a_wait_can_be_interrupted() {
+        let (store, _launcher) = store(&[]);
+        store.interrupt_when(|| true);
+        let error = store.barrier("b", Duration::from_secs(1000)).unwrap_err();
+        assert_eq!(error.to_string(), "rank 0 was interrupted in barrier `b`");
+        assert!(!store.serving_rank_is_gone());
     }
 
     #[test]

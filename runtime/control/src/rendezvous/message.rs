@@ -150,6 +150,11 @@ impl Reply {
     pub const WELCOME: Reply = Reply::Welcome { layout: None, address: None, nccl: None };
 }
 
+/// The beginning of a reason, which may quote what a peer has sent, so that a message with it fits a frame.
+pub fn shortened(why: &str) -> String {
+    why.chars().take(1000).collect()
+}
+
 /// The frame of `message`.
 ///
 /// # Panics

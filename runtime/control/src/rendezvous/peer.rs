@@ -9,7 +9,7 @@ use nix::sys::socket::getsockopt;
 use nix::sys::socket::sockopt::PeerCredentials;
 use nix::unistd::{Pid, geteuid, getpgid};
 
-use super::message::{Reply, encode};
+use super::message::{Reply, encode, shortened};
 use super::socket::Connection;
 use crate::process::has_ended;
 
@@ -93,7 +93,7 @@ impl Peer {
 
     /// Sends it the reason of its rejection and closes the connection.
     pub(super) fn refuse(&self, why: &str) {
-        let _ = self.connection.send(&encode(&Reply::Refused { why: why.to_owned() }), &[]);
+        let _ = self.connection.send(&encode(&Reply::Refused { why: shortened(why) }), &[]);
         let _ = self.connection.stream().shutdown(Shutdown::Both);
     }
 

@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 
 use super::entries::Entries;
 use super::listener::{ConnectionAttempt, Listener, refuse};
-use super::message::{Reply, Request, encode};
+use super::message::{Reply, Request, encode, shortened};
 use super::peer::{HELLO_TIMEOUT, Peer};
 use super::preflight::{JoiningRank, PreflightFault};
 use super::read_budget::{MessageHandler, serve_within_budget};
@@ -394,8 +394,7 @@ impl Server {
 
     /// Sends a peer the reason and closes its connection.
     fn disconnect(&mut self, index: usize, problem: &str) {
-        // It may quote what the peer sent: truncated, so that the reply fits into a frame.
-        let problem: String = problem.chars().take(1000).collect();
+        let problem = shortened(problem);
         let why = format!("{}: {problem}", self.peers[index].name());
         let _ = self.peers[index].connection.send(&encode(&Reply::Refused { why: problem }), &[]);
         self.rejections.add(self.peers[index].group(), why, Instant::now());

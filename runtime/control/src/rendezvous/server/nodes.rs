@@ -17,7 +17,7 @@ use crate::nccl::NcclAdvice;
 use crate::nodes::RankEnd;
 use crate::nodes::relay::{NodeManifest, NodeProgram, RelayMessage};
 use crate::progress::truncate_text;
-use crate::rendezvous::message::{VERSION, check_name};
+use crate::rendezvous::message::{VERSION, check_name, shortened};
 use crate::rendezvous::rank_list;
 use crate::rendezvous::remote_readers::RemoteReader;
 
@@ -208,7 +208,7 @@ impl Server {
 
     /// Refuses a rank that waits for admission.
     fn refuse_joined(&mut self, rank: u32, why: &str) {
-        let why = short(why);
+        let why = shortened(why);
         let waits = |peer: &&mut Peer| peer.rank == Some(rank) && !peer.admitted;
         let Some(peer) = self.peers.iter_mut().find(waits) else { return };
         peer.admitted = true;
@@ -292,11 +292,6 @@ impl Server {
             false => Err(format!("rank {rank} reads from another node, and is not on one")),
         }
     }
-}
-
-/// A text of another node, truncated so that a reply with it fits a frame.
-fn short(text: &str) -> String {
-    text.chars().take(1000).collect()
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::{Server, ServerEvent};
 use crate::progress::{Ending, RankState};
-use crate::rendezvous::message::{MAX_VALUE, Reply, Request, check_name};
+use crate::rendezvous::message::{MAX_VALUE, Reply, Request, check_name, shortened};
 use crate::rendezvous::waits::WaitFor;
 
 impl Server {
@@ -93,7 +93,7 @@ impl Server {
         let Some(ranks) = ranks else { return self.check_not_ended(|_| true) };
         if !ranks.contains(&rank) || ranks.iter().any(|rank| *rank >= self.world_size()) {
             let why = format!("rank {rank} in a barrier of ranks {ranks:?} of {}", self.world_size());
-            return Err(Reply::Denied { why });
+            return Err(Reply::Denied { why: shortened(&why) });
         }
         self.check_not_ended(|needed| ranks.contains(&needed))
     }

@@ -116,6 +116,29 @@ fn long_names_are_rejected() {
     }
 }
 
+/// A reason that quotes more than fits a frame is truncated.
+#[test]
+fn long_requests_have_short_denials() {
+    let (mut server, streams) = Server::in_process(2, RUN).unwrap();
+    let with_driver = |rank, driver: char| {
+        let Request::Hello { version, run_id, world_size, pid, .. } = hello(rank, 2) else { unreachable!() };
+        let manifest = Manifest { driver: Some(driver.to_string().repeat(40_000)), ..Manifest::default() };
+        Request::Hello { version, run_id, rank, world_size, pid, manifest }
+    };
+    (&streams[0]).write_all(&encode(&with_driver(0, 'a'))).unwrap();
+    server.service();
+    let reply = ask(&mut server, &streams[1], &[with_driver(1, 'b')]).remove(0);
+    assert!(refused(reply).contains("aaa"));
+
+    let (mut server, streams) = Server::in_process(1, RUN).unwrap();
+    let everyone = Request::Barrier { name: "b".into(), ranks: Some((0..65536).collect()), timeout_ms: 1 };
+    let reply = ask(&mut server, &streams[0], &[hello(0, 1), everyone]).remove(1);
+    assert!(
+        matches!(&reply, Reply::Denied { why } if why.contains("rank 0 in a barrier of ranks [0, 1,")),
+        "{reply:?}"
+    );
+}
+
 /// Ranks 0 and 2 of three meet, while rank 1 leaves.
 #[test]
 fn a_barrier_of_some_ranks_does_not_wait_for_the_others() {

@@ -13,7 +13,7 @@ use super::{Attempt, HostRun};
 use crate::nccl::advice::{MAX_NOTICE, MAX_NOTICES, NcclVariables};
 use crate::nccl::{ANSWER_LIMIT, NcclAdvice, NcclEndpoint};
 use crate::nodes::{Dialer, Layout, NodeListener, RunTag};
-use crate::rendezvous::message::Reply;
+use crate::rendezvous::message::{Reply, shortened};
 
 /// How much longer than its own ranks a host waits for the verdict of rank 0's host.
 const VERDICT_MARGIN: Duration = Duration::from_secs(2);
@@ -403,11 +403,9 @@ fn verdict(
             Ok(Gathered { layout, address, hosts, links: vec![link], nccl, delay })
         }
         // Only ranks that exist may be named to the ranks.
-        HostMessage::Failed { reply: Reply::Refused { why } } => {
-            Err(refused(why.chars().take(1000).collect::<String>()))
-        }
+        HostMessage::Failed { reply: Reply::Refused { why } } => Err(refused(shortened(&why))),
         HostMessage::Failed { reply: Reply::PeerGone { peer, how } } if peer < run.world_size => {
-            Err(Reply::PeerGone { peer, how: how.chars().take(1000).collect() })
+            Err(Reply::PeerGone { peer, how: shortened(&how) })
         }
         HostMessage::Failed { reply: Reply::TimedOut { missing } }
             if missing.iter().all(|rank| *rank < run.world_size) =>

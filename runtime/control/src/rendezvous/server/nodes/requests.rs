@@ -1,8 +1,7 @@
 //! The key/value store and the barriers over several nodes, as one node's server sees them.
 
-use super::short;
 use crate::nodes::RelayMessage;
-use crate::rendezvous::message::{MAX_VALUE, Reply};
+use crate::rendezvous::message::{MAX_VALUE, Reply, shortened};
 use crate::rendezvous::rank_list;
 use crate::rendezvous::remote_readers::RemoteReader;
 use crate::rendezvous::server::Server;
@@ -137,9 +136,9 @@ impl Server {
             Reply::Value { value, fds: 0 } if value.len() <= MAX_VALUE => {}
             Reply::PeerGone { peer, how } => {
                 self.check_rank(*peer)?;
-                *how = short(how);
+                *how = shortened(how);
             }
-            Reply::Denied { why } => *why = short(why),
+            Reply::Denied { why } => *why = shortened(why),
             other => return Err(format!("the answer {other:?} to a read")),
         }
         let Some(peer) = self.peer_of(reader) else { return Ok(()) };
@@ -175,7 +174,7 @@ impl Server {
                 missing.iter().try_for_each(|rank| self.check_rank(*rank))?;
                 rank_list::sort_if_long(missing);
             }
-            Reply::Denied { why } => *why = short(why),
+            Reply::Denied { why } => *why = shortened(why),
             other => return Err(format!("the answer {other:?} to a barrier")),
         }
         if let Some(peer) = self.peer_of(reader)
