@@ -22,9 +22,11 @@ use nix::unistd::{SysconfVar, mkdtemp, sysconf};
 use crate::error::LaunchError;
 use crate::guardian::{self, Role};
 use crate::launch::Launch;
+use crate::metrics::FutureSocket;
 use crate::nodes::ssh::Remote;
 use crate::nodes::{
-    NodeSettings, SettingsError, Surroundings, binding_notice, complete_by_pmi, ranks_variable, settings,
+    NodeSettings, OneNode, SettingsError, Surroundings, binding_notice, complete_by_pmi, one_node,
+    ranks_variable, settings,
 };
 use crate::output::{OutputOptions, StreamChoice};
 use crate::plan::{LaunchPlan, Machine, NodePlace, Ranks, Request, RunContext};
@@ -128,11 +130,15 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
         };
         return if args.dry_run { remote.describe() } else { remote.run() };
     }
-    let is_attached = nodes.attached;
-    let has_conf = nodes.rdzv_conf.is_some();
-    let mut nodes = settings(&nodes, &surroundings, &mut notices)?;
+    let node_args = nodes;
+    let mut nodes = settings(&node_args, &surroundings, &mut notices)?;
+    let one_node = match &nodes {
+        Some(_) => OneNode::default(),
+        None => one_node(&node_args, &surroundings)?,
+    };
+    check_port(&one_node, jobs.len())?;
     if nodes.is_none() {
-        notices.extend(torchrun::conf_without_effect(has_conf, &surroundings));
+        notices.extend(torchrun::conf_without_effect(node_args.rdzv_conf.is_some(), &surroundings));
     }
     check_single_job(nodes.as_ref(), jobs.len(), args.one_world)?;
     let of_conf = nodes.as_ref().and_then(|nodes| nodes.join_timeout);
@@ -174,6 +180,7 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
         events: args.events,
         ..OutputOptions::default()
     };
+    let metrics_socket = args.metrics_listen.as_ref().and_then(FutureSocket::of);
     let mut launch = Launch::of_requests(requests, args.one_world)
         .notices(notices.clone())
         .fail(args.fail)
@@ -186,6 +193,7 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
         .grace(launch_settings.grace)
         .stop_grace(launch_settings.stop_grace)
         .stop_after(args.stop_after)
+        .one_node(one_node.clone())
         .adopt_orphans();
     if args.dry_run {
         let plans = launch.plan()?;
@@ -195,13 +203,17 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
         let of_nccl = of_nccl.map(|_| SocketVariables::detect().describe(&own_interfaces()));
         let of_nodes = nodes.map(NodeSettings::describe).unwrap_or_default();
         let lines: Vec<String> = notices.into_iter().chain(of_nodes).chain(of_nccl).collect();
-        let context = RunContext { place, ..RunContext::placeholder() };
+        let mut context = RunContext { place, ..RunContext::placeholder() };
+        let run_id = nodes.map_or(one_node.run_id, |nodes| nodes.run_id.clone());
+        context.torch_run_id = run_id.unwrap_or(context.torch_run_id);
+        context.master_port = one_node.master_port.map_or(context.master_port, |port| port.to_string());
         return stdout::print(&describe(&lines, &plans, &context), ExitCode::SUCCESS);
     }
     if let Some(nodes) = nodes {
-        launch = launch.nodes(nodes).attached(is_attached);
+        launch = launch.nodes(nodes).attached(node_args.attached);
     }
-    match guardian::fork_guardian(&launch_settings.signals)? {
+    let clean_up = || metrics_socket.iter().for_each(FutureSocket::remove);
+    match guardian::fork_guardian(&launch_settings.signals, clean_up)? {
         Role::Done(code) => Ok(code),
         Role::Launcher { guardian, signals } => {
             descriptor_limits::raise();
@@ -254,6 +266,16 @@ pub(crate) fn check_one_node(what: &str) -> Result<(), SettingsError> {
 /// Several jobs start together on one node only.
 fn check_single_job(nodes: Option<&NodeSettings>, jobs: usize, one_world: bool) -> Result<(), SettingsError> {
     nodes.map_or(Ok(()), |_| check_several_nodes(jobs, one_world))
+}
+
+/// Each job has a port of its own.
+fn check_port(one_node: &OneNode, jobs: usize) -> Result<(), SettingsError> {
+    match one_node.master_port {
+        Some(port) if jobs > 1 => Err(SettingsError::new(format!(
+            "--master-port is {port}, and this command line has {jobs} jobs: without it, each gets a free port of its own"
+        ))),
+        _ => Ok(()),
+    }
 }
 
 /// Several nodes have one job.

@@ -33,6 +33,16 @@ pub enum LaunchError {
         /// What to try next; may be empty.
         hint: &'static str,
     },
+    /// The port that was chosen for the ranks cannot be used.
+    #[error(
+        "--master-port is {port}: {error}; `ss -ltnp` shows who listens there, and without the option the port is a free one"
+    )]
+    MasterPort {
+        /// The port.
+        port: u16,
+        /// The system's error.
+        error: io::Error,
+    },
     /// GPUs could not be reserved.
     #[error(transparent)]
     Reservation(#[from] ReservationError),

@@ -27,6 +27,8 @@ use crate::orphans;
 
 /// Name of the launcher's process in `ps` and `top`.
 const LAUNCHER_NAME: &CStr = c"mgpu-launcher";
+/// Exit code of a Rust program that has panicked.
+const PANICKED: i32 = 101;
 
 /// The role of this process after the fork.
 pub(crate) enum Role {
@@ -42,8 +44,9 @@ pub(crate) enum Role {
 }
 
 /// Forks this process, which must not have started a thread. In the guardian it returns when the launcher has ended. Both
-/// handle the usual signals, and those to be `forwarded` to the ranks.
-pub(crate) fn fork_guardian(forwarded: &[Signal]) -> io::Result<Role> {
+/// handle the usual signals, and those to be `forwarded` to the ranks. The guardian calls `clean_up` after a launcher that
+/// could not clean up itself.
+pub(crate) fn fork_guardian(forwarded: &[Signal], clean_up: impl FnOnce()) -> io::Result<Role> {
     let guardian = getpid();
     // A shell that became `mgpurun` by exec may have started children before.
     let others = orphans::children();
@@ -75,13 +78,19 @@ pub(crate) fn fork_guardian(forwarded: &[Signal]) -> io::Result<Role> {
         }
         Fork::Parent(launcher) => {
             let _ = orphans::adopt();
-            run_guardian(launcher, &others, &signals).map(Role::Done)
+            run_guardian(launcher, &others, &signals, clean_up).map(Role::Done)
         }
     }
 }
 
-/// Forwards signals until the launcher ends. If it was killed, kills its leftover processes: all children but `others`.
-fn run_guardian(launcher: Pid, others: &[Pid], signals: &SigSet) -> io::Result<ExitCode> {
+/// Forwards signals until the launcher ends. If it was killed, kills its leftover processes, all children but `others`, and
+/// removes its files.
+fn run_guardian(
+    launcher: Pid,
+    others: &[Pid],
+    signals: &SigSet,
+    clean_up: impl FnOnce(),
+) -> io::Result<ExitCode> {
     let source = SignalFd::with_flags(signals, SfdFlags::SFD_CLOEXEC)?;
     let end = loop {
         match source.read_signal()?.map(|info| Signal::try_from(info.ssi_signo as i32)) {
@@ -98,13 +107,23 @@ fn run_guardian(launcher: Pid, others: &[Pid], signals: &SigSet) -> io::Result<E
             _ => {}
         }
     };
+    let end_launch = || {
+        let say = |text: &str| _ = writeln!(io::stderr(), "mgpurun: {text}");
+        orphans::end_all(|child| others.contains(&child), say).iter().for_each(|problem| say(problem));
+        mgpu_control::rendezvous::remove_abandoned();
+        clean_up();
+    };
     Ok(match end {
-        // A launcher that exits leaves no processes.
-        WaitStatus::Exited(_, code) => ExitCode::from(code as u8),
+        // A launcher that exits leaves no processes, unless it has panicked. If it passes on the code of a rank that has
+        // panicked, there is nothing to clean up.
+        WaitStatus::Exited(_, code) => {
+            if code == PANICKED {
+                end_launch();
+            }
+            ExitCode::from(code as u8)
+        }
         WaitStatus::Signaled(_, signal, _) => {
-            let say = |text: &str| _ = writeln!(io::stderr(), "mgpurun: {text}");
-            orphans::end_all(|child| others.contains(&child), say).iter().for_each(|problem| say(problem));
-            mgpu_control::rendezvous::remove_abandoned();
+            end_launch();
             let line = format!("mgpurun: the launcher was killed by {signal}, and its ranks with it\n");
             let _ = io::stderr().write_all(line.as_bytes());
             ExitCode::from(exit_code::signalled(signal as i32))

@@ -19,7 +19,7 @@ use crate::interrupt::{Interrupter, Signals};
 use crate::metrics::{Board, MetricsAddress, MetricsServer};
 use crate::nodes::net::{HostNet, NetChoice};
 use crate::nodes::ssh::attachment;
-use crate::nodes::{AuthChoice, Engine, NodeCard, NodeSettings};
+use crate::nodes::{AuthChoice, Engine, NodeCard, NodeSettings, OneNode};
 use crate::output::{Output, OutputOptions};
 use crate::placement::Bind;
 use crate::plan::{BackendChoice, GpuChoice, LaunchPlan, Machine, PlanError, Ranks, Request, plan_jobs};
@@ -58,6 +58,7 @@ pub struct Launch {
     requests: Vec<Request>,
     one_world: bool,
     nodes: Option<NodeSettings>,
+    one_node: OneNode,
     is_attached: bool,
     notices: Vec<String>,
     fail: FailPolicy,
@@ -99,6 +100,7 @@ impl Launch {
             requests,
             one_world,
             nodes: None,
+            one_node: OneNode::default(),
             is_attached: false,
             notices: Vec::new(),
             fail: FailPolicy::default(),
@@ -252,6 +254,12 @@ impl Launch {
         self
     }
 
+    /// What torchrun's options mean for a job on one node.
+    pub(crate) fn one_node(mut self, settings: OneNode) -> Self {
+        self.one_node = settings;
+        self
+    }
+
     /// Makes this the part of one node in a job on several.
     pub(crate) fn nodes(mut self, settings: NodeSettings) -> Self {
         self.nodes = Some(settings);
@@ -355,6 +363,7 @@ impl Launch {
             fail,
             notices,
             nodes,
+            one_node,
             stop_after,
             ..
         } = self;
@@ -369,7 +378,10 @@ impl Launch {
             None => EventLog::disabled(),
         };
         let sizes: Vec<u32> = plans.iter().map(|plan| plan.ranks.len() as u32).collect();
-        let mut output = Output::new(&sizes, output)?;
+        let mut output = match &nodes {
+            Some(_) => Output::of_node(sizes[0], output)?,
+            None => Output::new(&sizes, output)?,
+        };
         notices.iter().for_each(|notice| output.say(notice));
         let board = Board::default();
         let serve = |address: &MetricsAddress| MetricsServer::start(address, board.clone());
@@ -377,7 +389,7 @@ impl Launch {
         if let Some(MetricsServer { address, .. }) = &metrics {
             output.say(&format!("metrics at {address}"));
         }
-        let jobs = name_jobs(&plans, &requests, supervision)?;
+        let jobs = name_jobs(&plans, &requests, supervision, &one_node)?;
         for JobPlan { id, plan, .. } in &jobs {
             let locations =
                 plan.ranks.iter().map(|rank| &rank.location).filter(|_| report_bindings && nodes.is_none());
@@ -491,6 +503,7 @@ fn name_jobs<'a>(
     plans: &'a [LaunchPlan],
     requests: &'a [Request],
     supervision: Supervision,
+    one_node: &OneNode,
 ) -> Result<Vec<JobPlan<'a>>, LaunchError> {
     let launch_id = mgpu_control::protocol::new_run_id()?;
     let launch_ranks = plans.iter().map(|plan| plan.ranks.len() as u32).sum();
@@ -501,9 +514,16 @@ fn name_jobs<'a>(
         let id = JobId { number, first_rank };
         first_rank += plan.ranks.len() as u32;
         let run_id = number.map_or(launch_id.clone(), |number| format!("{launch_id}.{number}"));
-        JobPlan { id, plan, elastic, run_id, port: ReservedPort::reserve(), supervision, launch_ranks }
+        let torch_run_id = one_node.run_id.clone().unwrap_or_else(|| run_id.clone());
+        let port = match one_node.master_port {
+            None => ReservedPort::reserve(),
+            Some(port) => {
+                ReservedPort::of_number(port).map_err(|error| LaunchError::MasterPort { port, error })?
+            }
+        };
+        Ok(JobPlan { id, plan, elastic, run_id, torch_run_id, port, supervision, launch_ranks })
     };
-    Ok((0..).zip(plans).map(job).collect())
+    (0..).zip(plans).map(job).collect()
 }
 
 /// What the requests want to know about the GPUs.

@@ -17,7 +17,6 @@
 //! Memory per rank: one incomplete line of each stream, at most 1 MiB, and the last lines.
 
 use std::collections::VecDeque;
-use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Instant, SystemTime};
 
@@ -38,6 +37,7 @@ mod tails;
 mod width;
 
 use crate::error_file::RecordedError;
+use crate::writer::Start;
 use destination::Destination;
 use formatter::LineFormatter;
 pub use lines::{LineSplitter, Piece};
@@ -106,18 +106,24 @@ impl Output {
     /// # Errors
     /// If a log file cannot be created.
     pub fn new(jobs: &[u32], options: OutputOptions) -> Result<Self, LogError> {
-        let destinations = [
-            Destination::new(io::stdout(), options.color, options.stall_timeout()),
-            Destination::new(io::stderr(), options.color, options.stall_timeout()),
-        ];
-        let mut output = Output::to(destinations, jobs, options)?;
+        let mut output = Output::to(Destination::standard(&options), jobs, options)?;
         output.tails = Tails::create(0, output.ranks.len() as u32);
+        Ok(output)
+    }
+
+    /// The output of `ranks` ranks of a node, whose numbers [`set_ranks`](Self::set_ranks) gives later.
+    ///
+    /// # Errors
+    /// If the folder of the logs cannot be created.
+    pub(crate) fn of_node(ranks: u32, options: OutputOptions) -> Result<Self, LogError> {
+        let mut output = Output::to(Destination::standard(&options), &[], options)?;
+        output.tails = Tails::create(0, ranks);
         Ok(output)
     }
 
     fn to(destinations: [Destination; 2], jobs: &[u32], options: OutputOptions) -> Result<Self, LogError> {
         let names = RankName::of(jobs).into_iter().map(|name| (name, name.rank)).collect();
-        let (logs, width, ranks) = prepare(names, &options)?;
+        let (logs, width, ranks) = prepare(names, &options, Start::Empty)?;
         let same_target = destinations[0].sink.is_same_as(&destinations[1].sink);
         Ok(Output {
             options,
@@ -133,17 +139,18 @@ impl Output {
     }
 
     /// The output of `ranks` ranks of one job from now on, of which the first is `first` of its world. The ranks on a host
-    /// of several are known only when all nodes have joined, and may change with a restart.
+    /// of several are known only when all nodes have joined, and may change with a restart: then another node may have written
+    /// to the same files before, and `logs` says whether they are kept.
     ///
     /// # Errors
     /// If a log file cannot be created.
-    pub(crate) fn set_ranks(&mut self, first: u32, ranks: u32) -> Result<(), LogError> {
+    pub(crate) fn set_ranks(&mut self, first: u32, ranks: u32, logs: Start) -> Result<(), LogError> {
         let names = (0..ranks).map(|local| (RankName { job: None, rank: first + local }, local));
         let names: Vec<(RankName, u32)> = names.collect();
         if self.ranks.iter().map(|output| output.name).eq(names.iter().map(|(name, _)| *name)) {
             return Ok(());
         }
-        (self.logs, self.width, self.ranks) = prepare(names, &self.options)?;
+        (self.logs, self.width, self.ranks) = prepare(names, &self.options, logs)?;
         if let Some(tails) = &mut self.tails {
             tails.set_ranks(first, ranks);
         }
@@ -446,9 +453,10 @@ impl Output {
 fn prepare(
     names: Vec<(RankName, u32)>,
     options: &OutputOptions,
+    start: Start,
 ) -> Result<(Option<Logs>, usize, Vec<RankOutput>), LogError> {
     let streams = options.streams.as_ref();
-    let create = |folder| Logs::create(folder, &names, streams, options.stall_timeout());
+    let create = |folder| Logs::create(folder, &names, streams, start, options.stall_timeout());
     let folder = options.log_dir.as_deref().filter(|_| streams.is_none_or(StreamChoice::logs_any));
     let logs = folder.map(create).transpose()?;
     let width = names.iter().map(|(name, _)| name.short().len()).max().unwrap_or(0);

@@ -8,6 +8,7 @@
 //! server that does not set it gets "address already in use". This is the drawback: such a server, which could not be
 //! restarted at once on a fixed port either, has to use another port here.
 
+use std::io::{self, ErrorKind};
 use std::net::TcpListener;
 use std::os::fd::AsRawFd;
 
@@ -27,10 +28,24 @@ pub(crate) struct ReservedPort {
 impl ReservedPort {
     /// Reserves any free port.
     pub(crate) fn reserve() -> Self {
-        let bound = bind_any().and_then(|socket| Ok((socket.local_addr()?.port(), socket)));
+        let bound = bind_to(0).and_then(|socket| Ok((socket.local_addr()?.port(), socket)));
         match bound {
             Ok((number, socket)) => ReservedPort { number, _socket: Some(socket) },
             Err(_) => ReservedPort { number: DEFAULT_PORT, _socket: None },
+        }
+    }
+
+    /// Reserves this port.
+    ///
+    /// # Errors
+    /// If another process listens there, or this one may not.
+    pub(crate) fn of_number(number: u16) -> io::Result<Self> {
+        match bind_to(number) {
+            Ok(socket) => Ok(ReservedPort { number, _socket: Some(socket) }),
+            Err(error) if error.kind() == ErrorKind::AddrNotAvailable => {
+                Ok(ReservedPort { number, _socket: None })
+            }
+            Err(error) => Err(error),
         }
     }
 
@@ -39,11 +54,11 @@ impl ReservedPort {
     }
 }
 
-/// A socket bound to a port of the kernel's choice.
-fn bind_any() -> std::io::Result<TcpListener> {
+/// A socket bound to a port; to one of the kernel's choice if that is 0.
+fn bind_to(port: u16) -> io::Result<TcpListener> {
     let socket = socket(AddressFamily::Inet, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
     setsockopt(&socket, sockopt::ReuseAddr, &true)?;
-    bind(socket.as_raw_fd(), &SockaddrIn::new(127, 0, 0, 1, 0))?;
+    bind(socket.as_raw_fd(), &SockaddrIn::new(127, 0, 0, 1, port))?;
     // A `TcpListener` only to query its address; it never listens.
     Ok(socket.into())
 }
@@ -80,6 +95,16 @@ mod tests {
             // A second listener fails, as always.
             assert!(TcpListener::bind((address, reserved.number())).is_err());
         }
+    }
+
+    #[test]
+    fn a_port_can_be_named_unless_somebody_listens_there() {
+        let number = ReservedPort::reserve().number();
+        let reserved = ReservedPort::of_number(number).unwrap();
+        assert_eq!(reserved.number(), number);
+        let _listener = TcpListener::bind(("127.0.0.1", number)).unwrap();
+        drop(reserved);
+        assert_eq!(ReservedPort::of_number(number).unwrap_err().kind(), ErrorKind::AddrInUse);
     }
 
     #[test]

@@ -5,6 +5,7 @@
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 use mgpu_tests::hosts::Hosts;
 use mgpu_tests::process::{Finished, command, finish, run, until};
@@ -132,6 +133,21 @@ fn listed_signals_reach_the_ranks_of_all_hosts() {
     until(|| (0..2).all(|rank| site.folder.path().join(format!("ready-{rank}")).exists()));
     kill(Pid::from_raw(starter.id() as i32), Signal::SIGXCPU).unwrap();
     site.finish(&mut starter).expect(0, &["got it on a\n", "got it on b\n"]);
+}
+
+/// More than a pipe holds, and a pager reads it late.
+#[test]
+fn a_slow_reader_gets_all_output() {
+    let Some(site) = Site::start(2) else { return };
+    let script = "seq 1 8000; echo > done-$RANK";
+    let mut starter = site.mgpurun(&["--hosts", "a,b", "-n", "1", "sh", "-c", script]);
+    let mut starter = starter.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    until(|| (0..2).all(|rank| site.folder.path().join(format!("done-{rank}")).exists()));
+    until(|| (0..2).all(|host| site.hosts.processes(host).is_empty()));
+    // Longer than `mgpurun` waits for a connection of ssh that is kept for later.
+    std::thread::sleep(Duration::from_millis(1500));
+    let finished = site.finish(&mut starter);
+    assert_eq!((finished.code, finished.stdout.lines().count()), (Some(0), 16000));
 }
 
 #[test]

@@ -166,6 +166,26 @@ fn a_failure_ends_all_jobs_unless_only_one_should_fail() {
     assert!(folder.path().join("done").exists());
 }
 
+/// Its program has disappeared before the restart.
+#[test]
+fn a_restart_that_cannot_start_fails_its_job_only() {
+    let folder = tempfile::tempdir().unwrap();
+    let program = folder.path().join("prog");
+    fs::write(&program, "#!/bin/sh\nuntil [ -e ready ]; do sleep 0.01; done\nrm -f \"$0\"\nexit 7\n")
+        .unwrap();
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+    let wait = "trap 'exit 9' TERM; : > ready; until [ -e go ]; do sleep 0.01; done; : > done";
+    let restart = ["--fail", "one", "--events", "events", "--max-restarts", "1", "--restart-always"];
+    let jobs = ["-n", "1", "sh", "-c", wait, ":", "./prog"];
+    let child = started(&mut marked(folder.path(), &[&restart[..], &jobs].concat()));
+    let has_ended = |line: &Value| line["event"] == "end" && line["job"] == 1 && line["exit_code"] == 1;
+    let log = folder.path().join("events");
+    until(|| log.exists() && events(&log).iter().any(has_ended));
+    fs::write(folder.path().join("go"), "").unwrap();
+    child.finish().expect(1, &["job 1: rank 0 exited with code 7", "job 1: cannot start rank 0"]);
+    assert!(folder.path().join("done").exists());
+}
+
 #[test]
 fn a_signal_ends_all_jobs_and_is_reported_once() {
     for (times, trap, code) in [(1, "exit 0", 130), (2, ": > got-$MGPU_RUN_ID", 130)] {

@@ -5,6 +5,7 @@
 //! benchmarks, or in PATH.
 
 use std::fs;
+use std::net::TcpListener;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -114,6 +115,29 @@ fn what_cannot_be_started_is_named() {
     let finished = refused(&["--print-completion", "bash"], &[]);
     finished.expect(0, &["mgpurun completions SHELL prints a script"]);
     assert_eq!(finished.stdout, "");
+}
+
+#[test]
+fn the_port_and_the_name_of_a_job_on_one_node_can_be_chosen() {
+    let folder = folder();
+    let print = ["--rdzv-id", "job7", "--no-python", "sh", "-c", "echo $MASTER_PORT $TORCHELASTIC_RUN_ID"];
+    let start = |port: &str| {
+        let words = ["--nnodes", "1", "--nproc-per-node", "2", "--no-prefix", "--master-port", port];
+        run(&mut launcher(folder.path(), &[&words[..], &print].concat()))
+    };
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port().to_string();
+    start(&port).expect(1, &[&format!("--master-port is {port}: "), "in use", "ss -ltnp"]);
+    drop(listener);
+    let finished = start(&port);
+    finished.expect(0, &[]);
+    assert_eq!(finished.stdout, format!("{port} job7\n").repeat(2));
+    let free = start("0");
+    free.expect(0, &[" job7\n"]);
+    assert!(!free.stdout.starts_with("0 "), "{free:#?}");
+    start("x").expect(2, &["it should be a port from 1 to 65535"]);
+    let two_jobs = ["--master-port", &port, "true", ":", "true"];
+    run(&mut launcher(folder.path(), &two_jobs)).expect(2, &["this command line has 2 jobs"]);
 }
 
 /// Each rank writes `out N` and `err N`.
@@ -315,7 +339,8 @@ fn options_do_what_the_table_says() {
                 let finished = run(launcher(folder.path(), &[]).args(&words));
                 let has_effect =
                     !(finished.stdout + &finished.stderr).contains(&format!("{option} has no effect"));
-                let is_useless_alone = ["--node-rank", "--rdzv-endpoint", "--master-addr"].contains(&option);
+                let is_useless_alone =
+                    ["--node-rank", "--rdzv-endpoint", "--master-addr", "--local-addr"].contains(&option);
                 let expected = match here.as_str() {
                     "yes" => (Some(0), !is_useless_alone),
                     "no effect" => (Some(0), false),

@@ -212,6 +212,13 @@ fn metrics_on_a_unix_socket_end_with_the_run() {
     refused.expect(1, &["--metrics-listen unix:", "the file exists"]);
     assert_eq!(end(child, stderr), Some(143));
     assert!(!socket.exists());
+    // Nor does it stay if the launcher is killed.
+    let (mut child, _stderr, _) = start_with_metrics(folder.path(), &address);
+    let children = format!("/proc/{0}/task/{0}/children", child.id());
+    let launcher_of_it: i32 = fs::read_to_string(children).unwrap().trim().parse().unwrap();
+    kill(Pid::from_raw(launcher_of_it), Signal::SIGKILL).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(137));
+    assert!(!socket.exists());
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
     let wrong = run(launcher(folder.path()).args(["--metrics-listen", "nowhere", "true"]));
     wrong.expect(2, &["it should be a port, such as 9400"]);

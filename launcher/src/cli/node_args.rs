@@ -15,9 +15,9 @@ pub(crate) struct NodeArgs {
     /// AWS Batch and SageMaker tell mgpurun the number and the rank of the node, and where node 0 is. With MIN:MAX the
     /// job goes on with fewer nodes after a failure.
     ///
-    /// Every option here can also be set by a variable: MGPU_NNODES, MGPU_NODE_RANK, MGPU_RDZV_ENDPOINT,
-    /// MGPU_NODE_TIMEOUT, MGPU_NET, MGPU_AUTH, MGPU_SECRET_FILE, or as for torchrun by PET_NNODES and so on. The first that is
-    /// set counts: flag, MGPU_*, PET_*, the engine's variables. --dry-run shows which.
+    /// Most options here can also be set by a variable: MGPU_NNODES, MGPU_NODE_RANK, MGPU_RDZV_ENDPOINT, MGPU_RDZV_ID,
+    /// MGPU_LOCAL_ADDR, MGPU_NODE_TIMEOUT, MGPU_NET, MGPU_AUTH, MGPU_SECRET_FILE; those of torchrun also by PET_NNODES and so
+    /// on. The first that is set counts: flag, MGPU_*, PET_*, the engine's variables. --dry-run shows which.
     #[arg(long, value_name = "N|MIN:MAX")]
     pub(crate) nnodes: Option<String>,
 
@@ -44,11 +44,11 @@ pub(crate) struct NodeArgs {
 
     /// Where node 0 listens: its name or address, and a port [default port: 29400].
     ///
-    /// Names are asked for again until --timeout. An IPv6 address with a port stands in brackets: [fd00::2]:29400.
+    /// Names are asked for again until --timeout. An IPv6 address with a port is written in brackets: [fd00::2]:29400.
     #[arg(long, alias = "rdzv_endpoint", value_name = "HOST[:PORT]")]
     pub(crate) rdzv_endpoint: Option<String>,
 
-    /// Name of the job: nodes of another job are rejected.
+    /// Name of the job: nodes of another job are rejected. Ranks get it as TORCHELASTIC_RUN_ID.
     #[arg(long, alias = "rdzv_id", value_name = "ID")]
     pub(crate) rdzv_id: Option<String>,
 
@@ -64,7 +64,7 @@ pub(crate) struct NodeArgs {
     #[arg(long, alias = "master_addr", hide_short_help = true, value_name = "HOST")]
     pub(crate) master_addr: Option<String>,
 
-    /// Port of node 0 with --master-addr [default: 29500].
+    /// Port of node 0 with --master-addr [default: 29500]. On one node: MASTER_PORT of the ranks [default: a free one].
     #[arg(long, alias = "master_port", hide_short_help = true, value_name = "PORT")]
     pub(crate) master_port: Option<String>,
 

@@ -30,6 +30,8 @@ pub(crate) struct JobPlan<'a> {
     pub(crate) elastic: Option<&'a Request>,
     /// Identifier of its world.
     pub(crate) run_id: String,
+    /// Its name for PyTorch's scripts.
+    pub(crate) torch_run_id: String,
     /// Reserved until all ranks have ended.
     pub(crate) port: ReservedPort,
     pub(crate) supervision: Supervision,
@@ -172,6 +174,19 @@ impl<'a> Job<'a> {
         Ok(())
     }
 
+    /// Ends the job because its ranks cannot be started again.
+    pub(super) fn fail(&mut self, error: &LaunchError, shared: &mut Shared<'_>) {
+        let message = error.to_string();
+        self.plan.id.say(shared, &message);
+        self.state = State::Over(Outcome {
+            exit_code: exit_code::LAUNCHER,
+            culprit: None,
+            incompatible: false,
+            message: Some(message),
+            interrupted: false,
+        });
+    }
+
     /// Ends the job because of something outside its world, unless it is about to end.
     pub(super) fn stop(&mut self, why: &str, shared: &mut Shared<'_>) {
         match &mut self.state {
@@ -276,6 +291,7 @@ impl<'a> JobPlan<'a> {
         let context = RunContext {
             rendezvous: server.address().to_owned(),
             run_id: self.run_id.clone(),
+            torch_run_id: self.torch_run_id.clone(),
             master_port: self.port.number().to_string(),
             progress: shared.output.shows_progress(),
             restart_count: restarts,

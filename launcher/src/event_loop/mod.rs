@@ -206,7 +206,11 @@ impl<'a> EventLoop<'a> {
             }
         } else {
             job.interrupt_pause(signals, &mut self.shared);
-            job.restart_if_due(&mut self.shared)?;
+            match job.restart_if_due(&mut self.shared) {
+                // It concerns this job only: whether the others run on is decided as for any other failure.
+                Err(error) if self.jobs.len() > 1 => self.jobs[index].fail(&error, &mut self.shared),
+                result => result?,
+            }
         }
         self.record_end(index);
         self.judge(index);

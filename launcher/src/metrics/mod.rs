@@ -19,12 +19,14 @@ mod server;
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::os::unix::fs::MetadataExt;
+use std::io::ErrorKind;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use mgpu_control::progress::ProgressPage;
+use nix::unistd::geteuid;
 
 use crate::error::LaunchError;
 pub use address::MetricsAddress;
@@ -90,11 +92,6 @@ impl SocketFile {
     }
 }
 
-/// Device and inode.
-fn identity(path: &Path) -> Option<(u64, u64)> {
-    fs::symlink_metadata(path).ok().map(|file| (file.dev(), file.ino()))
-}
-
 impl Drop for SocketFile {
     fn drop(&mut self) {
         if identity(&self.path) == Some(self.identity) {
@@ -102,4 +99,34 @@ impl Drop for SocketFile {
             let _ = fs::remove_file(&self.path);
         }
     }
+}
+
+/// The place of a Unix socket that another process of this launch will bind, and may leave behind if it is killed.
+#[derive(Debug)]
+pub(crate) struct FutureSocket(PathBuf);
+
+impl FutureSocket {
+    /// `None` if there is no such socket, or if its name is taken already.
+    pub(crate) fn of(address: &MetricsAddress) -> Option<Self> {
+        match address {
+            MetricsAddress::Unix(path) if identity(path).is_none() => Some(FutureSocket(path.clone())),
+            _ => None,
+        }
+    }
+
+    /// Removes it if nobody listens there any more.
+    pub(crate) fn remove(&self) {
+        let is_own = fs::symlink_metadata(&self.0)
+            .is_ok_and(|file| file.file_type().is_socket() && file.uid() == geteuid().as_raw());
+        let is_dead =
+            || UnixStream::connect(&self.0).is_err_and(|error| error.kind() == ErrorKind::ConnectionRefused);
+        if is_own && is_dead() {
+            let _ = fs::remove_file(&self.0);
+        }
+    }
+}
+
+/// Device and inode.
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    fs::symlink_metadata(path).ok().map(|file| (file.dev(), file.ino()))
 }

@@ -39,5 +39,5 @@ pub(crate) use message::{
 pub(crate) use nccl_preflight::NcclPreflight;
 pub(crate) use pmi::complete as complete_by_pmi;
 pub(crate) use settings::{
-    AuthChoice, NodeSettings, Ports, SettingsError, Surroundings, ranks_variable, settings,
+    AuthChoice, NodeSettings, OneNode, Ports, SettingsError, Surroundings, one_node, ranks_variable, settings,
 };

@@ -1,10 +1,10 @@
 //! Standard output or error of this process, with the properties of its terminal.
 
-use std::io::IsTerminal;
+use std::io::{self, IsTerminal};
 use std::os::fd::AsFd;
 use std::time::Duration;
 
-use super::options::Color;
+use super::options::{Color, OutputOptions};
 use super::sink::Sink;
 
 /// How to erase the rest of a transient line that the next line overwrites.
@@ -51,6 +51,12 @@ pub(super) struct Destination {
 }
 
 impl Destination {
+    /// This process's standard output and standard error.
+    pub(super) fn standard(options: &OutputOptions) -> [Self; 2] {
+        let (color, timeout) = (options.color, options.stall_timeout());
+        [Destination::new(io::stdout(), color, timeout), Destination::new(io::stderr(), color, timeout)]
+    }
+
     pub(super) fn new(
         stream: impl AsFd + IsTerminal + 'static,
         color: Color,

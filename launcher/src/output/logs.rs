@@ -53,12 +53,13 @@ pub(super) struct Logs {
 }
 
 impl Logs {
-    /// Creates empty files in `folder`, which is created if it is missing: for each rank one file, or with `streams` one
+    /// Opens files in `folder`, which is created if it is missing: for each rank one file, or with `streams` one
     /// for each stream that is chosen. `names` has each rank's name and its number on this host.
     pub(super) fn create(
         folder: &Path,
         names: &[(RankName, u32)],
         streams: Option<&StreamChoice>,
+        start: Start,
         timeout: Duration,
     ) -> Result<Self, LogError> {
         let (mut logs, mut of_rank) = (Vec::new(), Vec::new());
@@ -82,8 +83,9 @@ impl Logs {
         let create = |log: &Log| {
             let path = folder.join(log.name.log_file(log.stream));
             let parent = path.parent().unwrap_or(folder);
-            std::fs::create_dir_all(parent).and_then(|()| open(&path, Start::Empty)).map_err(failed(&path))
+            std::fs::create_dir_all(parent).and_then(|()| open(&path, start)).map_err(failed(&path))
         };
+        std::fs::create_dir_all(folder).map_err(failed(folder))?;
         let files = logs.iter().map(create).collect::<Result<_, _>>()?;
         let writer = Writer::start(THREAD, files).map_err(failed(folder))?;
         Ok(Logs { writer, stall: StallDetector::new(timeout), taken: 0, logs, of_rank, closing: false })

@@ -62,7 +62,32 @@ fn logs_replace_the_terminal() {
     }
     let nowhere = OutputOptions { log_dir: Some("/proc/none".into()), ..OutputOptions::default() };
     let error = Output::new(&[1], nowhere).err().unwrap();
-    assert!(error.to_string().starts_with("cannot write the log /proc/none/rank-0.log: "), "{error}");
+    assert!(error.to_string().starts_with("cannot write the log /proc/none: "), "{error}");
+}
+
+/// A node whose ranks get other numbers at a restart writes to files that another node has begun, or it itself.
+#[test]
+fn logs_of_earlier_attempts_are_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let log = |rank: u32| folder.path().join(format!("rank-{rank}.log"));
+    fs::write(log(1), "an earlier run\n").unwrap();
+    fs::write(log(2), "another node\n").unwrap();
+    let options = OutputOptions { log_dir: Some(folder.path().to_owned()), ..OutputOptions::default() };
+    let (mut output, readers) = output(0, options);
+    assert!(!log(0).exists());
+    for (attempt, first) in [1, 2, 1].into_iter().enumerate() {
+        let logs = if attempt == 0 { Start::Empty } else { Start::Append };
+        output.set_ranks(first, 1, logs).unwrap();
+        output.push(0, Stream::Stdout, format!("attempt {attempt}\n").as_bytes());
+    }
+    read(output, readers);
+    // Each writer writes what it has before it ends, but nobody waits for the earlier ones.
+    let expected = ["attempt 0\nattempt 2\n", "another node\nattempt 1\n"];
+    let written = || [log(1), log(2)].map(|log| fs::read_to_string(log).unwrap());
+    while written().map(|text| text.len()) != expected.map(str::len) {
+        std::thread::yield_now();
+    }
+    assert_eq!(written(), expected);
 }
 
 #[test]

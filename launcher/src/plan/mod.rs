@@ -182,6 +182,8 @@ pub struct RunContext {
     pub rendezvous: String,
     /// Identifier of the run.
     pub run_id: String,
+    /// Its name for PyTorch's scripts: that of `--rdzv-id`, or the identifier.
+    pub torch_run_id: String,
     /// A TCP port that is reserved for the ranks.
     pub master_port: String,
     /// How often the ranks have been restarted.
@@ -225,6 +227,7 @@ impl RunContext {
         RunContext {
             rendezvous: "unix:(made at the start)".into(),
             run_id: "(made at the start)".into(),
+            torch_run_id: "(made at the start)".into(),
             master_port: "(free port)".into(),
             restart_count: 0,
             max_restarts: 0,
@@ -310,7 +313,7 @@ impl RankPlan {
             ("GROUP_WORLD_SIZE", nodes.to_string()),
             ("TORCHELASTIC_RESTART_COUNT", context.restart_count.to_string()),
             ("TORCHELASTIC_MAX_RESTARTS", context.max_restarts.to_string()),
-            ("TORCHELASTIC_RUN_ID", context.run_id.clone()),
+            ("TORCHELASTIC_RUN_ID", context.torch_run_id.clone()),
             ("TORCHELASTIC_USE_AGENT_STORE", "False".into()),
         ]);
         let roles = [(ROLE_RANK, rank), (ROLE_WORLD_SIZE, world_size), (ROLE_NAME, "default".into())];

@@ -76,6 +76,7 @@ fn the_variables_of_torchrun_are_set() {
         restart_count: 1,
         max_restarts: 4,
         run_id: "run".into(),
+        torch_run_id: "job7".into(),
         error_files: (0..3).map(|rank| format!("/private/error-{rank}.json").into()).collect(),
         ..RunContext::placeholder()
     };
@@ -90,7 +91,7 @@ fn the_variables_of_torchrun_are_set() {
         ("ROLE_NAME", "default"),
         ("TORCHELASTIC_RESTART_COUNT", "1"),
         ("TORCHELASTIC_MAX_RESTARTS", "4"),
-        ("TORCHELASTIC_RUN_ID", "run"),
+        ("TORCHELASTIC_RUN_ID", "job7"),
         ("TORCHELASTIC_USE_AGENT_STORE", "False"),
         ("TORCHELASTIC_ERROR_FILE", "/private/error-2.json"),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),

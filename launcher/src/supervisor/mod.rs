@@ -33,6 +33,10 @@ use crate::interrupt::ends_the_run;
 /// Time between the first failure and SIGTERM to the others: enough to print their errors.
 const ERROR_TIME: Duration = Duration::from_millis(200);
 
+/// Longest wait for the end of ranks after SIGKILL. The kernel takes seconds to free hundreds of gigabytes, or what a driver has
+/// allocated.
+const KILLED_TIME: Duration = Duration::from_secs(30);
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum RankStatus {
     Running,
@@ -59,8 +63,8 @@ enum Stage {
     Stopping(Instant),
     /// The ranks were asked to end by a signal; SIGKILL follows at this time.
     Terminating(Instant),
-    /// The ranks were killed.
-    Killed,
+    /// The ranks were killed; those that have not ended are given up at this time.
+    Killed(Instant),
 }
 
 /// The state of a run.
@@ -137,8 +141,7 @@ impl Supervisor {
     pub fn next_deadline(&self) -> Option<Instant> {
         match self.stage {
             Stage::Running => self.join_deadline,
-            Stage::Failing(at) | Stage::Stopping(at) | Stage::Terminating(at) => Some(at),
-            Stage::Killed => None,
+            Stage::Failing(at) | Stage::Stopping(at) | Stage::Terminating(at) | Stage::Killed(at) => Some(at),
         }
     }
 
@@ -152,7 +155,7 @@ impl Supervisor {
                 self.stop(Outcome { incompatible: true, ..Outcome::failure(exit_code, rank, why) }, how, now)
             }
             Event::Silent { rank, idle, doing } => self.silent(rank, idle, &doing, now),
-            Event::GuardianEnded => self.guardian_ended(),
+            Event::GuardianEnded => self.guardian_ended(now),
             Event::Signalled(signal) => self.signalled(signal, now),
             Event::StopAsked(cause) => self.stop_asked(cause, now),
             Event::TimePassed => self.time_passed(now),
@@ -197,14 +200,13 @@ impl Supervisor {
         actions
     }
 
-    fn guardian_ended(&mut self) -> Vec<Action> {
+    fn guardian_ended(&mut self, now: Instant) -> Vec<Action> {
         self.outcome.get_or_insert_with(|| Outcome {
             message: Some("mgpurun was killed, and its ranks with it".into()),
             ..Outcome::interruption(Signal::SIGKILL)
         });
         self.interrupted = true;
-        self.stage = Stage::Killed;
-        [self.settle(), self.to_all(Signal::SIGKILL)].concat()
+        [self.settle(), self.kill_all(now)].concat()
     }
 
     fn exited(&mut self, rank: u32, exit: Exit, blame: Option<Blame>, now: Instant) -> Vec<Action> {
@@ -215,7 +217,7 @@ impl Supervisor {
         let end = match self.stage {
             _ if finished => ProcessEnd::Finished,
             Stage::Running | Stage::Stopping(_) | Stage::Failing(_) => ProcessEnd::Failed(exit.describe()),
-            Stage::Terminating(_) | Stage::Killed => ProcessEnd::Failed(exit.describe_signalled()),
+            Stage::Terminating(_) | Stage::Killed(_) => ProcessEnd::Failed(exit.describe_signalled()),
         };
         actions.push(Action::Announce(rank, end));
         if !finished && self.outcome.is_none() {
@@ -249,9 +251,8 @@ impl Supervisor {
             self.terminate(self.stop_grace, now);
             return self.to_all(signal);
         }
-        if let Stage::Terminating(_) | Stage::Killed = self.stage {
-            self.stage = Stage::Killed;
-            return self.to_all(Signal::SIGKILL);
+        if let Stage::Terminating(_) | Stage::Killed(_) = self.stage {
+            return self.kill_all(now);
         }
         self.outcome.get_or_insert_with(|| Outcome::interruption(signal));
         self.terminate(self.stop_grace, now);
@@ -336,17 +337,15 @@ impl Supervisor {
                 let (names, seconds) = (self.name_ranks(self.running()), self.stop_grace.as_secs_f64());
                 let text =
                     format!("{names} did not stop within {seconds} s: killed; --stop-grace allows more time");
-                return [vec![Action::Say(text)], self.kill_stopping()].concat();
+                return [vec![Action::Say(text)], self.kill_stopping(now)].concat();
             }
-            Stage::Terminating(_) | Stage::Killed => {
-                self.stage = Stage::Killed;
+            Stage::Terminating(_) => {
                 let names = self.name_ranks(self.running());
                 let seconds = self.time_to_end.as_secs_f64();
-                let mut actions =
-                    vec![Action::Say(format!("{names} did not end within {seconds} s: killed"))];
-                actions.extend(self.to_all(Signal::SIGKILL));
-                return actions;
+                let text = format!("{names} did not end within {seconds} s: killed");
+                return [vec![Action::Say(text)], self.kill_all(now)].concat();
             }
+            Stage::Killed(_) => return self.give_up(),
         }
         self.terminate(self.grace, now);
         let mut actions = self.settle();
@@ -358,6 +357,28 @@ impl Supervisor {
     fn terminate(&mut self, time: Duration, now: Instant) {
         self.time_to_end = time;
         self.stage = Stage::Terminating(now + time);
+    }
+
+    /// Kills the ranks, also if they were killed before.
+    fn kill_all(&mut self, now: Instant) -> Vec<Action> {
+        if !matches!(self.stage, Stage::Killed(_)) {
+            self.stage = Stage::Killed(now + KILLED_TIME);
+        }
+        self.to_all(Signal::SIGKILL)
+    }
+
+    /// Ends the run although ranks have not ended after SIGKILL. What they hold, such as a GPU, is not free for a restart.
+    fn give_up(&mut self) -> Vec<Action> {
+        let left: Vec<u32> = self.running().collect();
+        let text = format!(
+            "{} did not end within {} s after SIGKILL: left behind; a process in state D (see `ps`) waits in the kernel, and one of \
+             another user cannot be killed",
+            self.name_ranks(left.iter().copied()),
+            KILLED_TIME.as_secs()
+        );
+        self.interrupted = true;
+        left.into_iter().for_each(|rank| self.ranks[rank as usize].status = RankStatus::Failed);
+        [vec![Action::Say(text)], self.finish_if_all_ended()].concat()
     }
 
     /// Returns the action that prints the outcome, once. The outcome does not change any more: ranks that end from now

@@ -87,7 +87,7 @@ impl Supervisor {
             (Stage::Stopping(_), Some(stop)) => {
                 let Some(signal) = signal else { return Vec::new() };
                 if stop.signal.replace(signal).is_some() {
-                    return self.kill_stopping();
+                    return self.kill_stopping(now);
                 }
                 // Whoever sends it waits as long from now on.
                 self.stage = Stage::Stopping(now + self.stop_grace);
@@ -123,10 +123,9 @@ impl Supervisor {
     }
 
     /// Kills ranks that do not stop.
-    pub(super) fn kill_stopping(&mut self) -> Vec<Action> {
+    pub(super) fn kill_stopping(&mut self, now: Instant) -> Vec<Action> {
         let Some(stop) = self.stop else { return Vec::new() };
         self.outcome.get_or_insert_with(|| stop.killed());
-        self.stage = Stage::Killed;
-        [self.settle(), self.to_all(Signal::SIGKILL)].concat()
+        [self.settle(), self.kill_all(now)].concat()
     }
 }

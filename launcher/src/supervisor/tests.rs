@@ -72,6 +72,8 @@ proptest! {
                             prop_assert_eq!(outcome.exit_code, first.unwrap_or(0));
                         }
                     }
+                    // The launcher does not wait for them any longer.
+                    Action::Say(text) if text.contains("after SIGKILL: left behind") => alive = [false; 4],
                     Action::Announce(..) | Action::Say(_) | Action::Report | Action::AskToStop => {}
                 }
             }
@@ -252,7 +254,24 @@ fn the_end_of_the_guardian_kills_the_ranks_at_once() {
     let actions = supervisor.handle(Event::GuardianEnded, now);
     assert!(matches!(&actions[0], Action::Settle(outcome) if outcome.exit_code == 137), "{actions:?}");
     assert_eq!(actions[1..], [Action::Send(0, Signal::SIGKILL), Action::Send(1, Signal::SIGKILL)]);
-    assert_eq!(supervisor.next_deadline(), None);
+}
+
+#[test]
+fn a_rank_that_sigkill_does_not_end_is_left_behind() {
+    let (mut supervisor, now) = supervisor(3);
+    supervisor.handle(exited(1, 3), now);
+    supervisor.handle(Event::Tick, now + ERROR_TIME);
+    let killed = now + ERROR_TIME + GRACE;
+    supervisor.handle(Event::Tick, killed);
+    supervisor.handle(Event::Exited { rank: 0, exit: Exit::Signal(9), blame: None }, killed);
+    // A signal has no effect but another SIGKILL.
+    let actions = supervisor.handle(Event::Signalled(Signal::SIGINT), killed + GRACE);
+    assert_eq!(actions, [Action::Send(2, Signal::SIGKILL)]);
+    assert_eq!(supervisor.next_deadline(), Some(killed + KILLED_TIME));
+    let actions = supervisor.handle(Event::Tick, killed + KILLED_TIME);
+    let [Action::Say(text), Action::Finish(outcome)] = &actions[..] else { panic!("{actions:?}") };
+    assert!(text.starts_with("rank 2 did not end within 30 s after SIGKILL: left behind; "), "{text}");
+    assert_eq!((outcome.exit_code, outcome.culprit, outcome.interrupted), (3, Some(1), true));
 }
 
 #[test]

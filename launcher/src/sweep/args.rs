@@ -20,7 +20,7 @@ by --keys.
 
 A percentage is the speed compared with the smallest number of ranks and the same options: the ratio
 of rates (keys such as images_per_s, busbw_gbps), or the inverse ratio of times (keys such as
-train_s, p50_us, ms_per_step). With --weak the ratio of times is multiplied by the ratio of ranks,
+train_s, us_p50, ms_per_step). With --weak the ratio of times is multiplied by the ratio of ranks,
 since the work has grown as well.
 
 Exit codes:

@@ -129,9 +129,7 @@ fn kind_of(key: &str) -> Kind {
     let begins_with = |begins: &[&str]| begins.iter().any(|begin| key.starts_with(begin));
     if ends_in(&["_per_s", "_per_sec", "_per_second", "gbps", "_gb_s", "_gib_s", "_mb_s", "_flops"]) {
         Kind::Rate
-    } else if ends_in(&["_s", "_ms", "_us", "_ns"])
-        || begins_with(&["s_per_", "ms_per_", "us_per_", "ns_per_"])
-    {
+    } else if ends_in(&["_s", "_ms", "_us", "_ns"]) || begins_with(&["s_per_", "ms_per_", "us_", "ns_per_"]) {
         Kind::Time
     } else {
         Kind::Other
@@ -246,6 +244,7 @@ mod tests {
             ("a.busbw_gbps", Kind::Rate),
             ("train_s", Kind::Time),
             ("p50_us", Kind::Time),
+            ("us_p50", Kind::Time),
             ("ms_per_step", Kind::Time),
             ("a_s.loss", Kind::Other),
             ("loss", Kind::Other),

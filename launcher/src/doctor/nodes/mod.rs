@@ -84,7 +84,7 @@ pub(super) fn main(args: &Args, words: &[OsString]) -> Result<ExitCode, Box<dyn 
         .notices(notices)
         .nodes(nodes)
         .attached(args.of_nodes.attached);
-    match guardian::fork_guardian(&[])? {
+    match guardian::fork_guardian(&[], || ())? {
         Role::Done(code) => Ok(code),
         Role::Launcher { guardian, signals } => {
             launch.take_over(guardian, &signals)?;

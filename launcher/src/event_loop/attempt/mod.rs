@@ -6,7 +6,7 @@ mod progress;
 mod stop_requests;
 
 use std::cell::RefCell;
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
@@ -119,6 +119,8 @@ pub(super) struct Attempt<'a> {
     run_id: String,
     /// Ranks of other hosts whose processes are stopped.
     stopped_elsewhere: Vec<u32>,
+    /// When each of the other nodes has last reported the progress of its ranks (of [`mgpu_control::progress::now`]).
+    reported: BTreeMap<u32, Duration>,
     knows_end_of_guardian: bool,
     /// The outcome as it was printed, although ranks may still run.
     pub(super) settled: Option<Outcome>,
@@ -174,6 +176,7 @@ impl<'a> Attempt<'a> {
             injections,
             run_id,
             stopped_elsewhere: Vec::new(),
+            reported: BTreeMap::new(),
             knows_end_of_guardian: false,
             settled: None,
             leftovers: None,
@@ -290,7 +293,7 @@ impl<'a> Attempt<'a> {
         }
     }
 
-    /// Cleans up: no process of the ranks is left when this returns.
+    /// Cleans up: no process of the ranks is left when this returns, unless SIGKILL does not end it.
     pub(super) fn end(&mut self, mut outcome: Outcome, shared: &mut Shared<'_>) -> AttemptEnd {
         if self.holds_stop() {
             outcome.ask_to_stop();
@@ -307,6 +310,10 @@ impl<'a> Attempt<'a> {
             self.end_orphans(shared);
         } else {
             wait_for_end(self.ranks.iter().map(|rank| rank.pid));
+        }
+        // A rank that SIGKILL does not end was waited for long enough.
+        for rank in self.ranks.iter_mut().filter(|rank| rank.ended.is_none()) {
+            rank.reaped = true;
         }
         let missed_faults = faults::missed(self.injections, self.local_ranks(), self.server.page());
         let error = outcome.culprit.and_then(|rank| self.error_of(rank));

@@ -1,6 +1,6 @@
 //! What the ranks are doing: steps for the events, ranks without progress, and the table.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use mgpu_control::progress::{self, ProgressEntry, RankState};
 
@@ -21,7 +21,7 @@ impl Attempt<'_> {
         let (page, now) = (self.server.page(), progress::now());
         let watched = |rank: u32| {
             let mut progress = page.progress(rank);
-            progress.changed = progress.changed.max(shared.awake_since);
+            progress.changed = progress.changed.max(shared.awake_since) + self.age_of_report(rank, now);
             WatchedRank { rank, progress }
         };
         let mut ranks: Vec<WatchedRank> = (0..page.world_size()).map(watched).collect();
@@ -44,6 +44,16 @@ impl Attempt<'_> {
                 Some(Event::Silent { rank, idle, doing: self.row(rank).doing() })
             }
         }
+    }
+
+    /// How old the last report about a rank of another node is: what it has done since is unknown. That a node does not report
+    /// at all is noticed elsewhere.
+    fn age_of_report(&self, rank: u32, now: Duration) -> Duration {
+        if self.local_ranks().contains(&rank) {
+            return Duration::ZERO;
+        }
+        let reported = self.reported.get(&self.server.layout().node_of(rank)).copied();
+        now.saturating_sub(reported.unwrap_or_default())
     }
 
     /// Records the steps that have changed since the last call.
@@ -84,6 +94,7 @@ impl Attempt<'_> {
             // The coordinator has checked the ranks.
             let _ = self.server.page().apply(*rank, entry);
         }
+        self.reported.insert(node, progress::now());
         let ranks = self.server.layout().ranks_of(node);
         self.stopped_elsewhere.retain(|rank| !ranks.contains(rank));
         self.stopped_elsewhere.extend(stopped);

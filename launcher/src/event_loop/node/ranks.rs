@@ -18,6 +18,7 @@ use crate::nodes::{FromAgent, HEARTBEAT, MAX_LAST_LINE, MAX_LAST_LINES, MAX_RELA
 use crate::plan::{NodePlace, RunContext};
 use crate::spawn::spawn;
 use crate::supervisor::{Action, Event, Exit, Outcome, StopCause, Supervisor};
+use crate::writer::Start;
 
 /// A job on several nodes is the only one of its launch.
 const JOB: JobId = JobId { number: None, first_rank: 0 };
@@ -77,10 +78,12 @@ impl<'a> Node<'a> {
             let host = order.hosts.get(layout.node_of(rank) as usize);
             host.into_iter().for_each(|host| server.page().set_host(rank, host));
         }
-        self.shared.output.set_ranks(first, ranks)?;
+        let logs = if order.restarts == 0 { Start::Empty } else { Start::Append };
+        self.shared.output.set_ranks(first, ranks, logs)?;
         let context = RunContext {
             rendezvous: server.address().to_owned(),
             run_id: order.run_id.clone(),
+            torch_run_id: self.job.settings.run_id.clone().unwrap_or_else(|| order.run_id.clone()),
             master_port: order.master_port.to_string(),
             progress: self.shared.output.shows_progress(),
             restart_count: order.restarts,

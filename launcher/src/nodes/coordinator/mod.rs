@@ -209,8 +209,12 @@ impl Coordinator {
                 self.stop_asked(cause, can_stop, now);
             }
             FromAgent::Failed { why } => self.lose(index, &NodeLoss::Failed(why), now),
-            // Only the heartbeat.
-            FromAgent::Progress { entries, stopped, .. } if entries.is_empty() && stopped.is_empty() => {}
+            // Only the heartbeat. Node 0 learns that the progress it knows is that of now.
+            FromAgent::Progress { entries, stopped, .. } if entries.is_empty() && stopped.is_empty() => {
+                if let Some(node) = self.members[index].node.filter(|_| self.members[index].id != OWN) {
+                    self.outbox.push((OWN, ToAgent::Progress { node, entries, stopped }));
+                }
+            }
             message => {
                 let node =
                     self.members[index].node.ok_or("sent a message of a run in which it takes no part")?;

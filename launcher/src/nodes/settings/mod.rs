@@ -134,6 +134,29 @@ pub(crate) fn settings(
     several(args, &places, told, nodes, node_rank, notices).map(Some)
 }
 
+/// What torchrun's options mean for a job on one node.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct OneNode {
+    /// `MASTER_PORT` of the ranks; `None`: any free port.
+    pub(crate) master_port: Option<u16>,
+    /// `TORCHELASTIC_RUN_ID` of the ranks.
+    pub(crate) run_id: Option<String>,
+}
+
+/// The settings of a job on one node.
+///
+/// # Errors
+/// If the port is not one.
+pub(crate) fn one_node(args: &NodeArgs, surroundings: &Surroundings<'_>) -> Result<OneNode, SettingsError> {
+    let is_nested = surroundings.text(MGPU_RENDEZVOUS).is_some();
+    let places = Places { surroundings, is_nested };
+    let port = places.find(&args.master_port, "MASTER_PORT").filter(|port| port.value.trim() != "0");
+    Ok(OneNode {
+        master_port: port.as_ref().map(parse_port).transpose()?,
+        run_id: places.find(&args.rdzv_id, "RDZV_ID").map(|id| id.value),
+    })
+}
+
 /// The settings of several `nodes`.
 fn several(
     args: &NodeArgs,
@@ -317,6 +340,7 @@ fn without_effect(args: &NodeArgs, nnodes: Option<&Given<String>>) -> Option<Str
         ("--node-rank", args.node_rank.is_some()),
         ("--rdzv-endpoint", args.rdzv_endpoint.is_some()),
         ("--master-addr", args.master_addr.is_some()),
+        ("--local-addr", args.local_addr.is_some()),
     ];
     let (flag, _) = flags.into_iter().find(|(_, is_given)| *is_given && nnodes.is_none())?;
     Some(format!("{flag} has no effect on one node; --nnodes N says that the job has N nodes"))

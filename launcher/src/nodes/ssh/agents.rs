@@ -4,7 +4,9 @@ use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
-use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 use mgpu_control::process::{kill_with_parent, pidfd_open, reset_sigchld, start_hint};
@@ -17,8 +19,10 @@ use super::ending::{Action, Ending, NOT_FOUND, NOT_STARTED, SSH_FAILED};
 use crate::exit_code;
 use crate::interrupt::{ends_the_run, handled_signals};
 
-/// Longest wait for output after all agents have ended. (A connection of ssh that is kept for later keeps it open.)
+/// Longest wait for more output after all agents have ended. (A connection of ssh that is kept for later keeps it open.)
 const LAST_OUTPUT: Duration = Duration::from_secs(1);
+/// How often that wait looks for signals, and for output that is being written.
+const LAST_OUTPUT_INTERVAL: Duration = Duration::from_millis(50);
 /// Longest line that is passed on as a whole, in bytes.
 const MAX_LINE: u64 = 64 << 10;
 
@@ -50,14 +54,16 @@ pub(super) fn run(
     handled.thread_block().map_err(|error| failed("cannot block signals", error.into()))?;
     let signals = SignalFd::with_flags(&handled, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
         .map_err(|error| failed("cannot wait for signals", error.into()))?;
-    let (sender, readers) = mpsc::channel();
+    let (at_end, readers) = mpsc::channel();
+    let passing = Passing { raw, writers: Arc::default(), at_end };
     let mut agents = Agents { agents: Vec::new(), ending, signals, is_interrupted: false };
     for command in commands {
-        agents.start(command, secret, raw, &sender)?;
+        agents.start(command, secret, &passing)?;
     }
-    drop(sender);
+    let Passing { writers, at_end, .. } = passing;
+    drop(at_end);
     let code = agents.wait();
-    wait_for_output(&readers);
+    wait_for_output(&readers, &writers, &agents.signals);
     Ok(code)
 }
 
@@ -69,13 +75,7 @@ struct Agents<'a> {
 }
 
 impl<'a> Agents<'a> {
-    fn start(
-        &mut self,
-        command: &'a AgentCommand,
-        secret: &str,
-        raw: bool,
-        reader: &Sender<()>,
-    ) -> Result<(), String> {
+    fn start(&mut self, command: &'a AgentCommand, secret: &str, passing: &Passing) -> Result<(), String> {
         let (program, arguments) = command.words.split_first().expect("a command has a program");
         let failed = |error: io::Error| {
             let (program, hint) = (program.to_string_lossy(), start_hint(&error));
@@ -92,8 +92,8 @@ impl<'a> Agents<'a> {
         let pidfd = pidfd_open(child.id());
         // A pipe has room for it. If the process has ended already, its exit code says more than this error.
         let _ = input.as_mut().map(|input| input.write_all(format!("{secret}\n").as_bytes()));
-        pass_on(stdout, io::stdout, raw, reader.clone()).map_err(failed)?;
-        pass_on(stderr, io::stderr, raw, reader.clone()).map_err(failed)?;
+        passing.clone().start(stdout, io::stdout).map_err(failed)?;
+        passing.clone().start(stderr, io::stderr).map_err(failed)?;
         let pidfd = pidfd.map_err(failed)?;
         self.agents.push(Agent { command, child, pidfd, input, has_ended: false });
         Ok(())
@@ -224,42 +224,70 @@ fn say(text: &str) {
     let _ = writeln!(io::stderr(), "mgpurun: {text}");
 }
 
-/// Copies `from` on a thread: whole lines, so that those of different hosts do not mix, or bytes as they come. The sender
-/// is dropped at the end.
-fn pass_on<W: Write + 'static>(
-    from: impl Read + Send + 'static,
-    to: fn() -> W,
+/// How the threads pass on what agents write.
+#[derive(Clone)]
+struct Passing {
+    /// Bytes as they come, instead of whole lines.
     raw: bool,
+    /// Number of threads that have something to write, or wait until somebody reads it.
+    writers: Arc<AtomicUsize>,
+    /// Dropped at the end.
     at_end: Sender<()>,
-) -> io::Result<()> {
-    let mut from = BufReader::with_capacity(MAX_LINE as usize, from);
-    let copy = move || {
-        let mut bytes = Vec::new();
-        loop {
-            bytes.clear();
-            let read = match raw {
-                true => from.fill_buf().map(|ready| {
-                    bytes.extend_from_slice(ready);
-                    ready.len()
-                }),
-                false => from.by_ref().take(MAX_LINE).read_until(b'\n', &mut bytes),
-            };
-            if raw {
-                from.consume(bytes.len());
-            }
-            let mut to = to();
-            // If nobody reads this process's output any more, closing `from` tells the agent.
-            if !matches!(read, Ok(1..)) || to.write_all(&bytes).and_then(|()| to.flush()).is_err() {
-                break;
-            }
-        }
-        drop(at_end);
-    };
-    std::thread::Builder::new().name("output".into()).spawn(copy).map(drop)
 }
 
-/// Waits until all threads that pass output on have ended.
-fn wait_for_output(readers: &Receiver<()>) {
-    // Nothing is ever sent: an error says that all have ended, or that it takes too long.
-    let _ = readers.recv_timeout(LAST_OUTPUT);
+impl Passing {
+    /// Copies `from` on a thread: whole lines, so that those of different hosts do not mix, or bytes as they come.
+    fn start<W: Write + 'static>(self, from: impl Read + Send + 'static, to: fn() -> W) -> io::Result<()> {
+        let Passing { raw, writers, at_end } = self;
+        let mut from = BufReader::with_capacity(MAX_LINE as usize, from);
+        let copy = move || {
+            let _at_end = at_end;
+            let mut bytes = Vec::new();
+            loop {
+                bytes.clear();
+                let read = match raw {
+                    true => from.fill_buf().map(|ready| {
+                        bytes.extend_from_slice(ready);
+                        ready.len()
+                    }),
+                    false => from.by_ref().take(MAX_LINE).read_until(b'\n', &mut bytes),
+                };
+                if raw {
+                    from.consume(bytes.len());
+                }
+                if !matches!(read, Ok(1..)) {
+                    break;
+                }
+                writers.fetch_add(1, Ordering::Relaxed);
+                let mut to = to();
+                let written = to.write_all(&bytes).and_then(|()| to.flush());
+                writers.fetch_sub(1, Ordering::Relaxed);
+                // If nobody reads this process's output any more, closing `from` tells the agent.
+                if written.is_err() {
+                    break;
+                }
+            }
+        };
+        std::thread::Builder::new().name("output".into()).spawn(copy).map(drop)
+    }
+}
+
+/// Waits until all threads that pass output on have ended. It takes as long as a slow reader, such as a pager, needs, unless
+/// a signal ends the wait; but no longer than [`LAST_OUTPUT`] if there is nothing to write.
+fn wait_for_output(readers: &Receiver<()>, writers: &AtomicUsize, signals: &SignalFd) {
+    let mut idle_since = Instant::now();
+    // Nothing is ever sent: the channel is disconnected when all threads have ended.
+    while readers.recv_timeout(LAST_OUTPUT_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+        let is_ended = |signal: i32| Signal::try_from(signal).is_ok_and(ends_the_run);
+        while let Ok(Some(info)) = signals.read_signal() {
+            if is_ended(info.ssi_signo as i32) {
+                return;
+            }
+        }
+        if writers.load(Ordering::Relaxed) > 0 {
+            idle_since = Instant::now();
+        } else if idle_since.elapsed() >= LAST_OUTPUT {
+            return;
+        }
+    }
 }

@@ -5,7 +5,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use mgpu_control::nodes::Endpoint;
@@ -168,8 +168,18 @@ impl Agents<'_> {
         line.extend_from_slice(b"exec ");
         line.extend(shell_line(agent).into_vec());
         // Without a terminal on the other host, where the secret would appear. Nobody can answer a question of ssh.
-        let options = ["-T", "-o", "BatchMode=yes", name.login()].map(OsString::from);
+        let options = [&["-T", "-o", "BatchMode=yes"], self.keep_alive(), &[name.login()]].concat();
+        let options = options.into_iter().map(OsString::from);
         self.ssh.iter().cloned().chain(options).chain([OsString::from_vec(line)]).collect()
+    }
+
+    /// Without these options, ssh notices after hours that the other host has lost its power.
+    fn keep_alive(&self) -> &'static [&'static str] {
+        let is_ssh = self.ssh.first().is_some_and(|program| Path::new(program).ends_with("ssh"));
+        match is_ssh {
+            true => &["-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=6"],
+            false => &[],
+        }
     }
 }
 
@@ -288,11 +298,23 @@ mod tests {
         assert!(commands[0].is_here && !commands[1].is_here);
         assert_eq!(shell_line(&commands[0].words), *own(0));
         assert_eq!(
-            commands[1].words[..7],
-            words(&["ssh", "-p", "2222", "-T", "-o", "BatchMode=yes", "me@b"])
+            commands[1].words[..11],
+            words(&[
+                "ssh",
+                "-p",
+                "2222",
+                "-T",
+                "-o",
+                "BatchMode=yes",
+                "-o",
+                "ServerAliveInterval=10",
+                "-o",
+                "ServerAliveCountMax=6",
+                "me@b"
+            ])
         );
         assert_eq!(
-            commands[1].words[7..],
+            commands[1].words[11..],
             [OsString::from(format!("cd '/home/me/a folder' || exit 126; exec {}", own(1)))]
         );
     }
