@@ -54,6 +54,7 @@ pub mod checkpoint;
 mod clock;
 pub mod comm;
 mod error;
+mod interruption;
 mod layout;
 mod membership;
 mod memory;

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::comm::Members;
 use crate::inject::{InjectionPoint, ScheduledInjection};
+use crate::interruption::caller_is_interrupted;
 use crate::progress::{self, Blame, Ending, Phase, ProgressPage, RankState, StopState};
 use crate::rendezvous::{RunningServer, Store};
 use crate::survivor::wait_until_culprit_reaped;
@@ -34,8 +35,6 @@ pub(crate) struct Membership {
     server: Option<RunningServer>,
     /// This rank has asked all ranks to stop.
     has_asked_to_stop: AtomicBool,
-    /// Says whether the wait of the calling thread is to end.
-    interrupt_check: OnceLock<fn() -> bool>,
     /// How many collectives this rank's NCCL communicators have begun.
     #[cfg(feature = "cuda")]
     pub(crate) collectives: crate::comm::nccl::CollectiveCounters,
@@ -63,7 +62,6 @@ impl Membership {
             injections,
             server: None,
             has_asked_to_stop: AtomicBool::new(false),
-            interrupt_check: OnceLock::new(),
             #[cfg(feature = "cuda")]
             collectives: crate::comm::nccl::CollectiveCounters::default(),
         }
@@ -89,11 +87,6 @@ impl Membership {
         self.next_group.load(Ordering::Relaxed)
     }
 
-    /// Ends waits when `check` is true. Only the first such call counts.
-    pub(crate) fn interrupt_when(&self, check: fn() -> bool) {
-        let _ = self.interrupt_check.set(check);
-    }
-
     /// Counts a communicator that this rank creates, and returns their number.
     pub(crate) fn count_communicator(&self) -> u32 {
         self.communicators.fetch_add(1, Ordering::Relaxed) + 1
@@ -110,9 +103,11 @@ impl Membership {
         self.next_group() > 1
     }
 
-    /// Notes that the groups up to `number` exist.
-    pub(crate) fn note_group(&self, number: u32) {
-        self.next_group.fetch_max(number + 1, Ordering::Relaxed);
+    /// Takes `number` for a group. False if this rank has a group of that number or of a higher one, from a split in another
+    /// thread.
+    pub(crate) fn take_group_number(&self, number: u32) -> bool {
+        let next = |next: u32| (next <= number).then_some(number + 1);
+        self.next_group.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).is_ok()
     }
 
     pub(crate) fn store(&self) -> &Store {
@@ -243,7 +238,7 @@ impl Membership {
             self.page.record_end(serving, Ending::Failed("ended without a goodbye"));
         }
         let failed = self.page.first_failed();
-        if failed.is_none() && self.interrupt_check.get().is_some_and(|is_interrupted| is_interrupted()) {
+        if failed.is_none() && (self.store.is_interrupted() || caller_is_interrupted()) {
             return Some(Error::Interrupted { rank: self.rank, operation: operation() });
         }
         let left = || awaited.iter().copied().find(|peer| self.page.state(*peer) == RankState::Left);

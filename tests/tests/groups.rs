@@ -26,6 +26,36 @@ fn groups_run_every_collective_in_processes() {
     }
 }
 
+/// Threads of a rank split communicators of their own at the same time: each group has memory of its own.
+#[test]
+fn communicators_are_split_in_several_threads() {
+    const THREADS: u32 = 3;
+    let results = threads::run(2, |mut world| -> Result<()> {
+        let comms = (0..THREADS).map(|_| world.communicator()).collect::<Result<Vec<_>>>()?;
+        std::thread::scope(|scope| {
+            let split = |(mut comm, thread): (Communicator, u32)| {
+                scope.spawn(move || -> Result<()> {
+                    for round in 0..20 {
+                        let mut group = comm.split(Some(0), 0)?.expect("a rank with a colour has a group");
+                        for element in 0..50 {
+                            let mut values = [i64::from(thread * 10_000 + round * 100 + element)];
+                            let expected = 2 * values[0];
+                            group.all_reduce_slice(&mut values, mgpu::ReduceOp::Sum)?;
+                            assert_eq!(values, [expected]);
+                        }
+                    }
+                    Ok(())
+                })
+            };
+            let threads: Vec<_> = comms.into_iter().zip(0..).map(split).collect();
+            threads.into_iter().try_for_each(|thread| thread.join().unwrap())
+        })
+    });
+    for result in results {
+        result.unwrap();
+    }
+}
+
 /// The rows and columns of a grid of `width` columns.
 fn grid(world: &mut World, width: u32) -> Result<(Communicator, Communicator)> {
     let (row, column) = (world.rank() / width, world.rank() % width);

@@ -420,7 +420,7 @@ fn impossible_configurations_are_reported() {
         (Slurm, "SLURM_STEP_NUM_NODES", "2", "SLURM_STEP_NUM_NODES is 2: the ranks are on several hosts"),
         (OpenMpi, "OMPI_COMM_WORLD_RANK", "2", "OMPI_COMM_WORLD_RANK is 2 in a world of 2"),
         (Hydra, "MGPU_BACKEND", "mpi", "MGPU_BACKEND is `mpi`"),
-        (Hydra, "PMI_SIZE", "20000", "PMI_SIZE is 20000; a world has at most 4096 ranks"),
+        (Hydra, "PMI_SIZE", "70000", "PMI_SIZE is 70000; a world has at most 65536 ranks"),
         (
             Slurm,
             "SLURM_STEP_NUM_TASKS",

@@ -201,6 +201,8 @@ impl ReplicatedWriter {
     /// # Errors
     /// If a file cannot be read or written, on any host, and errors of the communicator.
     pub fn fetch(&mut self, newest: &Newest) -> Result<Fetched> {
+        // If a rank has refused the checkpoint, it does not come here, and nothing is changed.
+        self.agree(Ok(()))?;
         let set_aside = self.set_damaged_aside();
         let set_aside = self.agree(set_aside)?;
         let sender = self.hosts[newest.host].start;

@@ -17,6 +17,7 @@ use super::call::{Call, Request};
 use super::rules::{FailureHandler, Rules};
 use super::split::SplitGroup;
 use super::{Algorithm, Buffer, Capabilities, Communicator, DType, Observer, Pending, ReduceOp, Transport};
+use crate::interruption::CallerInterruption;
 use crate::process::{ForkDetector, start_failure};
 use crate::{Error, Result};
 
@@ -29,6 +30,7 @@ pub(crate) struct Background {
     backend: &'static str,
     capabilities: Capabilities,
     observer: Option<Arc<dyn Observer>>,
+    interruption: CallerInterruption,
     /// `None` only during the drop.
     jobs: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
@@ -102,16 +104,31 @@ impl Background {
     pub(super) fn new(comm: Communicator) -> Result<Self> {
         let (rank, backend, capabilities) = (comm.rank(), comm.backend(), comm.capabilities());
         let observer = comm.shared_observer();
+        let interruption = CallerInterruption::new(comm.membership());
         let shared = Arc::new(WorkerState { comm: Mutex::new(comm), stopped: AtomicBool::new(false) });
         let (jobs, queue) = channel();
-        let worker_state = Arc::clone(&shared);
+        let (worker_state, of_caller) = (Arc::clone(&shared), interruption.clone());
         let thread = std::thread::Builder::new().name(format!("reductions of rank {rank}"));
         let thread = thread
-            .spawn(move || work(&worker_state, &queue))
+            .spawn(move || {
+                of_caller.follow();
+                work(&worker_state, &queue);
+            })
             .map_err(|error| Error::system("start a thread for reductions", start_failure(&error)))?;
         let (jobs, thread) = (Some(jobs), Some(thread));
         let origin = ForkDetector::for_this_process();
-        Ok(Background { origin, shared, rank, backend, capabilities, observer, jobs, thread, busy: false })
+        Ok(Background {
+            origin,
+            shared,
+            rank,
+            backend,
+            capabilities,
+            observer,
+            interruption,
+            jobs,
+            thread,
+            busy: false,
+        })
     }
 
     /// Sends the thread a job. If the thread has panicked, the result never arrives.
@@ -124,7 +141,7 @@ impl Background {
         let (result, pending) = sync_channel(1);
         self.busy = true;
         self.send_job(Job::Reduce(ReductionJob { reduction, buffer: rest.take(), tag, result }));
-        Ok(Pending::in_flight(rest, pending, self.observer.clone()))
+        Ok(Pending::in_flight(rest, pending, self.interruption.clone(), self.observer.clone()))
     }
 
     fn check_process(&self) -> Result<()> {
@@ -141,7 +158,7 @@ impl Background {
             let (fence, passed) = sync_channel(1);
             self.send_job(Job::Fence(fence));
             // Errors of the reductions are returned with their own results.
-            let _ = passed.recv();
+            let _ = self.interruption.receive(&passed);
         }
         Ok(self.shared.comm())
     }
@@ -168,9 +185,10 @@ fn work(shared: &WorkerState, queue: &Receiver<Job>) {
 }
 
 impl Drop for Background {
-    /// Skips jobs that have not started: a rank that leaves because of an error must not wait for them.
+    /// Runs the jobs that have not started, since peers may be waiting in them: all ranks run the same ones. After an error of
+    /// the communicator each of them fails at once. A rank that panics skips them.
     fn drop(&mut self) {
-        self.shared.stopped.store(true, Ordering::Relaxed);
+        self.shared.stopped.store(std::thread::panicking(), Ordering::Relaxed);
         self.jobs = None;
         if self.check_process().is_err() {
             return;
@@ -243,6 +261,8 @@ impl Transport for Background {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+
     use super::*;
     use crate::World;
 
@@ -280,8 +300,9 @@ mod tests {
         });
     }
 
-    #[test]
-    fn dropping_skips_jobs_that_have_not_started() {
+    /// A communicator of one rank that is dropped, by a panic or not, before its first job has ended. Returns how many of the
+    /// ten jobs were carried out.
+    fn jobs_carried_out(by_panic: bool) -> usize {
         let mut comm = Background::new(Communicator::alone(None)).unwrap();
         let shared = Arc::clone(&comm.shared);
         // The thread starts the first one at most.
@@ -291,14 +312,61 @@ mod tests {
         };
         let pending: Vec<_> = (0..10).map(|_| begin()).collect();
         std::thread::scope(|scope| {
-            scope.spawn(move || drop(comm));
-            while !shared.stopped.load(Ordering::Relaxed) {
-                std::thread::yield_now();
+            let dropping = scope.spawn(move || {
+                let _comm = comm;
+                if by_panic {
+                    std::panic::resume_unwind(Box::new(()));
+                }
+            });
+            if by_panic {
+                while !shared.stopped.load(Ordering::Relaxed) {
+                    std::thread::yield_now();
+                }
             }
             drop(held);
+            assert_eq!(dropping.join().is_err(), by_panic);
         });
-        let reduced = pending.into_iter().map(Pending::wait).filter(Result::is_ok).count();
-        assert!(reduced <= 1, "{reduced} of 10 were carried out");
+        pending.into_iter().map(Pending::wait).filter(Result::is_ok).count()
+    }
+
+    #[test]
+    fn only_a_panic_skips_jobs_that_have_not_started() {
+        assert_eq!(jobs_carried_out(false), 10);
+        assert!(jobs_carried_out(true) <= 1);
+    }
+
+    /// They give up a step at different points, and go on.
+    #[test]
+    fn ranks_that_drop_it_during_reductions_do_not_wait_for_each_other() {
+        on_ranks(2, |mut comm| {
+            for _ in 0..20 {
+                drop(comm.all_reduce(Buffer::from_slice(&[1.0f32; 5000]), ReduceOp::Sum).unwrap());
+            }
+        });
+    }
+
+    thread_local! {
+        static IS_INTERRUPTED: Cell<bool> = const { Cell::new(false) };
+    }
+
+    /// The interruption is one of the thread that waits for the result, and not of the one that reduces.
+    #[test]
+    fn an_interruption_of_the_caller_ends_its_reduction() {
+        let [mut first, mut second] = World::threads(2).unwrap().try_into().unwrap();
+        let (is_over, end) = channel::<()>();
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                let _comm = second.communicator().unwrap().in_background().unwrap();
+                end.recv().unwrap_err();
+            });
+            first.interrupt_when(|| IS_INTERRUPTED.get());
+            let mut comm = first.communicator().unwrap().in_background().unwrap();
+            let reduced = comm.all_reduce(Buffer::from_slice(&[1.0f32]), ReduceOp::Sum).unwrap();
+            IS_INTERRUPTED.set(true);
+            let error = reduced.wait().unwrap_err();
+            assert!(matches!(error, Error::Interrupted { rank: 0, .. }), "{error}");
+            drop(is_over);
+        });
     }
 
     #[test]

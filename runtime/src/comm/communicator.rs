@@ -197,15 +197,9 @@ impl Communicator {
     /// # Errors
     /// If shared memory is short, or as in the [contract](super): an error of one rank is an error on all.
     pub fn split(&mut self, colour: Option<u32>, key: i32) -> Result<Option<Communicator>> {
-        let next_group = self.rules.membership().map_or(1, |membership| membership.next_group());
-        let own = SplitArguments { colour, key, next_group }.encode();
-        let all: Vec<_> =
-            self.all_gather_slice(&own)?.chunks(own.len()).map(SplitArguments::decode).collect();
+        let all = self.agree_on_split(colour, key)?;
         let group = form_group(&all, &self.members);
         let number = group_number(&all);
-        if let Some(membership) = self.rules.membership() {
-            membership.note_group(number);
-        }
         let operation = Operation::Connect;
         self.rules.note(ProgressEntry { operation, number, bytes: 0, tag: None, on_device: false });
         let connected = match &group {
@@ -224,6 +218,24 @@ impl Communicator {
         self.barrier()?;
         let title = group.map(|group| group.title().into());
         Ok(connected.map(|comm| Communicator { observer: self.observer.clone(), group: title, ..comm }))
+    }
+
+    /// The arguments of all ranks, from which a number follows that all of them have taken for the groups.
+    fn agree_on_split(&mut self, colour: Option<u32>, key: i32) -> Result<Vec<SplitArguments>> {
+        loop {
+            let membership = self.rules.membership();
+            let next_group = membership.map_or(1, |membership| membership.next_group());
+            let own = SplitArguments { colour, key, next_group }.encode();
+            let all: Vec<_> =
+                self.all_gather_slice(&own)?.chunks(own.len()).map(SplitArguments::decode).collect();
+            let number = group_number(&all);
+            let is_taken =
+                self.rules.membership().is_none_or(|membership| membership.take_group_number(number));
+            // Another thread of some rank may have taken it for a split of another communicator.
+            if self.all_gather_slice(&[u8::from(is_taken)])?.iter().all(|is_taken| *is_taken == 1) {
+                return Ok(all);
+            }
+        }
     }
 
     /// `solo`, `cpu` or `nccl`, for display. Programs should use the [capabilities](Self::capabilities).
@@ -245,6 +257,10 @@ impl Communicator {
     /// records nothing.
     pub fn observer(&self) -> &dyn Observer {
         self.observer.as_deref().unwrap_or(&NoObserver)
+    }
+
+    pub(super) fn membership(&self) -> Option<Arc<Membership>> {
+        self.rules.membership().cloned()
     }
 
     pub(super) fn shared_observer(&self) -> Option<Arc<dyn Observer>> {

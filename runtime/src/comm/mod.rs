@@ -3,11 +3,11 @@
 //! # The contract of every backend
 //! - **Collective.** All ranks call the same operations in the same order, with the same element type, length,
 //!   reduction and root. Otherwise every rank gets an [`Error::Mismatch`](crate::Error::Mismatch) that names a rank
-//!   that differs. On shared memory the ranks of a broadcast of at most 4 KiB (768 bytes in an arena) may only wait for the root, which may be up to 8
-//!   broadcasts ahead: whoever has left one before a mismatch shows gets the error in a later call. [`send`] and [`recv`]
-//!   only concern two ranks. A message that can never match, because the other
-//!   rank waits in another call, is a mismatch, too, reported by the ranks that wait for it. (Under `nccl` this is
-//!   detected if the other rank waits in a collective; cyclic waits of messages time out.)
+//!   that differs. On shared memory the ranks of a broadcast of at most 4 KiB (in allocated memory: 1 KiB, or 2 KiB with
+//!   more ranks than cores) only wait for the root, which may be up to 8 broadcasts ahead: whoever has left one before a
+//!   mismatch shows gets the error in a later call. [`send`] and [`recv`] only concern two ranks. A message that can
+//!   never match, because the other rank waits in another call, is a mismatch, too, reported by the ranks that wait for
+//!   it. (Under `nccl` this is detected if the other rank waits in a collective; cyclic waits of messages time out.)
 //! - **Ownership.** An operation takes its [`Buffer`] and returns a [`Pending`] that gives it back. Until then peers
 //!   may read and write it. Dropping the handle is sound: the buffer is freed once nobody uses it.
 //! - **Result.** Reductions combine in rank order 0…n−1 for every element (see [`mgpu_kernels::reduce`]): the same
@@ -29,6 +29,13 @@
 //!   rank that allocated it, with any communicator of the same world whose ranks all took part in the allocation.
 //!   Memory that exists already can become such memory: [`adopt`](Communicator::adopt),
 //!   [`adopt_in_place`](Communicator::adopt_in_place).
+//! - **Groups.** [`split`] creates a communicator for the ranks with the same colour, ordered by key. Ranks that are
+//!   passed to it, such as a root, and its own [`rank`](Communicator::rank) count the members of the group; errors name
+//!   ranks of the world. An error in a communicator also makes the groups that were split from it unusable, and the
+//!   reverse, on all ranks: whoever waits for a rank that has failed in another group gets an error that names the
+//!   rank at fault.
+//! - **Threads.** One thread at a time uses a communicator; several threads may use communicators of their own at once. But a
+//!   process creates communicators, groups and allocated memory one after the other, in the same order on all ranks.
 //!
 //! # Modules
 //! | file | question |
@@ -42,12 +49,6 @@
 //! | `signature` | which properties of a call must be the same on all ranks? |
 //! | `exchange` | which elements go from which rank to which? |
 //! | `split` | which ranks form which group? |
-//!
-//! - **Groups.** [`split`] creates a communicator for the ranks with the same colour, ordered by key. Ranks that are
-//!   passed to it, such as a root, and its own [`rank`](Communicator::rank) count the members of the group; errors name
-//!   ranks of the world. An error in a communicator also makes the groups that were split from it unusable, and the
-//!   reverse, on all ranks: whoever waits for a rank that has failed in another group gets an error that names the
-//!   rank at fault.
 //!
 //! [`send`]: Communicator::send
 //! [`recv`]: Communicator::recv

@@ -5,6 +5,7 @@ use std::sync::mpsc::Receiver;
 
 use super::{Buffer, Observer};
 use crate::clock::now;
+use crate::interruption::CallerInterruption;
 use crate::{Error, Result};
 
 /// An operation in flight, which holds its buffer.
@@ -22,6 +23,7 @@ pub struct Pending {
 #[derive(Debug)]
 struct InFlight {
     result: Receiver<Result<Buffer>>,
+    interruption: CallerInterruption,
     observer: Option<Arc<dyn Observer>>,
 }
 
@@ -37,9 +39,10 @@ impl Pending {
     pub(crate) fn in_flight(
         rest: Buffer,
         result: Receiver<Result<Buffer>>,
+        interruption: CallerInterruption,
         observer: Option<Arc<dyn Observer>>,
     ) -> Self {
-        Pending { buffer: rest, in_flight: Some(Box::new(InFlight { result, observer })) }
+        Pending { buffer: rest, in_flight: Some(Box::new(InFlight { result, interruption, observer })) }
     }
 
     /// Waits until the operation has completed and returns its buffer.
@@ -58,10 +61,10 @@ impl Pending {
 impl InFlight {
     #[cold]
     fn wait(self) -> Result<Buffer> {
-        let InFlight { result, observer } = self;
+        let InFlight { result, interruption, observer } = self;
         let begin = now();
         let range = nvtx::range("wait for reductions", None);
-        let result = result.recv();
+        let result = interruption.receive(&result);
         drop(range);
         if let Some(observer) = observer {
             observer.waited(begin, now());

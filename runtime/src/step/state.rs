@@ -63,6 +63,9 @@ impl DataParallel {
     /// name. Afterwards all ranks hold rank 0's values. They may have been saved with any number of ranks, with any
     /// placement, with a sharded optimizer or not. Collective.
     ///
+    /// Gradients that become ready in another order than the reverse of the layout's change the buckets after the first step
+    /// of a process. So after a restore the norm for clipping may be rounded differently in the first step.
+    ///
     /// # Errors
     /// If ranks restore different steps; as `read`, and as the communicator.
     pub fn restore(

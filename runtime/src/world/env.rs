@@ -414,10 +414,10 @@ mod tests {
             (&[(MGPU_THREADS, "0")], "MGPU_THREADS is `0` where a number of threads from 1 is expected"),
             (&[(MGPU_THREADS, "all")], "MGPU_THREADS is `all` where a number of threads from 1 is expected"),
             (&[(MGPU_TIMEOUT, "-1")], "MGPU_TIMEOUT is `-1` where seconds are expected"),
-            (&[(WORLD_SIZE, "20000"), (RANK, "0")], "WORLD_SIZE is 20000; a world has at most 4096 ranks"),
+            (&[(WORLD_SIZE, "70000"), (RANK, "0")], "WORLD_SIZE is 70000; a world has at most 65536 ranks"),
             (
                 &[(MGPU_RENDEZVOUS, "unix:/x"), (WORLD_SIZE, "4294967295")],
-                "WORLD_SIZE is 4294967295; a world has at most 4096 ranks",
+                "WORLD_SIZE is 4294967295; a world has at most 65536 ranks",
             ),
             (
                 &[

@@ -300,7 +300,7 @@ impl World {
     /// such as an interpreter's. Only the first call counts.
     pub fn interrupt_when(&self, check: fn() -> bool) {
         if let Some(membership) = &self.membership {
-            membership.interrupt_when(check);
+            membership.store().interrupt_when(check);
         }
     }
 

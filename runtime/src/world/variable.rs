@@ -1,6 +1,6 @@
 //! Numbers in environment variables, and the errors about them.
 
-use crate::protocol::MAX_RANKS;
+use crate::protocol::MAX_WORLD_RANKS;
 use crate::{Error, Result};
 
 /// The error of a variable that is missing or has an invalid value.
@@ -12,8 +12,10 @@ pub(super) fn variable_error(name: &'static str, problem: String) -> Error {
 pub(super) fn check_size(name: &'static str, world_size: u32) -> Result<()> {
     match world_size {
         0 => Err(variable_error(name, "is 0; a world has at least one rank".into())),
-        1..=MAX_RANKS => Ok(()),
-        _ => Err(variable_error(name, format!("is {world_size}; a world has at most {MAX_RANKS} ranks"))),
+        1..=MAX_WORLD_RANKS => Ok(()),
+        _ => {
+            Err(variable_error(name, format!("is {world_size}; a world has at most {MAX_WORLD_RANKS} ranks")))
+        }
     }
 }
 

@@ -79,8 +79,9 @@ use crate::{Error, Result};
 
 /// Numbers of groups begin here, so that they differ from those of the world's communicators.
 const FIRST_GROUP: u32 = 1 << 16;
-/// How long a communicator that is dropped waits until its last bytes have arrived.
-const CLOSE_PATIENCE: Duration = Duration::from_secs(1);
+/// How long a communicator that is dropped waits until its last bytes have arrived: as long as a connection may be interrupted.
+/// A rank that has left is blamed by those that still need something of it.
+const CLOSE_PATIENCE: Duration = Duration::from_secs(6);
 /// The same after an error.
 const ABORT_PATIENCE: Duration = Duration::from_millis(100);
 

@@ -19,6 +19,9 @@ use crate::membership::Membership;
 use crate::progress::Operation;
 use crate::{Error, Result};
 
+/// How long work that is left in a stream after an abort may take.
+const DRAIN_LIMIT: Duration = Duration::from_secs(2);
+
 /// Collectives on device memory through NCCL. Created by
 /// [`World::device_communicator`](crate::World::device_communicator).
 ///
@@ -45,9 +48,6 @@ use crate::{Error, Result};
 /// it wait for a peer that is in a collective which this rank has skipped because of the program's own error. Graphs
 /// with captured operations must be dropped first.
 ///
-/// How long work that is left in a stream after an abort may take.
-const DRAIN_LIMIT: Duration = Duration::from_secs(2);
-
 /// In a world of one there is no NCCL, and every operation is the identity, unless `MGPU_NCCL=always` is set.
 #[derive(Debug)]
 pub struct DeviceCommunicator {

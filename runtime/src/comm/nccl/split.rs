@@ -38,9 +38,7 @@ impl DeviceCommunicator {
         let Some(link) = self.link() else {
             return Ok(colour.map(|_| DeviceCommunicator::alone(self.device())));
         };
-        let next_group = link.membership.next_group();
-        let all = self.gather_arguments(SplitArguments { colour, key, next_group })?;
-        link.membership.note_group(group_number(&all));
+        let all = self.agree_on_split(link, colour, key)?;
         let group = form_group(&all, &link.members);
         let context = link.split_context(group.as_ref());
         link.during(&context, || match &group {
@@ -54,11 +52,20 @@ impl DeviceCommunicator {
         })
     }
 
-    /// The arguments of all ranks. When this returns, all earlier operations of this rank have ended.
-    fn gather_arguments(&self, own: SplitArguments) -> Result<Vec<SplitArguments>> {
-        let words = own.encode();
-        let all = self.gather_words(&words, "the arguments of a split")?;
-        Ok(all.chunks(words.len()).map(SplitArguments::decode).collect())
+    /// The arguments of all ranks, from which a number follows that all of them have taken for the groups. When this returns,
+    /// all earlier operations of this rank have ended.
+    fn agree_on_split(&self, link: &Link, colour: Option<u32>, key: i32) -> Result<Vec<SplitArguments>> {
+        loop {
+            let own = SplitArguments { colour, key, next_group: link.membership.next_group() }.encode();
+            let all = self.gather_words(&own, "the arguments of a split")?;
+            let all: Vec<_> = all.chunks(own.len()).map(SplitArguments::decode).collect();
+            let is_taken = link.membership.take_group_number(group_number(&all));
+            // Another thread of some rank may have taken it for a split of another communicator.
+            let all_taken = self.gather_words(&[is_taken.into()], "the number of a split's groups")?;
+            if all_taken.iter().all(|is_taken| *is_taken == 1) {
+                return Ok(all);
+            }
+        }
     }
 
     /// The words of all ranks, in their order. `what` describes them for errors.

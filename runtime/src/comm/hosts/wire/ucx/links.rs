@@ -299,6 +299,11 @@ impl Links {
         self.arrived.pop_front()
     }
 
+    /// Whether all messages are sent.
+    pub(super) fn has_sent_all(&self) -> bool {
+        self.outgoing.is_empty()
+    }
+
     /// The peers that have not greeted.
     pub(super) fn silent_peers(&self) -> Vec<u32> {
         let silent = |link: &Option<Link>| link.as_ref().is_some_and(|link| !link.has_greeted);
@@ -364,7 +369,7 @@ impl UcxSender {
 
     /// Whether all messages are sent.
     pub(super) fn is_flushed(&self) -> bool {
-        self.lock().outgoing.is_empty()
+        self.lock().has_sent_all()
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Links> {
@@ -426,7 +431,7 @@ impl Sender for UcxSender {
         }
         links.closed = true;
         drop(links);
-        self.drive(ABORT_PATIENCE, |links| links.outgoing.is_empty());
+        self.drive(ABORT_PATIENCE, Links::has_sent_all);
     }
 
     /// A worker that is destroyed takes with it what its host has not delivered, and only the peer's program can say that
