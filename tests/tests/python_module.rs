@@ -74,8 +74,10 @@ fn a_lost_rank_is_named() {
 
 #[test]
 fn another_thread_interrupts_a_wait() {
-    let Some(finished) = launch(2, "check_errors.py", &["interrupt"]) else { return };
-    finished.expect(6, &["interrupted: rank 0 was interrupted in "]);
+    for case in ["interrupt", "connect"] {
+        let Some(finished) = launch(2, "check_errors.py", &[case]) else { return };
+        finished.expect(6, &["interrupted: rank 0 was interrupted in "]);
+    }
 }
 
 #[test]

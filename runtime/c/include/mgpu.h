@@ -533,7 +533,8 @@ mgpu_status mgpu_device_wait(mgpu_device_comm *comm,
 #endif
 
 // Ends the waits of all calls that are running: they return `MGPU_ERROR_INTERRUPTED` within 20 ms, and their
-// communicators cannot be used any more. May be called in signal handlers. A world of one waits for nobody.
+// communicators cannot be used any more. But `mgpu_init` waits on. May be called in signal handlers. A world of one waits for
+// nobody.
 void mgpu_interrupt(void);
 
 // Makes SIGINT interrupt calls, before the handler that the program has installed for it runs: for interpreters, whose
@@ -565,8 +566,9 @@ mgpu_status mgpu_layout_count(const mgpu_layout *layout, size_t *count);
 // Where tensor `tensor` begins and ends in the array, in elements.
 mgpu_status mgpu_layout_range(const mgpu_layout *layout, size_t tensor, size_t *begin, size_t *end);
 
-// Allocates `bytes` zeroed bytes that the other ranks access in place: operations on them are fastest, if all ranks pass
-// the same part of the same allocation. Collective. At least one byte is allocated.
+// Allocates `bytes` zeroed bytes that the other ranks access in place: operations on them are fastest. In an operation either
+// all ranks pass the same part of the same allocation, or all pass memory of their own; anything else is a mismatch.
+// Collective. At least one byte is allocated.
 mgpu_status mgpu_allocate(mgpu_comm *comm,
                           size_t bytes,
                           void **data);

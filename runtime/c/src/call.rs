@@ -5,14 +5,14 @@ use std::ffi::{CStr, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, MutexGuard};
 
-use crate::interrupt;
+use crate::interrupt::RunningCall;
 use crate::status::{Failure, MGPU_ERROR_PANIC, MGPU_OK, Status};
 
 pub(crate) type Result<T, E = Failure> = std::result::Result<T, E>;
 
 /// Runs the body of a function. A panic becomes a status, because it must not unwind into C.
 pub(crate) fn call(body: impl FnOnce() -> Result<()>) -> Status {
-    interrupt::begin_call();
+    let _running = RunningCall::begin();
     // Handles are behind locks that a panic poisons, so nobody sees what it has left half-done.
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => MGPU_OK,

@@ -97,9 +97,9 @@ pub unsafe extern "C" fn mgpu_writer_create(
 ) -> Status {
     call(|| {
         // SAFETY: the header's rules.
-        let folder = unsafe { folder_of(folder)? };
-        // SAFETY: the header's rules.
         unsafe { put(writer, "writer", std::ptr::null_mut())? };
+        // SAFETY: the header's rules.
+        let folder = unsafe { folder_of(folder)? };
         let created = Writer::new(folder, keep)?;
         // SAFETY: the header's rules.
         unsafe { put_handle(writer, "writer", WriterHandle(Mutex::new(created))) }
@@ -152,9 +152,9 @@ pub unsafe extern "C" fn mgpu_checkpoint_find(
 ) -> Status {
     call(|| {
         // SAFETY: the header's rules.
-        let folder = unsafe { folder_of(folder)? };
-        // SAFETY: the header's rules.
         unsafe { put(checkpoint, "checkpoint", std::ptr::null_mut())? };
+        // SAFETY: the header's rules.
+        let folder = unsafe { folder_of(folder)? };
         let Some(found) = checkpoint::find(folder)? else { return Ok(()) };
         let state = found.checkpoint.manifest().state.to_string();
         let path = found.checkpoint.path().as_os_str().as_bytes().to_owned();

@@ -84,9 +84,9 @@ pub unsafe extern "C" fn mgpu_comm_split(
 ) -> Status {
     call(|| {
         // SAFETY: the header's rules.
-        let comm = unsafe { borrow(comm, "comm")? };
-        // SAFETY: the header's rules.
         unsafe { put(group, "group", std::ptr::null_mut())? };
+        // SAFETY: the header's rules.
+        let comm = unsafe { borrow(comm, "comm")? };
         let too_large = |_| Failure::argument(format!("colour {colour} is larger than {}", u32::MAX));
         let colour = (colour >= 0).then(|| u32::try_from(colour)).transpose().map_err(too_large)?;
         match comm.lock()?.split(colour, key)? {

@@ -64,9 +64,9 @@ pub unsafe extern "C" fn mgpu_device_comm_create(
 ) -> Status {
     call(|| {
         // SAFETY: the header's rules.
-        let world = unsafe { borrow(world, "world")? };
-        // SAFETY: the header's rules.
         unsafe { put(comm, "comm", std::ptr::null_mut())? };
+        // SAFETY: the header's rules.
+        let world = unsafe { borrow(world, "world")? };
         let created = world.write()?.device_communicator()?;
         // SAFETY: the header's rules.
         unsafe { put_handle(comm, "comm", DeviceCommunicatorHandle(created)) }

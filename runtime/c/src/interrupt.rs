@@ -16,13 +16,35 @@ use crate::status::{Failure, MGPU_ERROR_SYSTEM, Status};
 static INTERRUPTIONS: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
-    /// Their number when the current call of this thread began; `None` for threads of the library.
+    /// Their number when the current call of this thread began; `None` if there is none, as in threads of the library.
     static AT_BEGIN: Cell<Option<u64>> = const { Cell::new(None) };
 }
 
-/// Remembers that this thread begins a call.
-pub(crate) fn begin_call() {
-    let _ = AT_BEGIN.try_with(|at| at.set(Some(INTERRUPTIONS.load(Ordering::Relaxed))));
+/// A call of this thread, until it is dropped. A call within another one, by a function that the library has called, is part
+/// of it.
+pub(crate) struct RunningCall {
+    is_outermost: bool,
+}
+
+impl RunningCall {
+    pub(crate) fn begin() -> Self {
+        let is_outermost = AT_BEGIN.try_with(|at| {
+            let is_outermost = at.get().is_none();
+            if is_outermost {
+                at.set(Some(INTERRUPTIONS.load(Ordering::Relaxed)));
+            }
+            is_outermost
+        });
+        RunningCall { is_outermost: is_outermost.unwrap_or(false) }
+    }
+}
+
+impl Drop for RunningCall {
+    fn drop(&mut self) {
+        if self.is_outermost {
+            let _ = AT_BEGIN.try_with(|at| at.set(None));
+        }
+    }
 }
 
 /// Whether the current call of this thread was interrupted.
@@ -32,7 +54,8 @@ pub(crate) fn is_interrupted() -> bool {
 }
 
 /// Ends the waits of all calls that are running: they return `MGPU_ERROR_INTERRUPTED` within 20 ms, and their
-/// communicators cannot be used any more. May be called in signal handlers. A world of one waits for nobody.
+/// communicators cannot be used any more. But `mgpu_init` waits on. May be called in signal handlers. A world of one waits for
+/// nobody.
 #[unsafe(no_mangle)]
 pub extern "C" fn mgpu_interrupt() {
     INTERRUPTIONS.fetch_add(1, Ordering::Relaxed);
@@ -121,11 +144,15 @@ mod tests {
         let _one = ONE.lock();
         std::thread::spawn(|| assert!(!is_interrupted())).join().unwrap();
         mgpu_interrupt();
-        begin_call();
+        let outer = RunningCall::begin();
         assert!(!is_interrupted());
+        drop(RunningCall::begin());
         mgpu_interrupt();
         assert!(is_interrupted());
-        begin_call();
+        drop(RunningCall::begin());
+        assert!(is_interrupted(), "a call within it does not forget the interruption");
+        drop(outer);
+        let _next = RunningCall::begin();
         assert!(!is_interrupted());
     }
 

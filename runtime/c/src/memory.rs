@@ -80,8 +80,9 @@ impl Arenas {
     }
 }
 
-/// Allocates `bytes` zeroed bytes that the other ranks access in place: operations on them are fastest, if all ranks pass
-/// the same part of the same allocation. Collective. At least one byte is allocated.
+/// Allocates `bytes` zeroed bytes that the other ranks access in place: operations on them are fastest. In an operation either
+/// all ranks pass the same part of the same allocation, or all pass memory of their own; anything else is a mismatch.
+/// Collective. At least one byte is allocated.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mgpu_allocate(
     comm: *mut CommunicatorHandle,
@@ -90,9 +91,9 @@ pub unsafe extern "C" fn mgpu_allocate(
 ) -> Status {
     call(|| {
         // SAFETY: the header's rules.
-        let comm = unsafe { borrow(comm, "comm")? };
-        // SAFETY: the header's rules.
         unsafe { put(data, "data", std::ptr::null_mut())? };
+        // SAFETY: the header's rules.
+        let comm = unsafe { borrow(comm, "comm")? };
         let arena = comm.lock()?.allocate(DType::U8, bytes.max(1))?;
         let address = ARENAS.add(arena)?;
         // SAFETY: the header's rules.

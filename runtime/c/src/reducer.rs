@@ -137,13 +137,13 @@ pub unsafe extern "C" fn mgpu_reducer_create(
 ) -> Status {
     call(|| {
         // SAFETY: the header's rules.
+        unsafe { put(reducer, "reducer", std::ptr::null_mut())? };
+        // SAFETY: the header's rules.
         let (world, layout) = unsafe { (borrow(world, "world")?, borrow(layout, "layout")?) };
         let layout = layout.get()?.clone();
         // SAFETY: the header's rules.
         let options = if config.is_null() { DEFAULT } else { unsafe { structs::read(config, DEFAULT)? } };
         let config = options.to_config()?;
-        // SAFETY: the header's rules.
-        unsafe { put(reducer, "reducer", std::ptr::null_mut())? };
         let comm = world.write()?.communicator()?;
         let marked = vec![false; layout.tensors().len()];
         let state = State { reducer: Reducer::new(comm, layout, config)?, marked };
@@ -272,6 +272,7 @@ pub unsafe extern "C" fn mgpu_reducer_gradient_norm(reducer: *const ReducerHandl
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::status::MGPU_ERROR_ARGUMENT;
 
     #[test]
     fn the_default_is_that_of_the_library() {
@@ -281,5 +282,14 @@ mod tests {
         assert_eq!((config.clip_norm, config.micro_batches), (Some(2.0), 3));
         assert_eq!((config.reduction, config.compression), (Reduction::Sum, Compression::Bf16));
         assert!(ReducerOptions { overlap: 2, ..DEFAULT }.to_config().is_err());
+    }
+
+    #[test]
+    fn a_handle_is_null_after_an_error_of_an_earlier_argument() {
+        let (none, mut reducer) = (std::ptr::null_mut(), std::ptr::dangling_mut::<ReducerHandle>());
+        // SAFETY: null pointers are refused, and the handle is not used.
+        let status = unsafe { mgpu_reducer_create(none, std::ptr::null(), std::ptr::null(), &mut reducer) };
+        assert_eq!(status, MGPU_ERROR_ARGUMENT);
+        assert!(reducer.is_null());
     }
 }

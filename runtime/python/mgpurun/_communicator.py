@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import operator
 import os
 import sys
 import threading
@@ -23,6 +24,14 @@ _numbers = itertools.count()
 _OPERATIONS = {"sum": 0, "avg": 1, "mean": 1, "min": 2, "max": 3, "prod": 4}
 
 
+def _number(value: Any, name: str, end: int = 2**32, begin: int = 0) -> int:
+    """An integer of `begin` to `end` - 1: ctypes would drop the bits that do not fit."""
+    number = operator.index(value)
+    if not begin <= number < end:
+        raise ArgumentError(f"{name} is {number}: pass a number from {begin} to {end - 1}")
+    return number
+
+
 def _operation(name: str) -> int:
     number = _OPERATIONS.get(name)
     if number is None:
@@ -38,10 +47,7 @@ def _sizes(counts: Sequence[int], size: int, name: str) -> Any:
 
 def shard(count: int, ranks: int, rank: int) -> slice:
     """The elements of `rank`, if `count` elements are divided among `ranks` ranks."""
-    # ctypes drops the bits that do not fit.
-    for value, bits, name in ((count, 64, "count"), (ranks, 32, "ranks"), (rank, 32, "rank")):
-        if not 0 <= value < 2**bits:
-            raise ArgumentError(f"{name} is {value}: pass a number from 0 to {2**bits - 1}")
+    count, ranks, rank = _number(count, "count", 2**64), _number(ranks, "ranks"), _number(rank, "rank")
     begin, end = ctypes.c_size_t(), ctypes.c_size_t()
     lib.mgpu_shard(count, ranks, rank, begin, end)
     return slice(begin.value, end.value)
@@ -99,23 +105,24 @@ class Communicator:
     def world_rank(self, rank: int) -> int:
         """The rank in the world of rank `rank` of this communicator."""
         number = ctypes.c_uint32()
-        self._call(lib.mgpu_comm_world_rank, rank, number)
+        self._call(lib.mgpu_comm_world_rank, _number(rank, "rank"), number)
         return number.value
 
     def split(self, colour: Optional[int], key: int = 0) -> Optional[Communicator]:
         """A communicator for the ranks with the same colour, in the order of their keys; None without a colour."""
-        if colour is not None and colour < 0:
-            raise ArgumentError(f"colour {colour}: pass a number from 0 on, or None for no group")
+        group = -1 if colour is None else _number(colour, "colour")
         handle = ctypes.c_void_p()
-        self._call(lib.mgpu_comm_split, -1 if colour is None else colour, key, handle)
+        self._call(lib.mgpu_comm_split, group, _number(key, "key", 2**31, -(2**31)), handle)
         return Communicator(handle.value, self) if handle.value else None
 
     def allocate(self, nbytes: int) -> memoryview:
-        """Zeroed bytes that the other ranks access in place: operations on arrays in them need no copy.
+        """Zeroed bytes that the other ranks access in place: operations on arrays in them need no copy. In an operation either
+        all ranks pass the same part of the same allocation, or all pass memory of their own.
 
         `numpy.frombuffer` and `torch.frombuffer` make an array of them. They are freed with the last array. Collective.
         """
         address = ctypes.c_void_p()
+        nbytes = _number(nbytes, "nbytes", 2**63)
         self._call(lib.mgpu_allocate, nbytes, address)
         members = {"_type_": ctypes.c_char, "_length_": nbytes, "_process": os.getpid()}
         arena = type("Arena", (_Arena,), members)
@@ -138,7 +145,7 @@ class Communicator:
     def reduce(self, array: Array, root: int = 0, op: str = "sum") -> Array:
         """The array of rank `root` becomes the sum of all ranks'; the others are unchanged."""
         memory = memory_of(array)
-        self._call(lib.mgpu_reduce, memory.address, memory.count, memory.element, _operation(op), root)
+        self._call(lib.mgpu_reduce, memory.address, memory.count, memory.element, _operation(op), _number(root, "root"))
         return array
 
     def reduce_scatter(self, array: Array, op: str = "sum") -> Array:
@@ -160,19 +167,19 @@ class Communicator:
     def broadcast(self, array: Array, root: int = 0) -> Array:
         """Every rank's array becomes a copy of that of rank `root`."""
         memory = memory_of(array)
-        self._call(lib.mgpu_broadcast, memory.address, memory.count, memory.element, root)
+        self._call(lib.mgpu_broadcast, memory.address, memory.count, memory.element, _number(root, "root"))
         return array
 
     def gather(self, array: Array, root: int = 0) -> Array:
         """Shard r (`shard`) of rank `root` becomes that of rank r."""
         memory = memory_of(array)
-        self._call(lib.mgpu_gather, memory.address, memory.count, memory.element, root)
+        self._call(lib.mgpu_gather, memory.address, memory.count, memory.element, _number(root, "root"))
         return array
 
     def scatter(self, array: Array, root: int = 0) -> Array:
         """Shard r (`shard`) of rank r becomes that of rank `root`."""
         memory = memory_of(array)
-        self._call(lib.mgpu_scatter, memory.address, memory.count, memory.element, root)
+        self._call(lib.mgpu_scatter, memory.address, memory.count, memory.element, _number(root, "root"))
         return array
 
     def all_to_all(self, array: Array) -> Array:
@@ -199,12 +206,12 @@ class Communicator:
     def send(self, array: Any, to: int) -> None:
         """Sends the array to rank `to`, which calls `receive`."""
         memory = memory_of(array, writable=False)
-        self._call(lib.mgpu_send, memory.address, memory.count, memory.element, to)
+        self._call(lib.mgpu_send, memory.address, memory.count, memory.element, _number(to, "to"))
 
     def receive(self, array: Array, source: int) -> Array:
         """Fills the array with the next message of rank `source`, of the same type and length."""
         memory = memory_of(array)
-        self._call(lib.mgpu_receive, memory.address, memory.count, memory.element, source)
+        self._call(lib.mgpu_receive, memory.address, memory.count, memory.element, _number(source, "source"))
         return array
 
 

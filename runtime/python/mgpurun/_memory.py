@@ -44,7 +44,7 @@ def memory_of(value: Any, writable: bool = True) -> Memory:
     if interface is not None:
         return _of_interface(value, interface, writable)
     if hasattr(value, "__dlpack__"):
-        return _of_dlpack(value)
+        return _of_dlpack(value, writable)
     return _of_buffer(value, writable)
 
 
@@ -100,18 +100,46 @@ class _DLTensor(ctypes.Structure):
     ]
 
 
+class _Versioned(ctypes.Structure):
+    """Of DLPack 1.0 and later."""
+
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _DLTensor),
+    ]
+
+
+_READ_ONLY = 1
+
 _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _capsule_pointer.restype = ctypes.c_void_p
 _capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+_is_capsule = ctypes.pythonapi.PyCapsule_IsValid
+_is_capsule.restype = ctypes.c_int
+_is_capsule.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
 # kDLCPU and kDLCUDAHost (pinned).
 _ON_HOST = (1, 3)
 
 
-def _of_dlpack(value: Any) -> Memory:
+def _of_dlpack(value: Any, writable: bool) -> Memory:
     # The capsule frees what it refers to when it is dropped unused.
-    capsule = value.__dlpack__()
-    tensor = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
+    try:
+        capsule = value.__dlpack__(max_version=(1, 0))
+    except TypeError:
+        capsule = value.__dlpack__()
+    if _is_capsule(capsule, b"dltensor_versioned"):
+        versioned = _Versioned.from_address(_capsule_pointer(capsule, b"dltensor_versioned"))
+        tensor, read_only = versioned.tensor, bool(versioned.flags & _READ_ONLY)
+    else:
+        # Without such a flag. JAX's arrays, which never change, say it by the buffer protocol.
+        tensor, read_only = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor")), _has_read_only_buffer(value)
+    if read_only and writable:
+        raise _refusal(value, "is read-only")
     if tensor.device_type not in _ON_HOST:
         raise _refusal(value, f"is on device type {tensor.device_type} of DLPack; pass memory of the CPU")
     element = _DLPACK.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
@@ -124,6 +152,13 @@ def _of_dlpack(value: Any) -> Memory:
             raise _refusal(value, "is not contiguous")
         count *= extent
     return Memory((tensor.data or 0) + tensor.byte_offset, count, element, (value, capsule))
+
+
+def _has_read_only_buffer(value: Any) -> bool:
+    try:
+        return memoryview(value).readonly
+    except Exception:  # It has no such buffer, whatever its library raises then.
+        return False
 
 
 def _of_buffer(value: Any, writable: bool) -> Memory:

@@ -12,7 +12,7 @@ import threading
 from typing import Iterator, Optional
 
 from ._communicator import Communicator, close_all
-from ._errors import ArgumentError
+from ._errors import ArgumentError, RendezvousError
 from ._library import WorldInfo, lib
 
 _PHASES = {"start": 0, "step": 1, "evaluation": 2, "checkpoint": 3, "finalise": 4}
@@ -158,7 +158,9 @@ def _check_timeout(timeout: float) -> None:
 
 
 _world: Optional[World] = None
-_joining = threading.Lock()
+# Held by the thread that joins.
+_joining = threading.RLock()
+_is_joining = False
 
 
 def init(timeout: Optional[float] = None) -> World:
@@ -168,14 +170,30 @@ def init(timeout: Optional[float] = None) -> World:
     waits for a rank that makes no progress (default: MGPU_TIMEOUT, or 300); one that is not positive is an `ArgumentError`
     before this rank joins.
     """
-    global _world
+    global _world, _is_joining
     if timeout is not None:
         _check_timeout(timeout)
+    # Without the lock: a signal handler may be called while this thread holds it.
+    if _world is not None:
+        return _world
     with _joining:
+        if _is_joining:
+            raise RendezvousError("a signal handler cannot use the run before mgpurun.init() has returned")
         if _world is None:
-            _world = World(timeout)
+            _is_joining = True
+            try:
+                _world = World(timeout)
+            finally:
+                _is_joining = False
+            _forget_error_file()
             atexit.register(_leave)
         return _world
+
+
+def _forget_error_file() -> None:
+    # For PyTorch's `@record`. The file is in the folder of mgpurun's rendezvous, which is removed once all ranks have joined.
+    if "MGPU_RENDEZVOUS" in os.environ:
+        os.environ.pop("TORCHELASTIC_ERROR_FILE", None)
 
 
 def _leave() -> None:

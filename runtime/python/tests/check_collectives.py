@@ -2,11 +2,14 @@
 
 import array
 import ctypes
+import os
 import sys
 
 import mgpurun
 
+assert os.path.isdir(os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"]))
 world = mgpurun.init()
+assert "TORCHELASTIC_ERROR_FILE" not in os.environ
 assert world is mgpurun.init() and world.size == 3 and world.is_launched
 rank, size = world.rank, world.size
 assert (mgpurun.rank(), mgpurun.world_size()) == (rank, size)
@@ -121,6 +124,21 @@ def check_numpy():
         raise AssertionError("memory that is not contiguous was accepted")
     except mgpurun.ArgumentError as error:
         assert "not contiguous" in str(error)
+    fixed = np.zeros(3, np.float32)
+    fixed.flags.writeable = False
+
+    class Fixed(Exporter):
+        """Whose capsule says that it is read-only, or whose buffer does."""
+
+        def __dlpack__(self, **options):
+            return self.values.__dlpack__(**options)
+
+    try:
+        mgpurun.all_reduce(Fixed(fixed))
+        raise AssertionError("read-only memory was accepted")
+    except (mgpurun.ArgumentError, BufferError) as error:
+        # Versions of NumPy before 2.1 do not export it.
+        assert "read" in str(error), error
     shared = np.frombuffer(world.comm.allocate(8 * 1000), np.float64)
     shared += rank
     assert mgpurun.all_reduce(shared, "avg").tolist() == [1.0] * 1000

@@ -1,6 +1,6 @@
 """Under `mgpurun -n 2`: one error, by name.
 
-mismatch, lost: what rank 0 gets. interrupt: another thread interrupts. ctrl_c HANDLER: waits for the test's signal.
+mismatch, lost: what rank 0 gets. interrupt, connect: another thread interrupts. ctrl_c HANDLER: waits for the test's signal.
 timeout: wrong timeouts. close: the order in which communicators are freed.
 """
 
@@ -71,7 +71,7 @@ if case == "lost":
     except mgpurun.PeerLost as error:
         print(f"fault of rank {error.rank}: {error}")
         raise
-if case == "interrupt":
+if case in ("interrupt", "connect"):
     if world.rank == 0:
         ended = threading.Event()
 
@@ -82,14 +82,17 @@ if case == "interrupt":
 
         threading.Thread(target=interrupt).start()
         try:
-            comm.receive(values, source=1)
+            if case == "connect":
+                world.communicator()
+            else:
+                comm.receive(values, source=1)
             raise AssertionError("no error")
         except mgpurun.Interrupted as error:
             print("interrupted:", error)
         finally:
             ended.set()
         sys.exit(6)
-    # Sends nothing.
+    # Sends nothing, and creates no other communicator.
     signal.pause()
 if case == "ctrl_c":
     # After one wait the handler is replaced: the next one must be ended all the same.
