@@ -14,12 +14,15 @@ use mgpu::{DataParallel, Layout, World};
 
 use crate::print::{errln, outln, parse_arguments};
 
+/// Number of points: at least one for each rank.
+const POINTS: u32 = 100;
+
 /// Fits a line to points that are distributed over ranks. Starts its own ranks, runs under a launcher, or alone.
 #[derive(Debug, Parser)]
 #[command(name = "embed", version)]
 struct Args {
-    /// Number of ranks to start. Ignored if this process is a rank already.
-    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
+    /// Number of ranks to start, at most 100. Ignored if this process is a rank already.
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=i64::from(POINTS)))]
     ranks: Option<u32>,
 }
 
@@ -52,9 +55,9 @@ fn start_ranks(ranks: u32) -> ExitCode {
 fn train() -> mgpu::Result<()> {
     let mut world = World::from_env()?;
     let (rank, size) = (world.rank(), world.size());
-    let points: Vec<(f32, f32)> = (0..100)
+    let points: Vec<(f32, f32)> = (0..POINTS)
         .filter(|i| i % size == rank)
-        .map(|i| i as f32 / 50.0 - 1.0)
+        .map(|i| i as f32 / (POINTS / 2) as f32 - 1.0)
         .map(|x| (x, 2.0 * x + 0.5))
         .collect();
 

@@ -74,7 +74,8 @@ fn run(args: &Args) -> Result<(), Box<dyn std::error::Error>> {
         let seed = SEED + net as u64;
         // Each network has a communicator of its own; only the ranks of the group take part in this.
         let own = members.split(Some(0), 0)?.expect("every member is in it");
-        let mut model = Model::new(&args.nets[net], own, args.batch, world.thread_share(), seed)?;
+        let mut model =
+            Model::new(&args.nets[net], own, (args.batch, data.train.len()), world.thread_share(), seed)?;
         model.train(&data.train, args)?;
         predictions[net] = model.predict(&data.test)?;
     }
@@ -101,6 +102,7 @@ fn run(args: &Args) -> Result<(), Box<dyn std::error::Error>> {
 struct Model {
     net: Net,
     state: DataParallel,
+    sampler: Sampler,
     batch: usize,
     seed: u64,
 }
@@ -109,23 +111,23 @@ impl Model {
     fn new(
         spec: &Spec,
         group: Communicator,
-        batch: Option<usize>,
+        (batch, samples): (Option<usize>, usize),
         threads: usize,
         seed: u64,
     ) -> mgpu::Result<Self> {
         let batch = batch.unwrap_or(spec.batch);
+        let sampler =
+            Sampler::new(SamplerConfig { samples, batch, rank: group.rank(), ranks: group.size(), seed })?;
         let net = Net::new(spec, batch, threads);
         let parameters = net.initial_parameters(seed);
         let state = DataParallel::new(group, net.layout().clone(), parameters, spec.optimizer, threads)?;
         let state = state.with_buffers(net.initial_buffers())?;
-        Ok(Model { net, state, batch, seed })
+        Ok(Model { net, state, sampler, batch, seed })
     }
 
     fn train(&mut self, data: &Dataset, args: &Args) -> Result<(), Box<dyn std::error::Error>> {
-        let Model { net, state, batch, seed } = self;
-        let (rank, ranks) = (state.rank(), state.ranks());
-        let config = SamplerConfig { samples: data.len(), batch: *batch, rank, ranks, seed: *seed };
-        let mut sampler = Sampler::new(config)?;
+        let Model { net, state, sampler, batch, seed } = self;
+        let rank = state.rank();
         let per_epoch = sampler.steps_per_epoch() as u64;
         let (mut images, mut labels) = (vec![0.0; *batch * IMAGE_LEN], vec![0; *batch]);
         for step in 0..args.steps.unwrap_or(args.epochs * per_epoch) {

@@ -160,7 +160,7 @@ pub(super) struct Args {
     ///
     /// Refused, with a list of the differences, if the checkpoint is of another run: another network, seed, global
     /// batch size (--global-batch, or --batch times ranks), --lr, --schedule, --warm-up, --clip-norm, --gradients,
-    /// --precision or training set. With the schedules linear and cosine the total number of steps must be the same too;
+    /// --reduction, --precision or training set. With the schedules linear and cosine the total number of steps must be the same too;
     /// with constant and step a run can be extended. With batch normalisation the micro-batches must be the same.
     ///
     /// Other numbers of ranks or threads, kernels or devices are allowed; a line says if the weights will therefore

@@ -52,7 +52,11 @@ pub(super) fn run(mut args: Args) -> Result<(), Box<dyn Error>> {
     let images =
         args.predict.as_deref().map(|path| predictions::read(path, &args, &world, &mut comm)).transpose()?;
     let data = load_test_set(&args, &world, &mut comm)?;
-    let mut engine = engine(&evaluation_config(&args), &args, (device, comm), &timeline, threads)?;
+    // No batch has more images than there are.
+    let most = [data.as_ref().map(|data| data.test.len()), images.as_ref().map(Samples::len)];
+    let batch = args.batch().min(most.into_iter().flatten().max().unwrap_or(1).max(1));
+    let config = evaluation_config(&args, batch);
+    let mut engine = engine(&config, &args, (device, comm), &timeline, threads)?;
     let checkpoint = chosen.map(|(checkpoint, _)| checkpoint);
     engine.restore(step, checkpoint.as_ref()).map_err(|error| explain(&error, checkpoint.as_ref()))?;
     let checksum = engine.verify()?;
@@ -70,7 +74,7 @@ pub(super) fn run(mut args: Args) -> Result<(), Box<dyn Error>> {
     let (memory, l2_loss) = (RankMemory::gather(&mut *engine)?, engine.l2_loss()?);
     if let Some(checkpoint) = checkpoint {
         let model = ModelSummary::new(
-            (&args, args.batch()),
+            (&args, batch),
             &mut *engine,
             (tested, l2_loss, checksum),
             (memory, threads),
@@ -216,10 +220,10 @@ fn load_test_set(
 }
 
 /// A training that makes no step.
-fn evaluation_config(args: &Args) -> TrainingConfig {
+fn evaluation_config(args: &Args, batch: usize) -> TrainingConfig {
     TrainingConfig {
         seed: args.seed(),
-        division: Division::undivided(args.batch()),
+        division: Division::undivided(batch),
         lr: args.lr(),
         schedule: Schedule::CONSTANT,
         steps_per_epoch: 1,
