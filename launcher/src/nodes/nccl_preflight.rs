@@ -92,7 +92,7 @@ impl NcclPreflight {
         for (id, message) in messages {
             match message {
                 ToAgent::Start(order) if order.layout.nodes() > 1 => starts.push((id, order)),
-                ToAgent::Beat | ToAgent::Say { .. } => passed.push((id, message)),
+                ToAgent::Beat | ToAgent::Say { .. } | ToAgent::Progress { .. } => passed.push((id, message)),
                 message => {
                     if starts.iter().any(|(other, _)| *other == id) {
                         passed.extend(starts.drain(..).map(|(id, order)| (id, ToAgent::Start(order))));
@@ -264,6 +264,8 @@ mod tests {
         job.answer(1, None);
         job.answer(0, None);
         assert_eq!(kinds(&job.filter(vec![(1, ToAgent::Beat)])), ["1 beat"]);
+        let heartbeat = ToAgent::Progress { node: 1, entries: Vec::new(), stopped: Vec::new() };
+        assert_eq!(kinds(&job.filter(vec![(OWN, heartbeat)])), ["0 other"]);
         job.answer(2, None);
         assert_eq!(kinds(&job.filter(Vec::new())), ["0 start", "1 start", "2 start"]);
         assert_eq!(job.preflight.next_deadline(), None);
