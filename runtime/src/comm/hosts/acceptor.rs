@@ -103,8 +103,15 @@ fn bind(address: IpAddr) -> io::Result<(TcpListener, SocketAddr)> {
 impl Acceptor {
     /// Listens on `address`, for world rank `rank` of the run with this hash.
     pub(super) fn bind(address: IpAddr, run: u64, rank: u32) -> Result<Self> {
-        let (listener, address) = bind(address)
-            .map_err(|error| Error::system(format!("listen for other ranks on {address}"), error))?;
+        let hint = match address {
+            IpAddr::V6(address) if address.is_unicast_link_local() => {
+                "; it is a link-local address, and ranks do not know of which interface: give node 0 another one"
+            }
+            _ => "",
+        };
+        let (listener, address) = bind(address).map_err(|error| {
+            Error::system(format!("listen for other ranks on {address}"), format!("{error}{hint}"))
+        })?;
         let io = Mutex::new(Unknown { listener, connections: Vec::new() });
         Ok(Acceptor { address, run, rank, io, expected: Mutex::default() })
     }
@@ -257,6 +264,13 @@ mod tests {
     const ANSWER: Ticket = *b"fedcba9876543210fedcba9876543210";
     const HELLO: Hello =
         Hello { ticket: TICKET, run: 7, stamp: STAMP, from: 3, to: 0, stream: 1, streams: 2 };
+
+    #[test]
+    fn a_link_local_address_is_explained() {
+        let refused = Acceptor::bind("fe80::1".parse().unwrap(), 7, 0).err().unwrap().to_string();
+        assert!(refused.starts_with("cannot listen for other ranks on fe80::1: "), "{refused}");
+        assert!(refused.contains("link-local"), "{refused}");
+    }
 
     /// The acceptor of rank 0, which expects rank 3.
     fn acceptor(address: &str) -> Acceptor {
