@@ -16,7 +16,7 @@ use crate::membership::Membership;
 const SLICE: Duration = Duration::from_millis(20);
 
 thread_local! {
-    /// Of the thread for which this one runs operations.
+    /// Set when the thread for which this one runs operations was interrupted; `None` if this thread runs its own.
     static OF_CALLER: RefCell<Option<Arc<AtomicBool>>> = const { RefCell::new(None) };
 }
 

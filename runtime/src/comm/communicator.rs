@@ -11,7 +11,7 @@ use super::exchange::{CountMismatch, Counts};
 use super::observer::{NoObserver, ObservedOperation, Observer, UpdateTiming};
 use super::rules::{Begun, ProgressEntry, Rules};
 use super::solo::Solo;
-use super::split::{SplitArguments, SplitGroup, form_group, group_number};
+use super::split::{SplitGroup, agree_on_split, form_group, group_number};
 use super::{Algorithm, Buffer, Capabilities, DType, Members, Pending, ReduceOp, Transport, bytes_of};
 use crate::clock::now;
 use crate::membership::Membership;
@@ -197,7 +197,8 @@ impl Communicator {
     /// # Errors
     /// If shared memory is short, or as in the [contract](super): an error of one rank is an error on all.
     pub fn split(&mut self, colour: Option<u32>, key: i32) -> Result<Option<Communicator>> {
-        let all = self.agree_on_split(colour, key)?;
+        let membership = self.membership();
+        let all = agree_on_split(membership.as_deref(), (colour, key), |words| self.all_gather_slice(words))?;
         let group = form_group(&all, &self.members);
         let number = group_number(&all);
         let operation = Operation::Connect;
@@ -218,24 +219,6 @@ impl Communicator {
         self.barrier()?;
         let title = group.map(|group| group.title().into());
         Ok(connected.map(|comm| Communicator { observer: self.observer.clone(), group: title, ..comm }))
-    }
-
-    /// The arguments of all ranks, from which a number follows that all of them have taken for the groups.
-    fn agree_on_split(&mut self, colour: Option<u32>, key: i32) -> Result<Vec<SplitArguments>> {
-        loop {
-            let membership = self.rules.membership();
-            let next_group = membership.map_or(1, |membership| membership.next_group());
-            let own = SplitArguments { colour, key, next_group }.encode();
-            let all: Vec<_> =
-                self.all_gather_slice(&own)?.chunks(own.len()).map(SplitArguments::decode).collect();
-            let number = group_number(&all);
-            let is_taken =
-                self.rules.membership().is_none_or(|membership| membership.take_group_number(number));
-            // Another thread of some rank may have taken it for a split of another communicator.
-            if self.all_gather_slice(&[u8::from(is_taken)])?.iter().all(|is_taken| *is_taken == 1) {
-                return Ok(all);
-            }
-        }
     }
 
     /// `solo`, `cpu` or `nccl`, for display. Programs should use the [capabilities](Self::capabilities).

@@ -1,6 +1,9 @@
-//! Splitting a communicator: which ranks form which group. Pure: no I/O.
+//! Splitting a communicator: which ranks form which group. No I/O of its own.
 
 use std::sync::Arc;
+
+use crate::Result;
+use crate::membership::Membership;
 
 /// The members of a communicator, in the order of their ranks in it.
 ///
@@ -98,6 +101,26 @@ impl SplitGroup {
             shown.push(format!("… {} in all", ranks.len()));
         }
         format!("group {} (ranks {})", self.number, shown.join(", "))
+    }
+}
+
+/// The arguments of all ranks, from which a [number](group_number) follows that all of them have taken for the groups.
+/// `gather` returns the words of all ranks in their order. Without a membership there is one rank.
+pub(super) fn agree_on_split(
+    membership: Option<&Membership>,
+    (colour, key): (Option<u32>, i32),
+    mut gather: impl FnMut(&[i64]) -> Result<Vec<i64>>,
+) -> Result<Vec<SplitArguments>> {
+    loop {
+        let next_group = membership.map_or(1, Membership::next_group);
+        let own = SplitArguments { colour, key, next_group }.encode();
+        let all: Vec<_> = gather(&own)?.chunks(own.len()).map(SplitArguments::decode).collect();
+        let number = group_number(&all);
+        let is_taken = membership.is_none_or(|membership| membership.take_group_number(number));
+        // Another thread of some rank may have taken it for a split of another communicator.
+        if gather(&[is_taken.into()])?.iter().all(|is_taken| *is_taken == 1) {
+            return Ok(all);
+        }
     }
 }
 

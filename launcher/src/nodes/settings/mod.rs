@@ -109,15 +109,13 @@ pub(crate) fn settings(
     surroundings: &Surroundings<'_>,
     notices: &mut Vec<String>,
 ) -> Result<Option<NodeSettings>, SettingsError> {
-    // The variables that started another mgpurun, of which this is a rank, are not meant for this one.
-    let is_nested = surroundings.text(MGPU_RENDEZVOUS).is_some();
-    let places = Places { surroundings, is_nested };
+    let places = Places::of(surroundings);
     let nnodes = places.find(&args.nnodes, "NNODES");
     if is_standalone(args, &places, nnodes.as_ref())? {
         return Ok(None);
     }
     check_backend(places.find(&args.rdzv_backend, "RDZV_BACKEND"))?;
-    let told = if is_nested { None } else { engine::innermost(surroundings)? };
+    let told = if places.is_nested { None } else { engine::innermost(surroundings)? };
     let nodes = match (&nnodes, &told) {
         (Some(given), _) => Some(Given::new(parse_nodes(given)?, &given.from)),
         (None, Some(Told { refusal: Some(refusal), .. })) => return Err(SettingsError::new(refusal.clone())),
@@ -148,8 +146,7 @@ pub(crate) struct OneNode {
 /// # Errors
 /// If the port is not one.
 pub(crate) fn one_node(args: &NodeArgs, surroundings: &Surroundings<'_>) -> Result<OneNode, SettingsError> {
-    let is_nested = surroundings.text(MGPU_RENDEZVOUS).is_some();
-    let places = Places { surroundings, is_nested };
+    let places = Places::of(surroundings);
     let port = places.find(&args.master_port, "MASTER_PORT").filter(|port| port.value.trim() != "0");
     Ok(OneNode {
         master_port: port.as_ref().map(parse_port).transpose()?,
@@ -223,7 +220,12 @@ struct Places<'a> {
     is_nested: bool,
 }
 
-impl Places<'_> {
+impl<'a> Places<'a> {
+    /// The variables that started another mgpurun, of which this is a rank, are not meant for this one.
+    fn of(surroundings: &'a Surroundings<'a>) -> Self {
+        Places { surroundings, is_nested: surroundings.text(MGPU_RENDEZVOUS).is_some() }
+    }
+
     /// A setting that torchrun has, too: the flag of this value, `MGPU_NAME`, or `PET_NAME`.
     fn find(&self, flag: &Option<String>, name: &str) -> Option<Given<String>> {
         self.find_ours(flag, name).or_else(|| self.variable("PET_", name))

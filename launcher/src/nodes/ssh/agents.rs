@@ -278,9 +278,8 @@ fn wait_for_output(readers: &Receiver<()>, writers: &AtomicUsize, signals: &Sign
     let mut idle_since = Instant::now();
     // Nothing is ever sent: the channel is disconnected when all threads have ended.
     while readers.recv_timeout(LAST_OUTPUT_INTERVAL) == Err(RecvTimeoutError::Timeout) {
-        let is_ended = |signal: i32| Signal::try_from(signal).is_ok_and(ends_the_run);
         while let Ok(Some(info)) = signals.read_signal() {
-            if is_ended(info.ssi_signo as i32) {
+            if Signal::try_from(info.ssi_signo as i32).is_ok_and(ends_the_run) {
                 return;
             }
         }

@@ -63,16 +63,16 @@ use crate::{Error, Result};
 /// Largest private payload for eager slots of what is only copied.
 const MESSAGE_EAGER_BYTES: usize = 3 << 10;
 
-/// Largest payloads for eager slots.
+/// Largest payloads for eager slots, in bytes.
 ///
 /// Slots cost copies, and in a reduction every rank reads all of them; the other paths cost one more synchronisation, which is
 /// cheap between cores but expensive when ranks must be scheduled for it. The limits were measured with two ranks, and with four
 /// on two cores. More ranks with a core each have more to read.
 #[derive(Debug, Clone, Copy)]
 struct EagerLimits {
-    /// Of all operations on an arena.
+    /// If the buffer is in an arena.
     arena: usize,
-    /// Of reductions on private memory.
+    /// If a reduction has a private buffer.
     private_reduction: usize,
 }
 

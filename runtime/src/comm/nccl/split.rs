@@ -18,7 +18,7 @@ use super::owner::{Ended, Owner};
 use super::remote::Statement;
 use super::shutdown::FINALISE_LIMIT;
 use crate::Result;
-use crate::comm::split::{SplitArguments, SplitGroup, form_group, group_number};
+use crate::comm::split::{SplitGroup, agree_on_split, form_group};
 use crate::comm::{DType, Rules};
 use crate::progress::Operation;
 
@@ -38,7 +38,9 @@ impl DeviceCommunicator {
         let Some(link) = self.link() else {
             return Ok(colour.map(|_| DeviceCommunicator::alone(self.device())));
         };
-        let all = self.agree_on_split(link, colour, key)?;
+        // After this, all earlier operations of this rank have ended.
+        let gather = |words: &[i64]| self.gather_words(words, "the arguments of a split");
+        let all = agree_on_split(Some(&link.membership), (colour, key), gather)?;
         let group = form_group(&all, &link.members);
         let context = link.split_context(group.as_ref());
         link.during(&context, || match &group {
@@ -50,22 +52,6 @@ impl DeviceCommunicator {
                 .connect_no_group()
                 .map(|()| group.as_ref().map(|_| DeviceCommunicator::alone(self.device()))),
         })
-    }
-
-    /// The arguments of all ranks, from which a number follows that all of them have taken for the groups. When this returns,
-    /// all earlier operations of this rank have ended.
-    fn agree_on_split(&self, link: &Link, colour: Option<u32>, key: i32) -> Result<Vec<SplitArguments>> {
-        loop {
-            let own = SplitArguments { colour, key, next_group: link.membership.next_group() }.encode();
-            let all = self.gather_words(&own, "the arguments of a split")?;
-            let all: Vec<_> = all.chunks(own.len()).map(SplitArguments::decode).collect();
-            let is_taken = link.membership.take_group_number(group_number(&all));
-            // Another thread of some rank may have taken it for a split of another communicator.
-            let all_taken = self.gather_words(&[is_taken.into()], "the number of a split's groups")?;
-            if all_taken.iter().all(|is_taken| *is_taken == 1) {
-                return Ok(all);
-            }
-        }
     }
 
     /// The words of all ranks, in their order. `what` describes them for errors.
