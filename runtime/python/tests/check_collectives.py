@@ -182,7 +182,7 @@ def check_arguments():
         (lambda: mgpurun.all_gather(bytearray(3), counts=[3]), "one number of elements for each"),
         (lambda: mgpurun.all_to_all_v(bytearray(3), [1, 1, 1], bytearray(2), [1, 1, 1]), "receive has 2 elements"),
         (lambda: world.report_phase("lunch"), "no phase 'lunch'"),
-        (lambda: mgpurun.split(-3), "colour -3"),
+        (lambda: mgpurun.split(-3), "colour is -3: pass a number from 0 to 4294967295"),
     ]:
         try:
             call()
