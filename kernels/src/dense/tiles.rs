@@ -21,7 +21,9 @@ use crate::gemm::transpose::Transpose;
 use crate::simd::{Simd, Task, dispatch};
 use crate::threads::{PerPart, Rows, Threads};
 use crate::tile_engine::pack::{RowPairs, round_row, row_stride, rows_as_panel, steps};
-use crate::tile_engine::{BLOCK, DEPTH, Depth, Engine, Left, Right, SIDE, SUMS, Session, TILE, row_of};
+use crate::tile_engine::{
+    BLOCK, Begin, DEPTH, Depth, Engine, Left, Right, SIDE, SUMS, Session, TILE, row_of,
+};
 use crate::{AlignedVec, Scratch};
 
 /// With fewer multiply-adds another thread is not worth it.
@@ -106,11 +108,11 @@ pub(super) fn forward(
         let (copy_len, sums_len) = (BLOCK * stride, range.len() * panels / 2 * SUMS);
         let mut memory = part.own().reserve(needed(&[copy_len / 2, sums_len]));
         let (copy, sums) = (cut_bf16(&mut memory, copy_len), cut(&mut memory, sums_len));
-        sums.fill(0.0);
         let session = engine.start();
         for (index, first) in (0..inputs).step_by(FORWARD_DEPTH).enumerate() {
             let depth = FORWARD_DEPTH.min(inputs - first);
             let panel = panel_of(first);
+            let begin = if first == 0 { Begin::Zero } else { Begin::Sums };
             for (sums, output) in sums.chunks_exact_mut((panels / 2 * SUMS).max(1)).zip(range.clone()) {
                 for (row, to) in copy.chunks_exact_mut(stride).enumerate() {
                     let to = &mut to[..steps(depth) * DEPTH];
@@ -129,7 +131,14 @@ pub(super) fn forward(
                     let at = index * block_len + 2 * pair * panel;
                     let right = Right { values: packed, panels: [at, at + panel], segment: 0 };
                     let depth = Depth { segments: 1, steps: steps(depth) };
-                    session.multiply_prefetching(left, right, depth, sums, next.of_tile(pair, panels / 2));
+                    session.multiply_prefetching(
+                        left,
+                        right,
+                        depth,
+                        begin,
+                        sums,
+                        next.of_tile(pair, panels / 2),
+                    );
                 }
             }
         }
@@ -271,7 +280,6 @@ fn weight_gradient(
             Left { values: gradient.columns, groups: [at, at + SIDE * stride], row: stride, segment: 0 };
         for block in 0..blocks {
             let panels = [2 * block * panel, (2 * block + 1) * panel];
-            sums.fill(0.0);
             let first = columns.start - origin + block * BLOCK;
             let width = BLOCK.min(columns.end - origin - first);
             let rows = output..outputs.min(output + BLOCK);
@@ -279,6 +287,7 @@ fn weight_gradient(
                 left,
                 Right { values: packed, panels, segment: 0 },
                 Depth { segments: 1, steps },
+                Begin::Zero,
                 sums,
                 dw.prefetch(rows.clone(), first..first + width),
             );
@@ -308,7 +317,6 @@ fn input_gradient(
     let mut memory = scratch.reserve(needed(&[packed_len.div_ceil(2), packed_len.div_ceil(2), sums_len]));
     let (mut packed, mut other) = (cut_bf16(&mut memory, packed_len), cut_bf16(&mut memory, packed_len));
     let sums = cut(&mut memory, sums_len);
-    sums.fill(0.0);
     for memory in [&mut *packed, &mut *other] {
         clear_odd_panel(columns.len(), panel, memory);
     }
@@ -336,7 +344,8 @@ fn input_gradient(
             let panels = [2 * block * panel, (2 * block + 1) * panel];
             let right = Right { values: packed, panels, segment: 0 };
             let ahead = next.map_or(Prefetch::NONE, |next| next.prefetch(share(&next, at + 1)));
-            session.multiply_prefetching(left, right, Depth { segments: 1, steps }, sums, ahead);
+            let begin = if first == 0 { Begin::Zero } else { Begin::Sums };
+            session.multiply_prefetching(left, right, Depth { segments: 1, steps }, begin, sums, ahead);
             if let Some(next) = next {
                 next.pack_part(share(&next, at), other);
             }

@@ -14,7 +14,7 @@ use std::sync::OnceLock;
 
 use nix::libc;
 
-use super::{DEPTH, Operands, SIDE, SUMS, TILE, TileEngine};
+use super::{Begin, DEPTH, Operands, SIDE, SUMS, TILE, TileEngine};
 use crate::gemm::prefetch::Prefetch;
 
 /// Exists only if the processor has AMX with bf16 and this process may use it.
@@ -84,13 +84,13 @@ impl TileEngine for Amx {
         unsafe { release() }
     }
 
-    unsafe fn multiply(&self, operands: &Operands, sums: &mut [f32; SUMS], ahead: Prefetch) {
+    unsafe fn multiply(&self, operands: &Operands, begin: Begin, sums: &mut [f32; SUMS], ahead: Prefetch) {
         for line in ahead.lines() {
             // SAFETY: a hint, for any address.
             unsafe { _mm_prefetch::<_MM_HINT_T1>(line.cast()) }
         }
         // SAFETY: as above; the caller's promise.
-        unsafe { multiply(operands, sums) }
+        unsafe { multiply(operands, begin, sums) }
     }
 }
 
@@ -110,11 +110,11 @@ unsafe fn release() {
     unsafe { asm!("tilerelease", options(nomem, nostack, preserves_flags)) }
 }
 
-/// Adds the product of `operands` to `sums`.
+/// Adds the product of `operands` to `sums`, or overwrites them with it.
 ///
 /// # Safety
 /// The processor has AMX, and the calling thread is configured; the operands can be read.
-unsafe fn multiply(operands: &Operands, sums: &mut [f32; SUMS]) {
+unsafe fn multiply(operands: &Operands, begin: Begin, sums: &mut [f32; SUMS]) {
     let &Operands { a, a_row, a_segment, b, b_segment, steps, segments } = operands;
     // From the end of a segment to the beginning of the next one, in bytes. May be negative.
     let next = |segment: usize, step: usize| {
@@ -124,10 +124,18 @@ unsafe fn multiply(operands: &Operands, sums: &mut [f32; SUMS]) {
     // not used by Rust.
     unsafe {
         asm!(
+            "test {step}, {step}",
+            "jnz 4f",
             "tileloadd tmm0, [{sums} + {line}*1]",
             "tileloadd tmm1, [{sums} + {line}*1 + 1024]",
             "tileloadd tmm2, [{sums} + {line}*1 + 2048]",
             "tileloadd tmm3, [{sums} + {line}*1 + 3072]",
+            "jmp 2f",
+            "4:",
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "tilezero tmm2",
+            "tilezero tmm3",
             "2:",
             "mov {step}, {steps}",
             "3:",
@@ -163,7 +171,8 @@ unsafe fn multiply(operands: &Operands, sums: &mut [f32; SUMS]) {
             b0 = inout(reg) b[0] => _,
             b1 = inout(reg) b[1] => _,
             steps = in(reg) steps,
-            step = out(reg) _,
+            // At first whether to begin with zeros.
+            step = inout(reg) usize::from(begin == Begin::Zero) => _,
             segments = inout(reg) segments => _,
             a_next = in(reg) next(a_segment, DEPTH),
             b_next = in(reg) next(b_segment, TILE),

@@ -5,7 +5,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Operands, PAIRS, SIDE, SUMS, TileEngine};
+use super::{Begin, Operands, PAIRS, SIDE, SUMS, TileEngine};
 use crate::gemm::prefetch::Prefetch;
 use crate::level;
 
@@ -31,16 +31,16 @@ pub(super) fn is_faster_than_f32() -> bool {
 }
 
 impl TileEngine for Avx512Bf16 {
-    unsafe fn multiply(&self, operands: &Operands, sums: &mut [f32; SUMS], ahead: Prefetch) {
+    unsafe fn multiply(&self, operands: &Operands, begin: Begin, sums: &mut [f32; SUMS], ahead: Prefetch) {
         for part in 0..4 {
             // SAFETY: the type exists only if the processor has the instructions; the caller guarantees the
             // operands.
-            unsafe { eight_rows(operands, part / 2, part % 2 * ROWS, sums, ahead.of_tile(part, 4)) };
+            unsafe { eight_rows(operands, part / 2, part % 2 * ROWS, begin, sums, ahead.of_tile(part, 4)) };
         }
     }
 }
 
-/// Adds the product of rows `first..first + ROWS` of a group to its sums. The lines of `ahead` are spread over it: so many at
+/// Adds the product of rows `first..first + ROWS` of a group to its sums, or overwrites them with it. The lines of `ahead` are spread over it: so many at
 /// once that the processor must wait for them would cost what they save.
 ///
 /// # Safety
@@ -50,6 +50,7 @@ unsafe fn eight_rows(
     operands: &Operands,
     group: usize,
     first: usize,
+    begin: Begin,
     sums: &mut [f32; SUMS],
     ahead: Prefetch,
 ) {
@@ -60,9 +61,11 @@ unsafe fn eight_rows(
     // SAFETY: rows of tiles lie within the block; the caller guarantees the operands. A prefetch is a hint, for any address.
     unsafe {
         let mut acc = [[_mm512_setzero_ps(); 2]; ROWS];
-        for (row, acc) in acc.iter_mut().enumerate() {
-            for (panel, acc) in acc.iter_mut().enumerate() {
-                *acc = _mm512_loadu_ps(sums.as_ptr().add(at(row, panel)));
+        if begin == Begin::Sums {
+            for (row, acc) in acc.iter_mut().enumerate() {
+                for (panel, acc) in acc.iter_mut().enumerate() {
+                    *acc = _mm512_loadu_ps(sums.as_ptr().add(at(row, panel)));
+                }
             }
         }
         for segment in 0..segments {

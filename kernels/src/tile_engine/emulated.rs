@@ -3,7 +3,7 @@
 use std::slice;
 
 use super::arithmetic::tile_product;
-use super::{DEPTH, Operands, SIDE, SUMS, TILE, TileEngine};
+use super::{Begin, DEPTH, Operands, SIDE, SUMS, TILE, TileEngine};
 use crate::gemm::prefetch::Prefetch;
 use crate::simd::{Simd, Task, dispatch};
 
@@ -11,7 +11,10 @@ use crate::simd::{Simd, Task, dispatch};
 pub(super) struct Emulated;
 
 impl TileEngine for Emulated {
-    unsafe fn multiply(&self, operands: &Operands, sums: &mut [f32; SUMS], _: Prefetch) {
+    unsafe fn multiply(&self, operands: &Operands, begin: Begin, sums: &mut [f32; SUMS], _: Prefetch) {
+        if begin == Begin::Zero {
+            sums.fill(0.0);
+        }
         dispatch(Multiply { operands, sums });
     }
 }

@@ -134,11 +134,20 @@ trait TileEngine {
     /// Undoes [`configure`](Self::configure).
     fn release(&self) {}
 
-    /// Adds the product of `operands` to `sums`, and may prefetch other memory meanwhile.
+    /// Adds the product of `operands` to `sums`, or overwrites them with it, and may prefetch other memory meanwhile.
     ///
     /// # Safety
     /// All elements of the operands can be read; the calling thread is configured.
-    unsafe fn multiply(&self, operands: &Operands, sums: &mut [f32; SUMS], ahead: Prefetch);
+    unsafe fn multiply(&self, operands: &Operands, begin: Begin, sums: &mut [f32; SUMS], ahead: Prefetch);
+}
+
+/// What a product is added to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Begin {
+    /// The sums of earlier products.
+    Sums,
+    /// Nothing: what the sums were does not matter.
+    Zero,
 }
 
 /// The operands of a block, as pointers: elements of a row or of a tile are contiguous.
@@ -198,12 +207,19 @@ impl Drop for Session {
 }
 
 impl Session {
-    /// Adds the product of two operands to the sums of a block.
+    /// Adds the product of two operands to the sums of a block, or overwrites them with it.
     ///
     /// # Panics
     /// If an operand is too short, or `sums` is not a block.
-    pub(crate) fn multiply(&self, left: Left<'_>, right: Right<'_>, depth: Depth, sums: &mut [f32]) {
-        self.multiply_prefetching(left, right, depth, sums, Prefetch::NONE);
+    pub(crate) fn multiply(
+        &self,
+        left: Left<'_>,
+        right: Right<'_>,
+        depth: Depth,
+        begin: Begin,
+        sums: &mut [f32],
+    ) {
+        self.multiply_prefetching(left, right, depth, begin, sums, Prefetch::NONE);
     }
 
     /// As [`multiply`](Self::multiply), prefetching other memory meanwhile.
@@ -212,12 +228,16 @@ impl Session {
         left: Left<'_>,
         right: Right<'_>,
         depth: Depth,
+        begin: Begin,
         sums: &mut [f32],
         ahead: Prefetch,
     ) {
         let Depth { segments, steps } = depth;
         let sums: &mut [f32; SUMS] = sums.try_into().expect("the sums of a block");
         if segments == 0 || steps == 0 {
+            if begin == Begin::Zero {
+                sums.fill(0.0);
+            }
             return;
         }
         let last = |start: [usize; 2], segment: usize| start[0].max(start[1]) + (segments - 1) * segment;
@@ -236,12 +256,12 @@ impl Session {
         };
         // SAFETY: the last elements of both operands exist; the session has configured this thread, which it cannot
         // leave.
-        unsafe { self.engine.multiply(&operands, sums, ahead) }
+        unsafe { self.engine.multiply(&operands, begin, sums, ahead) }
     }
 }
 
 /// The index of an element in the sums of a block.
-#[cfg(test)]
+#[inline(always)]
 pub(crate) fn index(row: usize, column: usize) -> usize {
     (row / SIDE * 2 + column / SIDE) * SIDE * SIDE + row % SIDE * SIDE + column % SIDE
 }

@@ -94,6 +94,23 @@ impl RowPairs<'_> {
     }
 }
 
+/// Rounds two rows of a panel to its pairs.
+#[inline(always)]
+pub(crate) fn store_pairs<S: Simd>(
+    simd: S,
+    even: &[f32; SIDE],
+    odd: &[f32; SIDE],
+    to: &mut [bf16; 2 * SIDE],
+) {
+    for column in (0..SIDE).step_by(S::LANES) {
+        // SAFETY: both rows have 16 columns, and `to` as many pairs.
+        unsafe {
+            let [even, odd] = [even, odd].map(|row| simd.load(row.as_ptr().add(column)));
+            simd.store_bf16_pairs(even, odd, to.as_mut_ptr().add(2 * column));
+        }
+    }
+}
+
 struct PackPairs<'a, 'b> {
     matrix: RowPairs<'a>,
     pairs: Range<usize>,
@@ -128,13 +145,7 @@ impl Task for PackPairs<'_, '_> {
                         padded.each_ref()
                     }
                 };
-                for column in (0..SIDE).step_by(S::LANES) {
-                    // SAFETY: both rows have 16 columns, and `to` as many pairs.
-                    unsafe {
-                        let [even, odd] = [even, odd].map(|row| simd.load(row.as_ptr().add(column)));
-                        simd.store_bf16_pairs(even, odd, to.as_mut_ptr().add(2 * column));
-                    }
-                }
+                store_pairs(simd, even, odd, to);
             }
         }
     }

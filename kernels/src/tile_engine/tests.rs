@@ -39,7 +39,7 @@ fn multiply(
     let mut sums = before.clone();
     let left = Left { values: &left, groups: [0, SIDE * stride], row: stride, segment: 0 };
     let right = Right { values: &right, panels: [0, panel], segment: 0 };
-    engine.start().multiply(left, right, Depth { segments: 1, steps: steps(depth) }, &mut sums);
+    engine.start().multiply(left, right, Depth { segments: 1, steps: steps(depth) }, Begin::Sums, &mut sums);
     let mut expected = before.iter().map(|&sum| f64::from(sum)).collect::<Vec<_>>();
     for (row, column) in (0..rows * columns).map(|at| (at / columns, at % columns)) {
         let products = (0..depth).map(|k| f64::from(a[row * depth + k]) * f64::from(b[k * columns + column]));
@@ -85,16 +85,31 @@ fn a_product_of_segments_has_the_bits_of_single_products() {
             left(5, a_segment),
             right(0, b_segment),
             Depth { segments, steps: count },
+            Begin::Sums,
             &mut once,
         );
         for (segment, step) in (0..segments * count).map(|at| (at / count, at % count)) {
             let left = left(5 + segment * a_segment + step * DEPTH, 0);
             let right = right(segment * b_segment + step * TILE, 0);
-            session.multiply(left, right, Depth { segments: 1, steps: 1 }, &mut each);
+            session.multiply(left, right, Depth { segments: 1, steps: 1 }, Begin::Sums, &mut each);
         }
         assert_eq!(once, each, "{engine}");
-        session.multiply(left(0, 0), right(0, 0), Depth { segments: 0, steps: 1 }, &mut each);
+        session.multiply(left(0, 0), right(0, 0), Depth { segments: 0, steps: 1 }, Begin::Sums, &mut each);
         assert_eq!(once, each, "{engine}: no segments");
+    }
+}
+
+#[test]
+fn sums_that_are_overwritten_have_the_bits_of_zeros_that_are_added_to() {
+    let (a, b) = (narrow(&random(BLOCK * DEPTH, 1)), narrow(&random(2 * TILE, 2)));
+    let left = Left { values: &a, groups: [0, SIDE * DEPTH], row: DEPTH, segment: 0 };
+    let right = Right { values: &b, panels: [0, TILE], segment: 0 };
+    for (engine, segments) in Engine::available().into_iter().flat_map(|engine| [(engine, 0), (engine, 2)]) {
+        let depth = Depth { segments, steps: 1 };
+        let (mut added, mut overwritten) = ([0.0; SUMS], [f32::NAN; SUMS]);
+        engine.start().multiply(left, right, depth, Begin::Sums, &mut added);
+        engine.start().multiply(left, right, depth, Begin::Zero, &mut overwritten);
+        assert_eq!(added.map(f32::to_bits), overwritten.map(f32::to_bits), "{engine}, {segments} segments");
     }
 }
 
@@ -110,7 +125,7 @@ fn vector_products_have_the_bits_of_their_definition() {
     let mut expected = sums.clone();
     let left = Left { values: &a, groups: [0, SIDE * 2 * DEPTH], row: 2 * DEPTH, segment: 0 };
     let right = Right { values: &b, panels: [0, 2 * TILE], segment: 0 };
-    engine.start().multiply(left, right, Depth { segments: 1, steps: 2 }, &mut sums);
+    engine.start().multiply(left, right, Depth { segments: 1, steps: 2 }, Begin::Sums, &mut sums);
     for (row, column) in (0..BLOCK * BLOCK).map(|at| (at / BLOCK, at % BLOCK)) {
         let sum = &mut expected[index(row, column)];
         for pair in 0..DEPTH {
@@ -128,7 +143,13 @@ fn operands_that_are_too_short_are_refused() {
     let (a, b) = (vec![bf16::ZERO; BLOCK * DEPTH], vec![bf16::ZERO; 2 * TILE - 1]);
     let left = Left { values: &a, groups: [0, SIDE * DEPTH], row: DEPTH, segment: 0 };
     let right = Right { values: &b, panels: [0, TILE], segment: 0 };
-    Engine::AmxEmulated.start().multiply(left, right, Depth { segments: 1, steps: 1 }, &mut [0.0; SUMS]);
+    Engine::AmxEmulated.start().multiply(
+        left,
+        right,
+        Depth { segments: 1, steps: 1 },
+        Begin::Zero,
+        &mut [0.0; SUMS],
+    );
 }
 
 #[test]

@@ -103,6 +103,7 @@ unsafe fn carry_out(instruction: &Instruction, registers: &mut Registers) -> boo
         }
         (0x49, 0) => registers.configured = false,
         _ if !registers.configured => return false,
+        (0x49, 3) => registers.tiles[tile] = [0; 1024],
         (0x4B, 3) => {
             for (at, line) in registers.tiles[tile].chunks_exact_mut(64).enumerate() {
                 // SAFETY: the caller's promise.
@@ -195,8 +196,9 @@ fn the_assembly_computes_what_the_emulation_does() {
         println!("AMX: not seen; its instructions are emulated one by one");
     }
     let trap = (!is_real).then(Trap::new);
-    for (segments, steps, a_row, gap) in
-        [(1, 1, DEPTH, 0), (1, 3, 3 * DEPTH, 0), (3, 2, 6, 40), (2, 1, 70, 1)]
+    let extents = [(1, 1, DEPTH, 0), (1, 3, 3 * DEPTH, 0), (3, 2, 6, 40), (2, 1, 70, 1)];
+    for (begin, (segments, steps, a_row, gap)) in
+        extents.into_iter().flat_map(|extents| [(Begin::Sums, extents), (Begin::Zero, extents)])
     {
         let a_segment = BLOCK_ROWS * a_row + gap;
         let b_segment = steps * TILE + 32 * gap;
@@ -216,15 +218,15 @@ fn the_assembly_computes_what_the_emulation_does() {
         let traps = TRAPS.load(Relaxed);
         // SAFETY: the operands exist; the instructions are those of the processor, or are trapped.
         unsafe {
-            Emulated.multiply(&operands, &mut expected, Prefetch::NONE);
+            Emulated.multiply(&operands, begin, &mut expected, Prefetch::NONE);
             configure();
-            multiply(&operands, &mut actual);
+            multiply(&operands, begin, &mut actual);
             release();
         }
         assert_eq!(
             actual.map(f32::to_bits),
             expected.map(f32::to_bits),
-            "{segments} segments of {steps} steps"
+            "{segments} segments of {steps} steps, from {begin:?}"
         );
         assert_ne!(expected, before);
         let instructions = if is_real { 0 } else { 2 + 8 + 8 * segments * steps };

@@ -12,23 +12,24 @@
 //! f32. Every thread sums the weight gradients of its images; the threads' sums are added in the order of threads.
 
 mod operands;
+mod results;
 
 use std::ops::Range;
 
 use half::bf16;
 
 use super::border::{GradientBlock, PaddedImage};
-use super::epilogue::Outputs;
 use super::{Backward, Epilogue, epilogue};
 use crate::conv::ConvShape;
 use crate::simd::{Simd, Task, dispatch};
 use crate::storage::{Storage, convert};
 use crate::threads::{PerPart, Rows, Threads};
 use crate::tile_engine::pack::RowPairs;
-use crate::tile_engine::{BLOCK, DEPTH, Depth, Engine, Left, Right, SIDE, SUMS, Session, row_of};
+use crate::tile_engine::{BLOCK, Begin, DEPTH, Depth, Engine, Left, Right, SIDE, SUMS, Session};
 use crate::{AlignedVec, Scratch};
 
-use operands::{Filters, Planes, Runs};
+use operands::{Filters, Planes, Runs, Weights};
+use results::{Finish, Pool, Store, WeightBlocks};
 
 /// The depth of a weight gradient's product that is worth more images.
 const ENOUGH_PIXELS: usize = 768;
@@ -86,35 +87,34 @@ impl TiledDirect {
         let ConvShape { channels, filters, kernel, .. } = shape;
         let layout = Filters { channels, filters, kernel };
         let packed = self.packed.reserve(layout.len());
-        let places = kernel * kernel;
-        layout.pack(threads, packed, |filter, channel, place| {
-            weights[(filter * channels + channel) * places + place]
-        });
+        layout.pack(threads, &mut scratch.parts, Weights::of_forward(&shape, weights), packed);
         let chosen_len = if epilogue.pool.is_some() { result_len } else { 0 };
         let outputs =
             (Rows::new(y, result_len), Rows::new(chosen, chosen_len), PerPart::new(&mut scratch.parts));
         threads.divide(images, 1, outputs, |range, (y, chosen, part)| {
             let runs = Runs { image: PaddedImage::input(&shape), kernel };
-            let memory_len = [runs.len().div_ceil(2), shape.output_len(), SUMS];
+            let outputs_len = if epilogue.pool.is_some() { shape.output_len() } else { 0 };
+            let memory_len = [runs.len().div_ceil(2), outputs_len, SUMS];
             let mut memory = part.own().reserve(memory_len.map(super::lines).iter().sum());
             let image = cut_bf16(&mut memory, runs.len());
-            let outputs = super::cut(&mut memory, shape.output_len());
+            let outputs = super::cut(&mut memory, outputs_len);
             let sums = super::cut(&mut memory, SUMS);
             image.fill(bf16::ZERO);
             let session = engine.start();
-            // The activation is monotonic, so it can be applied after the maximum.
-            let slope = if epilogue.pool.is_some() { 1.0 } else { epilogue.slope.unwrap_or(1.0) };
+            let filters = (layout, &*packed);
             for n in range.clone() {
                 let own = (n - range.start) * result_len..(n - range.start + 1) * result_len;
                 runs.copy(super::image_of(x, n, shape.input_len()), image);
-                let filters = (layout, &*packed);
-                convolve(&session, &runs, image, filters, Finish { bias, slope }, sums, outputs);
                 let y = &mut y.values[own.clone()];
                 if epilogue.pool.is_some() {
+                    // The activation is monotonic, so it can be applied after the maximum.
+                    let finish = Finish { bias: Some(bias), slope: 1.0 };
+                    convolve(&session, &runs, image, filters, finish, sums, outputs);
                     // The rows of the last image are not followed by others.
                     dispatch(Pool { shape, epilogue, outputs, y, chosen: &mut chosen.values[own.start..] });
                 } else {
-                    convert(outputs, y);
+                    let finish = Finish { bias: Some(bias), slope: epilogue.slope.unwrap_or(1.0) };
+                    convolve(&session, &runs, image, filters, finish, sums, y);
                 }
             }
         });
@@ -137,10 +137,12 @@ impl TiledDirect {
         let layout = Filters { channels: filters, filters: channels, kernel };
         let packed = if dx.is_some() {
             let packed = self.packed.reserve(layout.len());
-            let (weights, places) = (from.weights, kernel * kernel);
-            layout.pack(threads, packed, |channel, filter, place| {
-                weights[(filter * channels + channel) * places + places - 1 - place]
-            });
+            layout.pack(
+                threads,
+                &mut scratch.parts,
+                Weights::of_input_gradient(&shape, from.weights),
+                packed,
+            );
             packed
         } else {
             &mut []
@@ -162,37 +164,19 @@ impl TiledDirect {
         for (filter, db) in db.iter_mut().enumerate() {
             *db = self.bias[..parts].iter().map(|sums| sums[filter]).sum::<f64>() as f32;
         }
-        let parts = &scratch.parts[..parts];
-        let grain = (1 << 14) / shape.filter_len() + 1;
-        threads.divide(filters, grain, Rows::new(dw, shape.filter_len()), |filters, dw| {
-            let blocks = WeightBlocks::new(&shape);
-            for (filter, dw) in filters.zip(dw.values.chunks_exact_mut(shape.filter_len())) {
-                for (at, dw) in dw.iter_mut().enumerate() {
-                    let at = blocks.index(at % (kernel * kernel), at / (kernel * kernel), filter);
-                    *dw = parts.iter().map(|part| part[at]).sum();
-                }
-            }
-        });
+        WeightBlocks::new(&shape).sum(threads, &mut scratch.parts[..parts], dw);
     }
 }
 
-/// What follows a convolution's sums.
-#[derive(Clone, Copy)]
-struct Finish<'a> {
-    /// Empty for none.
-    bias: &'a [f32],
-    slope: f32,
-}
-
 /// Overwrites `outputs`, \[row, column, filter\], with the convolution of a padded image.
-fn convolve(
+fn convolve<O: Storage>(
     session: &Session,
     runs: &Runs,
     image: &[bf16],
     (layout, packed): (Filters, &[bf16]),
     finish: Finish<'_>,
     sums: &mut [f32],
-    outputs: &mut [f32],
+    outputs: &mut [O],
 ) {
     let channels = runs.image.channels;
     let depth = Depth { segments: runs.kernel, steps: runs.steps() };
@@ -202,129 +186,10 @@ fn convolve(
         for first in (0..runs.pixels()).step_by(BLOCK) {
             let groups = [first * channels, (first + SIDE) * channels];
             let left = Left { values: image, groups, row: channels, segment: runs.image.line() };
-            sums.fill(0.0);
-            session.multiply(left, right, depth, sums);
-            dispatch(Store {
-                runs,
-                first,
-                columns: block..layout.filters,
-                all: layout.filters,
-                finish,
-                sums,
-                outputs,
-            });
+            session.multiply(left, right, depth, Begin::Zero, sums);
+            let columns = block..layout.filters;
+            dispatch(Store { runs, first, columns, finish, sums, outputs });
         }
-    }
-}
-
-/// Writes the sums of a block to the outputs of its pixels, with bias and activation.
-struct Store<'a> {
-    runs: &'a Runs,
-    /// The first pixel.
-    first: usize,
-    /// From the first column of the block to the last of all.
-    columns: Range<usize>,
-    all: usize,
-    finish: Finish<'a>,
-    sums: &'a [f32],
-    outputs: &'a mut [f32],
-}
-
-impl Task for Store<'_> {
-    type Output = ();
-    #[inline(always)]
-    fn run<S: Simd>(self, _: S) {
-        let Store { runs, first, columns, all, finish: Finish { bias, slope }, sums, outputs } = self;
-        let (_, width) = runs.result();
-        for pixel in first..runs.pixels().min(first + BLOCK) {
-            let (row, column) = (pixel / runs.image.width, pixel % runs.image.width);
-            if column >= width {
-                continue;
-            }
-            let to = &mut outputs[(row * width + column) * all..][columns.start..all];
-            for (half, sums) in row_of(sums, pixel - first).into_iter().enumerate() {
-                let Some(to) = to.get_mut(half * SIDE..) else { continue };
-                let mut values = *sums;
-                if let Some(bias) = bias.get(columns.start + half * SIDE..) {
-                    values.iter_mut().zip(bias).for_each(|(value, bias)| *value += bias);
-                }
-                for value in &mut values {
-                    *value = if *value > 0.0 { *value } else { *value * slope };
-                }
-                match to.first_chunk_mut() {
-                    Some(to) => *to = values,
-                    None => to.iter_mut().zip(values).for_each(|(to, value)| *to = value),
-                }
-            }
-        }
-    }
-}
-
-/// Pools the outputs of an image.
-struct Pool<'a, E> {
-    shape: ConvShape,
-    epilogue: Epilogue,
-    outputs: &'a [f32],
-    y: &'a mut [E],
-    /// That of this image and of those after it.
-    chosen: &'a mut [u8],
-}
-
-impl<E: Storage> Task for Pool<'_, E> {
-    type Output = ();
-    #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
-        let Pool { shape, epilogue, outputs, y, chosen } = self;
-        let (width, filters) = (shape.out_width(), shape.filters);
-        let (rows, columns) = epilogue.result(&shape);
-        let result = columns * filters;
-        for row in 0..rows {
-            let line = width * filters;
-            let outputs = Outputs {
-                values: &outputs[2 * row * line..],
-                rows: (shape.out_height() - 2 * row).min(2),
-                width,
-                channels: filters,
-                pixel: filters,
-                line,
-            };
-            let y = &mut y[row * result..(row + 1) * result];
-            epilogue::pool(simd, &epilogue, outputs, y, &mut chosen[row * result..]);
-        }
-    }
-}
-
-/// The sums of a thread's weight gradient: a block for each place in the kernel, each 32 channels and each 32 filters.
-#[derive(Debug, Clone, Copy)]
-struct WeightBlocks {
-    places: usize,
-    channels: usize,
-    filters: usize,
-}
-
-impl WeightBlocks {
-    fn new(shape: &ConvShape) -> Self {
-        WeightBlocks {
-            places: shape.kernel * shape.kernel,
-            channels: shape.channels.div_ceil(BLOCK),
-            filters: shape.filters.div_ceil(BLOCK),
-        }
-    }
-
-    fn len(&self) -> usize {
-        self.places * self.channels * self.filters * SUMS
-    }
-
-    /// The first sum of a block.
-    fn block(&self, place: usize, channel: usize, filter: usize) -> usize {
-        ((place * self.channels + channel / BLOCK) * self.filters + filter / BLOCK) * SUMS
-    }
-
-    /// The sum of one weight.
-    fn index(&self, place: usize, channel: usize, filter: usize) -> usize {
-        let (row, column) = (channel % BLOCK, filter % BLOCK);
-        let tile = row / SIDE * 2 + column / SIDE;
-        self.block(place, channel, filter) + (tile * SIDE + row % SIDE) * SIDE + column % SIDE
     }
 }
 
@@ -354,7 +219,7 @@ impl<E: Storage> Gradients<'_, E> {
         let block = GradientBlock::new(&shape, &epilogue);
         let pairs_len = blocks.filters * 2 * SIDE * planes.depth;
         let runs = Runs { image: PaddedImage::gradient(&shape), kernel };
-        let (runs_len, dx_len) = if dx.is_some() { (runs.len(), shape.input_len()) } else { (0, 0) };
+        let runs_len = if dx.is_some() { runs.len() } else { 0 };
         let needed = [
             blocks.len(),
             (group * planes.len()).div_ceil(2),
@@ -365,7 +230,6 @@ impl<E: Storage> Gradients<'_, E> {
             planes.inner_len(),
             planes.inner_len(),
             runs_len.div_ceil(2),
-            dx_len,
             SUMS,
         ];
         let mut memory = memory.reserve(needed.map(super::lines).iter().sum());
@@ -378,7 +242,7 @@ impl<E: Storage> Gradients<'_, E> {
         let wide = super::cut(&mut memory, planes.inner_len());
         let transposed = super::cut(&mut memory, planes.inner_len());
         let image = cut_bf16(&mut memory, runs_len);
-        let (outputs, sums) = (super::cut(&mut memory, dx_len), super::cut(&mut memory, SUMS));
+        let sums = super::cut(&mut memory, SUMS);
         for first in images.clone().step_by(group) {
             let count = group.min(images.end - first);
             for (n, (inputs, pairs)) in (first..first + count)
@@ -412,10 +276,10 @@ impl<E: Storage> Gradients<'_, E> {
                     for (from, to) in rows.zip(to) {
                         convert(&from[..inner], &mut to[..inner]);
                     }
-                    let finish = Finish { bias: &[], slope: 1.0 };
-                    convolve(session, &runs, image, (layout, packed), finish, sums, outputs);
+                    let finish = Finish { bias: None, slope: 1.0 };
                     let at = (n - images.start) * shape.input_len();
-                    convert(outputs, &mut dx[at..at + shape.input_len()]);
+                    let dx = &mut dx[at..at + shape.input_len()];
+                    convolve(session, &runs, image, (layout, packed), finish, sums, dx);
                 }
             }
             let depth = Depth { segments: count, steps: planes.depth / DEPTH };
@@ -434,7 +298,7 @@ impl<E: Storage> Gradients<'_, E> {
                     let panels = [2 * filter * panel, (2 * filter + 1) * panel];
                     let right = Right { values: pairs, panels, segment: pairs_len };
                     let at = blocks.block(place, channel * BLOCK, filter * BLOCK);
-                    session.multiply(left, right, depth, &mut dw[at..at + SUMS]);
+                    session.multiply(left, right, depth, Begin::Sums, &mut dw[at..at + SUMS]);
                 }
             }
         }

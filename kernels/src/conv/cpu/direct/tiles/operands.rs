@@ -2,13 +2,14 @@
 
 use half::bf16;
 
+use crate::AlignedVec;
 use crate::conv::ConvShape;
 use crate::conv::cpu::direct::border::PaddedImage;
 use crate::gemm::transpose::Transpose;
-use crate::reduce::half_floats::narrow_bf16;
+use crate::simd::{Simd, Task, dispatch};
 use crate::storage::{Storage, convert};
-use crate::threads::{Rows, Threads};
-use crate::tile_engine::pack::steps;
+use crate::threads::{PerPart, Rows, Threads};
+use crate::tile_engine::pack::{steps, store_pairs};
 use crate::tile_engine::{BLOCK, DEPTH, SIDE, TILE};
 
 /// A padded image as the left operand of a convolution: row p is the run of inputs under a kernel row at pixel p, pixels
@@ -85,29 +86,95 @@ impl Filters {
         self.panels() * self.panel()
     }
 
-    /// Rounds and packs the filters. `weight` returns that of a filter, a channel and a place in the kernel.
+    /// Rounds and packs the filters. `parts` is scratch memory.
     pub(super) fn pack(
         &self,
         threads: &Threads,
+        parts: &mut [AlignedVec],
+        weights: Weights<'_>,
         packed: &mut [bf16],
-        weight: impl Fn(usize, usize, usize) -> f32 + Sync,
     ) {
         let Filters { channels, filters, kernel } = *self;
-        threads.divide(self.panels(), 1, Rows::new(packed, self.panel()), |range, packed| {
+        let places = kernel * kernel;
+        let outputs = (Rows::new(packed, self.panel()), PerPart::new(parts));
+        threads.divide(self.panels(), 1, outputs, |range, (packed, part)| {
+            // The 16 weights of each channel and place.
+            let rows = part.own().reserve(channels * places * SIDE);
             for (panel, to) in range.zip(packed.values.chunks_exact_mut(self.panel())) {
-                to.fill(bf16::ZERO);
-                for column in 0..SIDE.min(filters.saturating_sub(panel * SIDE)) {
-                    for (channel, place) in (0..channels * kernel * kernel)
-                        .map(|at| (at / (kernel * kernel), at % (kernel * kernel)))
-                    {
-                        let depth = place % kernel * channels + channel;
-                        let at =
-                            place / kernel * self.segment() + depth / 2 * 2 * SIDE + 2 * column + depth % 2;
-                        to[at] = narrow_bf16(weight(panel * SIDE + column, channel, place));
+                let columns = SIDE.min(filters.saturating_sub(panel * SIDE));
+                if columns < SIDE {
+                    rows.fill(0.0);
+                }
+                if columns > 0 {
+                    for (channel, rows) in rows.chunks_exact_mut(places * SIDE).enumerate() {
+                        let from =
+                            &weights.values[panel * SIDE * weights.filter + channel * weights.channel..];
+                        Transpose { from, rows: columns, columns: places, row: weights.filter }
+                            .to(rows, SIDE);
                     }
                 }
+                dispatch(PackPanel { layout: *self, rows, is_rotated: weights.is_rotated, to });
             }
         });
+    }
+}
+
+/// The weights of a layer, \[F, C, K, K\], as those of a convolution.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Weights<'a> {
+    values: &'a [f32],
+    /// Elements from one filter of the convolution to the next.
+    filter: usize,
+    /// Elements from one channel of the convolution to the next.
+    channel: usize,
+    /// Whether the kernel is rotated by 180°.
+    is_rotated: bool,
+}
+
+impl<'a> Weights<'a> {
+    /// For the forward pass.
+    pub(super) fn of_forward(shape: &ConvShape, values: &'a [f32]) -> Self {
+        let (filter, channel) = (shape.filter_len(), shape.kernel * shape.kernel);
+        Weights { values, filter, channel, is_rotated: false }
+    }
+
+    /// For the input gradient: the layer's filters are the channels.
+    pub(super) fn of_input_gradient(shape: &ConvShape, values: &'a [f32]) -> Self {
+        let (filter, channel) = (shape.kernel * shape.kernel, shape.filter_len());
+        Weights { values, filter, channel, is_rotated: true }
+    }
+}
+
+struct PackPanel<'a, 'b> {
+    layout: Filters,
+    /// \[channel, place, column\].
+    rows: &'a [f32],
+    is_rotated: bool,
+    to: &'b mut [bf16],
+}
+
+impl Task for PackPanel<'_, '_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let PackPanel { layout, rows, is_rotated, to } = self;
+        let Filters { channels, kernel, .. } = layout;
+        let places = kernel * kernel;
+        let row = |kernel_row: usize, depth: usize| -> &[f32; SIDE] {
+            if depth >= kernel * channels {
+                return &[0.0; SIDE];
+            }
+            let place = kernel_row * kernel + depth / channels;
+            let place = if is_rotated { places - 1 - place } else { place };
+            let at = depth % channels * places + place;
+            rows[at * SIDE..].first_chunk().expect("the weights of a place")
+        };
+        for (kernel_row, to) in to.chunks_exact_mut(layout.segment()).enumerate() {
+            let (pairs, _) = to.as_chunks_mut::<{ 2 * SIDE }>();
+            for (pair, to) in pairs.iter_mut().enumerate() {
+                store_pairs(simd, row(kernel_row, 2 * pair), row(kernel_row, 2 * pair + 1), to);
+            }
+        }
     }
 }
 
