@@ -29,6 +29,26 @@ unsafe fn outlined<T: Task>(task: T) -> T::Output {
     task.run(Avx2(()))
 }
 
+/// Elements of half the width, rounded to nearest even, in the lower halves of the lanes, with zeros above.
+///
+/// # Safety
+/// As for [`run`].
+#[inline(always)]
+unsafe fn narrow(values: __m256) -> __m256i {
+    // SAFETY: the caller guarantees the instructions.
+    unsafe {
+        let bits = _mm256_castps_si256(values);
+        let upper = _mm256_srli_epi32::<16>(bits);
+        // See `reduce::half_floats`.
+        let odd = _mm256_and_si256(upper, _mm256_set1_epi32(1));
+        let carried = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+        let rounded = _mm256_srli_epi32::<16>(carried);
+        let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(values, values));
+        let quiet = _mm256_or_si256(upper, _mm256_set1_epi32(0x40));
+        _mm256_blendv_epi8(rounded, quiet, nan)
+    }
+}
+
 /// All bits set in the first `count` lanes.
 ///
 /// # Safety
@@ -104,17 +124,17 @@ impl Simd for Avx2 {
     unsafe fn store_bf16(self, values: __m256, to: *mut bf16) {
         // SAFETY: above; 16 bytes.
         unsafe {
-            let bits = _mm256_castps_si256(values);
-            let upper = _mm256_srli_epi32::<16>(bits);
-            // See `reduce::half_floats`.
-            let odd = _mm256_and_si256(upper, _mm256_set1_epi32(1));
-            let carried = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
-            let rounded = _mm256_srli_epi32::<16>(carried);
-            let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(values, values));
-            let quiet = _mm256_or_si256(upper, _mm256_set1_epi32(0x40));
-            let rounded = _mm256_blendv_epi8(rounded, quiet, nan);
+            let rounded = narrow(values);
             let (low, high) = (_mm256_castsi256_si128(rounded), _mm256_extracti128_si256::<1>(rounded));
             _mm_storeu_si128(to.cast(), _mm_packus_epi32(low, high));
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16_pairs(self, even: __m256, odd: __m256, to: *mut bf16) {
+        // SAFETY: above; 32 bytes. The elements of `even` have zeros in the upper halves.
+        unsafe {
+            let pairs = _mm256_or_si256(narrow(even), _mm256_slli_epi32::<16>(narrow(odd)));
+            _mm256_storeu_si256(to.cast(), pairs);
         }
     }
     #[inline(always)]

@@ -62,7 +62,7 @@ impl PaddedImage {
     }
 
     /// Copies an image without border to the interior of `to`.
-    pub(super) fn copy<E: Storage>(&self, from: &[E], to: &mut [f32]) {
+    pub(super) fn copy<E: Storage, F: Storage>(&self, from: &[E], to: &mut [F]) {
         let inner = (self.width - 2 * self.beside) * self.channels;
         let rows = to[self.interior()..].chunks_mut(self.line());
         for (from, to) in from.chunks_exact(inner).zip(rows) {

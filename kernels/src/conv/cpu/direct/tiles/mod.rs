@@ -104,7 +104,7 @@ impl TiledDirect {
             let filters = (layout, &*packed);
             for n in range.clone() {
                 let own = (n - range.start) * result_len..(n - range.start + 1) * result_len;
-                runs.copy(super::image_of(x, n, shape.input_len()), image);
+                runs.image.copy(super::image_of(x, n, shape.input_len()), image);
                 let y = &mut y.values[own.clone()];
                 if epilogue.pool.is_some() {
                     // The activation is monotonic, so it can be applied after the maximum.
@@ -219,6 +219,7 @@ impl<E: Storage> Gradients<'_, E> {
         let block = GradientBlock::new(&shape, &epilogue);
         let pairs_len = blocks.filters * 2 * SIDE * planes.depth;
         let runs = Runs { image: PaddedImage::gradient(&shape), kernel };
+        let [padded_len, interleaved_len] = planes.memory_len();
         let runs_len = if dx.is_some() { runs.len() } else { 0 };
         let needed = [
             blocks.len(),
@@ -227,8 +228,8 @@ impl<E: Storage> Gradients<'_, E> {
             planes.depth * filters,
             block.len(),
             filters,
-            planes.inner_len(),
-            planes.inner_len(),
+            padded_len.div_ceil(2),
+            interleaved_len,
             runs_len.div_ceil(2),
             SUMS,
         ];
@@ -239,8 +240,8 @@ impl<E: Storage> Gradients<'_, E> {
         let pairs = cut_bf16(&mut memory, group * pairs_len);
         let dz = super::cut(&mut memory, planes.depth * filters);
         let (unused, db) = (super::cut(&mut memory, block.len()), super::cut(&mut memory, filters));
-        let wide = super::cut(&mut memory, planes.inner_len());
-        let transposed = super::cut(&mut memory, planes.inner_len());
+        let padded = cut_bf16(&mut memory, padded_len);
+        let interleaved = super::cut(&mut memory, interleaved_len);
         let image = cut_bf16(&mut memory, runs_len);
         let sums = super::cut(&mut memory, SUMS);
         for first in images.clone().step_by(group) {
@@ -260,7 +261,7 @@ impl<E: Storage> Gradients<'_, E> {
                 });
                 bias.iter_mut().zip(db.iter()).for_each(|(sum, db)| *sum += f64::from(*db));
                 let x = super::image_of(from.x, n, shape.input_len());
-                planes.copy(x, inputs, wide, transposed);
+                planes.copy(x, inputs, padded, interleaved);
                 let columns = RowPairs {
                     from: dz,
                     row: filters,

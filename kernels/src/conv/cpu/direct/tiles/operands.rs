@@ -7,7 +7,7 @@ use crate::conv::ConvShape;
 use crate::conv::cpu::direct::border::PaddedImage;
 use crate::gemm::transpose::Transpose;
 use crate::simd::{Simd, Task, dispatch};
-use crate::storage::{Storage, convert};
+use crate::storage::Storage;
 use crate::threads::{PerPart, Rows, Threads};
 use crate::tile_engine::pack::{steps, store_pairs};
 use crate::tile_engine::{BLOCK, DEPTH, SIDE, TILE};
@@ -44,16 +44,6 @@ impl Runs {
         let last = self.pixels().next_multiple_of(BLOCK) - 1;
         let read = last * channels + (self.kernel - 1) * self.image.line() + self.steps() * DEPTH;
         read.max(self.image.len())
-    }
-
-    /// Rounds an image without border to the interior of `to`.
-    pub(super) fn copy<E: Storage>(&self, from: &[E], to: &mut [bf16]) {
-        let PaddedImage { width, beside, channels, .. } = self.image;
-        let inner = (width - 2 * beside) * channels;
-        let rows = to[self.image.interior()..].chunks_mut(self.image.line());
-        for (from, to) in from.chunks_exact(inner).zip(rows) {
-            convert(from, &mut to[..inner]);
-        }
     }
 }
 
@@ -207,33 +197,59 @@ impl Planes {
         self.channels() * self.plane
     }
 
-    /// Elements of an image without its border.
-    pub(super) fn inner_len(&self) -> usize {
-        let PaddedImage { height, width, above, beside, channels } = self.image;
-        (height - 2 * above) * (width - 2 * beside) * channels
+    /// Pairs of pixels, with the border.
+    fn pairs(&self) -> usize {
+        (self.image.height * self.image.width).div_ceil(2)
     }
 
-    /// Rounds and transposes an image without border to the interior of `to`. `wide` and `transposed` are memory for as
-    /// many elements as the image has.
+    /// Elements of the memory that [`copy`](Self::copy) needs.
+    pub(super) fn memory_len(&self) -> [usize; 2] {
+        let pairs = self.pairs() * self.image.channels;
+        [2 * pairs, pairs]
+    }
+
+    /// Rounds and transposes an image without border to the interior of `to`. `padded` has zeros around the last image.
     pub(super) fn copy<E: Storage>(
         &self,
         from: &[E],
         to: &mut [bf16],
-        wide: &mut [f32],
-        transposed: &mut [f32],
+        padded: &mut [bf16],
+        interleaved: &mut [f32],
     ) {
-        let PaddedImage { width, above, beside, channels, .. } = self.image;
-        let inner = width - 2 * beside;
-        let pixels = from.len() / channels;
-        let from = E::wide(from).unwrap_or_else(|| {
-            convert(from, wide);
-            wide
-        });
-        Transpose { from, rows: pixels, columns: channels, row: channels }.to(transposed, pixels);
-        for (plane, to) in transposed.chunks_exact(pixels).zip(to.chunks_exact_mut(self.plane)) {
-            let rows = to[above * width + beside..].chunks_mut(width);
-            for (from, to) in plane.chunks_exact(inner).zip(rows) {
-                convert(from, &mut to[..inner]);
+        let PaddedImage { channels, .. } = self.image;
+        self.image.copy(from, padded);
+        dispatch(Interleave { pixels: padded, channels, pairs: bytemuck::cast_slice_mut(interleaved) });
+        // A pair is moved as one element of 32 bits.
+        let pairs = Transpose { from: interleaved, rows: self.pairs(), columns: channels, row: channels };
+        pairs.to(bytemuck::cast_slice_mut(to), self.plane / 2);
+    }
+}
+
+/// Interleaves every two pixels.
+struct Interleave<'a, 'b> {
+    /// An even number.
+    pixels: &'a [bf16],
+    /// At least 16.
+    channels: usize,
+    /// As long as `pixels`.
+    pairs: &'b mut [bf16],
+}
+
+impl Task for Interleave<'_, '_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let Interleave { pixels, channels, pairs } = self;
+        assert!(channels >= SIDE && pixels.len() == pairs.len(), "pairs of pixels");
+        for (two, to) in pixels.chunks_exact(2 * channels).zip(pairs.chunks_exact_mut(2 * channels)) {
+            for channel in (0..channels).step_by(S::LANES) {
+                // The last vector may overlap the one before.
+                let channel = channel.min(channels - S::LANES);
+                // SAFETY: both pixels have a vector from this channel on, and `to` as many pairs.
+                unsafe {
+                    let [even, odd] = [0, channels].map(|at| simd.load_bf16(two.as_ptr().add(at + channel)));
+                    simd.store_bf16_pairs(even, odd, to.as_mut_ptr().add(2 * channel));
+                }
             }
         }
     }
