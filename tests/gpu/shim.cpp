@@ -87,7 +87,7 @@ struct Context {
 };
 #endif
 
-constexpr size_t STACK = 128 * 1024;
+constexpr size_t STACK = 192 * 1024;
 constexpr uint64_t CANARY = 0x5a17'57ac'ed0f'f1be;
 constexpr unsigned WARP = 32;
 constexpr unsigned MOST_THREADS = 1024;
@@ -337,8 +337,8 @@ class Engine {
         if (stack == MAP_FAILED) fail("no memory for a thread's stack");
         fiber->stack = (unsigned char*)stack;
         memcpy(fiber->stack, &CANARY, sizeof CANARY);
-        // Equally aligned stacks would compete for the same few cache sets.
-        fiber->context.prepare(fiber->stack + STACK - fibers.size() % 32 * 320, fiber_main);
+        // Equally aligned stacks would compete for the same few cache sets: 17 lines apart, they use all of them.
+        fiber->context.prepare(fiber->stack + STACK - fibers.size() % 64 * 1088, fiber_main);
         fibers.push_back(std::move(fiber));
         return fibers.back().get();
     }

@@ -63,15 +63,17 @@ void multiply_truncating(WarpCall* const lanes[LANES], const float (&a)[16][K], 
 template <unsigned K>
 void multiply(WarpCall* const lanes[LANES], const float (&a)[16][K], const float (&b)[K][8]) {
     if (truncates()) return multiply_truncating(lanes, a, b);
-    float sum[16][8] = {};
+    // In registers, which the compiler does not do by itself.
+    typedef float Row __attribute__((vector_size(32), aligned(4)));
+    Row sums[16];
     for (unsigned row = 0; row < 16; ++row) {
-        for (unsigned k = 0; k < K; ++k) {
-            for (unsigned column = 0; column < 8; ++column) sum[row][column] += a[row][k] * b[k][column];
-        }
+        Row sum = {};
+        for (unsigned k = 0; k < K; ++k) sum += a[row][k] * *(const Row*)b[k];
+        sums[row] = sum;
     }
     for (unsigned lane = 0; lane < LANES; ++lane) {
         float* d = ((const MmaLane*)lanes[lane]->in)->d;
-        for (unsigned i = 0; i < 4; ++i) d[i] += sum[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];
+        for (unsigned i = 0; i < 4; ++i) d[i] += sums[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];
     }
 }
 
