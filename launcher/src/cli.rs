@@ -134,9 +134,8 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
     let mut nodes = settings(&node_args, &surroundings, &mut notices)?;
     let one_node = match &nodes {
         Some(_) => OneNode::default(),
-        None => one_node(&node_args, &surroundings)?,
+        None => one_node(&node_args, &surroundings, if args.one_world { 1 } else { jobs.len() })?,
     };
-    check_port(&one_node, jobs.len())?;
     if nodes.is_none() {
         notices.extend(torchrun::conf_without_effect(node_args.rdzv_conf.is_some(), &surroundings));
     }
@@ -206,7 +205,7 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
         let mut context = RunContext { place, ..RunContext::placeholder() };
         let run_id = nodes.map_or(one_node.run_id, |nodes| nodes.run_id.clone());
         context.torch_run_id = run_id.unwrap_or(context.torch_run_id);
-        context.master_port = one_node.master_port.map_or(context.master_port, |port| port.to_string());
+        context.master_port = one_node.master_port.map_or(context.master_port, |(port, _)| port.to_string());
         return stdout::print(&describe(&lines, &plans, &context), ExitCode::SUCCESS);
     }
     if let Some(nodes) = nodes {
@@ -266,16 +265,6 @@ pub(crate) fn check_one_node(what: &str) -> Result<(), SettingsError> {
 /// Several jobs start together on one node only.
 fn check_single_job(nodes: Option<&NodeSettings>, jobs: usize, one_world: bool) -> Result<(), SettingsError> {
     nodes.map_or(Ok(()), |_| check_several_nodes(jobs, one_world))
-}
-
-/// Each job has a port of its own.
-fn check_port(one_node: &OneNode, jobs: usize) -> Result<(), SettingsError> {
-    match one_node.master_port {
-        Some(port) if jobs > 1 => Err(SettingsError::new(format!(
-            "--master-port is {port}, and this command line has {jobs} jobs: without it, each gets a free port of its own"
-        ))),
-        _ => Ok(()),
-    }
 }
 
 /// Several nodes have one job.

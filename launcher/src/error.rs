@@ -34,12 +34,12 @@ pub enum LaunchError {
         hint: &'static str,
     },
     /// The port that was chosen for the ranks cannot be used.
-    #[error(
-        "--master-port is {port}: {error}; `ss -ltnp` shows who listens there, and without the option the port is a free one"
-    )]
+    #[error("{from} is {port}: {error}; {}without it the port is a free one", who_listens(error))]
     MasterPort {
         /// The port.
         port: u16,
+        /// The option or environment variable that chose it.
+        from: String,
         /// The system's error.
         error: io::Error,
     },
@@ -87,6 +87,14 @@ impl LaunchError {
 impl fmt::Debug for LaunchError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
+    }
+}
+
+/// What shows who has taken a port.
+fn who_listens(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::AddrInUse => "`ss -ltnp` shows who listens there, and ",
+        _ => "",
     }
 }
 

@@ -515,11 +515,10 @@ fn name_jobs<'a>(
         first_rank += plan.ranks.len() as u32;
         let run_id = number.map_or(launch_id.clone(), |number| format!("{launch_id}.{number}"));
         let torch_run_id = one_node.run_id.clone().unwrap_or_else(|| run_id.clone());
-        let port = match one_node.master_port {
+        let port = match &one_node.master_port {
             None => ReservedPort::reserve(),
-            Some(port) => {
-                ReservedPort::of_number(port).map_err(|error| LaunchError::MasterPort { port, error })?
-            }
+            Some((port, from)) => ReservedPort::of_number(*port)
+                .map_err(|error| LaunchError::MasterPort { port: *port, from: from.clone(), error })?,
         };
         Ok(JobPlan { id, plan, elastic, run_id, torch_run_id, port, supervision, launch_ranks })
     };

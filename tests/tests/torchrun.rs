@@ -138,6 +138,23 @@ fn the_port_and_the_name_of_a_job_on_one_node_can_be_chosen() {
     start("x").expect(2, &["it should be a port from 1 to 65535"]);
     let two_jobs = ["--master-port", &port, "true", ":", "true"];
     run(&mut launcher(folder.path(), &two_jobs)).expect(2, &["this command line has 2 jobs"]);
+    let one_world = ["--one-world", "--master-port", &port, "sh", "-c", "echo $MASTER_PORT", ":", "true"];
+    run(&mut launcher(folder.path(), &one_world)).expect(0, &[&port]);
+}
+
+/// Kubeflow's variables, in a container where another launch uses the port.
+#[test]
+fn a_port_of_the_environment_does_not_stop_another_launch() {
+    let folder = folder();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port().to_string();
+    let start = |words: &[&str]| {
+        let mut launcher = launcher(folder.path(), words);
+        run(launcher.env("PET_NNODES", "1").env("PET_MASTER_PORT", &port))
+    };
+    start(&["true"]).expect(1, &[&format!("PET_MASTER_PORT is {port}: "), "in use"]);
+    start(&["--standalone", "true"]).expect(0, &[]);
+    start(&["true", ":", "true"]).expect(0, &[]);
 }
 
 /// Each rank writes `out N` and `err N`.

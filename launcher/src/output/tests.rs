@@ -78,16 +78,21 @@ fn logs_of_earlier_attempts_are_kept() {
     for (attempt, first) in [1, 2, 1].into_iter().enumerate() {
         let logs = if attempt == 0 { Start::Empty } else { Start::Append };
         output.set_ranks(first, 1, logs).unwrap();
-        output.push(0, Stream::Stdout, format!("attempt {attempt}\n").as_bytes());
+        let line = format!("attempt {attempt}\n");
+        output.push(0, Stream::Stdout, line.as_bytes());
+        // Each writer writes what it has before it ends, but nobody waits for the earlier ones.
+        let is_written = || fs::read_to_string(log(first)).unwrap().ends_with(&line);
+        let waited = (0..6000).any(|_| {
+            is_written() || {
+                std::thread::sleep(Duration::from_millis(10));
+                false
+            }
+        });
+        assert!(waited, "{line}");
     }
     read(output, readers);
-    // Each writer writes what it has before it ends, but nobody waits for the earlier ones.
-    let expected = ["attempt 0\nattempt 2\n", "another node\nattempt 1\n"];
-    let written = || [log(1), log(2)].map(|log| fs::read_to_string(log).unwrap());
-    while written().map(|text| text.len()) != expected.map(str::len) {
-        std::thread::yield_now();
-    }
-    assert_eq!(written(), expected);
+    let written = [log(1), log(2)].map(|log| fs::read_to_string(log).unwrap());
+    assert_eq!(written, ["attempt 0\nattempt 2\n", "another node\nattempt 1\n"]);
 }
 
 #[test]

@@ -78,6 +78,8 @@ pub struct Supervisor {
     /// The failure that determined the outcome, while the rank that it blames has not ended.
     accusation: Option<Failure>,
     interrupted: bool,
+    /// SIGKILL has not ended some ranks. What they hold, such as a GPU, is not free for a restart.
+    are_left_behind: bool,
     /// The ranks were asked to stop by themselves.
     stop: Option<Stop>,
     /// The ranks have got SIGTERM because of `--stop-after`, and no signal of a user so far.
@@ -89,6 +91,7 @@ pub struct Supervisor {
     join_deadline: Option<Instant>,
     grace: Duration,
     stop_grace: Duration,
+    killed_time: Duration,
     /// How long the ranks had before they were killed.
     time_to_end: Duration,
     started: Instant,
@@ -104,6 +107,7 @@ impl Supervisor {
             outcome: None,
             accusation: None,
             interrupted: false,
+            are_left_behind: false,
             stop: None,
             ended_by_time: false,
             is_settled: false,
@@ -111,6 +115,7 @@ impl Supervisor {
             join_deadline: None,
             grace,
             stop_grace: grace,
+            killed_time: KILLED_TIME,
             time_to_end: grace,
             started: now,
         }
@@ -120,6 +125,11 @@ impl Supervisor {
     /// time).
     pub fn with_stop_grace(self, stop_grace: Duration) -> Self {
         Supervisor { stop_grace, ..self }
+    }
+
+    /// Waits longer for the ends of ranks that were killed: news of them may be as old as `silence`.
+    pub fn with_silence(self, silence: Duration) -> Self {
+        Supervisor { killed_time: KILLED_TIME + silence, ..self }
     }
 
     /// Names the `hosts` of ranks in messages.
@@ -317,7 +327,8 @@ impl Supervisor {
         let mut actions = self.settle();
         let outcome = self.outcome.clone().unwrap_or_else(Outcome::success);
         // A signal may have interrupted a run that was already failing.
-        actions.push(Action::Finish(Outcome { interrupted: self.interrupted, ..outcome }));
+        let incompatible = outcome.incompatible || self.are_left_behind;
+        actions.push(Action::Finish(Outcome { interrupted: self.interrupted, incompatible, ..outcome }));
         actions
     }
 
@@ -362,21 +373,21 @@ impl Supervisor {
     /// Kills the ranks, also if they were killed before.
     fn kill_all(&mut self, now: Instant) -> Vec<Action> {
         if !matches!(self.stage, Stage::Killed(_)) {
-            self.stage = Stage::Killed(now + KILLED_TIME);
+            self.stage = Stage::Killed(now + self.killed_time);
         }
         self.to_all(Signal::SIGKILL)
     }
 
-    /// Ends the run although ranks have not ended after SIGKILL. What they hold, such as a GPU, is not free for a restart.
+    /// Ends the run although ranks have not ended after SIGKILL.
     fn give_up(&mut self) -> Vec<Action> {
         let left: Vec<u32> = self.running().collect();
         let text = format!(
             "{} did not end within {} s after SIGKILL: left behind; a process in state D (see `ps`) waits in the kernel, and one of \
              another user cannot be killed",
             self.name_ranks(left.iter().copied()),
-            KILLED_TIME.as_secs()
+            self.killed_time.as_secs()
         );
-        self.interrupted = true;
+        self.are_left_behind = true;
         left.into_iter().for_each(|rank| self.ranks[rank as usize].status = RankStatus::Failed);
         [vec![Action::Say(text)], self.finish_if_all_ended()].concat()
     }

@@ -13,7 +13,7 @@ pub struct Outcome {
     pub exit_code: u8,
     /// The culprit.
     pub culprit: Option<u32>,
-    /// The ranks are incompatible: a restart would not help.
+    /// A restart would not help: the ranks are incompatible, or SIGKILL has not ended some.
     pub incompatible: bool,
     /// What happened, in one line; `None` if all ranks finished.
     pub message: Option<String>,

@@ -272,6 +272,7 @@ fn a_rank_that_sigkill_does_not_end_is_left_behind() {
     let [Action::Say(text), Action::Finish(outcome)] = &actions[..] else { panic!("{actions:?}") };
     assert!(text.starts_with("rank 2 did not end within 30 s after SIGKILL: left behind; "), "{text}");
     assert_eq!((outcome.exit_code, outcome.culprit, outcome.interrupted), (3, Some(1), true));
+    assert!(outcome.incompatible, "a restart would not help");
 }
 
 #[test]

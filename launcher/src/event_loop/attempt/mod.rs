@@ -293,6 +293,11 @@ impl<'a> Attempt<'a> {
         }
     }
 
+    /// Kills the ranks that run.
+    pub(super) fn kill(&self) {
+        self.unreaped().for_each(|pid| send(pid, Signal::SIGKILL));
+    }
+
     /// Cleans up: no process of the ranks is left when this returns, unless SIGKILL does not end it.
     pub(super) fn end(&mut self, mut outcome: Outcome, shared: &mut Shared<'_>) -> AttemptEnd {
         if self.holds_stop() {

@@ -145,9 +145,11 @@ impl<'a> Node<'a> {
                 self.handle_inputs(inputs, now);
             }
         }
-        // Nothing of this node is left before the others are told goodbye.
-        drop(self.attempt.take());
-        if self.job.supervision.adopts_orphans {
+        // Nothing of this node is left before the others are told goodbye, unless SIGKILL does not end it.
+        if let Some(mut attempt) = self.attempt.take() {
+            attempt.kill();
+            attempt.end(Outcome::success(), &mut self.shared);
+        } else if self.job.supervision.adopts_orphans {
             let output = &mut *self.shared.output;
             if let Some(problem) = orphans::end_all(|_| false, |notice| output.say(notice)) {
                 output.say(&problem);

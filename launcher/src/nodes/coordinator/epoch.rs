@@ -103,7 +103,8 @@ impl Coordinator {
             self.outbox.push((*id, ToAgent::Start(Box::new(start))));
         }
         let supervisor = Supervisor::new(world_size, self.config.join_timeout, self.config.grace, now)
-            .with_stop_grace(self.config.stop_grace);
+            .with_stop_grace(self.config.stop_grace)
+            .with_silence(self.config.node_timeout);
         self.epoch = Some(Epoch {
             hub: Hub::new(layout.clone(), hosts.clone()),
             layout,

@@ -152,7 +152,8 @@ impl Coordinator {
             Stage::Running | Stage::Ending(_) | Stage::Over => None,
         };
         let epoch = self.epoch.as_ref();
-        let supervisor = epoch.and_then(|epoch| epoch.supervisor.next_deadline());
+        let supervised = epoch.filter(|_| matches!(self.stage, Stage::Running));
+        let supervisor = supervised.and_then(|epoch| epoch.supervisor.next_deadline());
         let flush = epoch.is_some_and(|epoch| epoch.hub.has_news()).then_some(self.next_flush);
         let beat = self.has_others().then_some(self.next_beat);
         [stage, supervisor, flush, beat].into_iter().flatten().min()

@@ -135,22 +135,42 @@ pub(crate) fn settings(
 /// What torchrun's options mean for a job on one node.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct OneNode {
-    /// `MASTER_PORT` of the ranks; `None`: any free port.
-    pub(crate) master_port: Option<u16>,
+    /// `MASTER_PORT` of the ranks, with the option or variable that says so; `None`: any free port.
+    pub(crate) master_port: Option<(u16, String)>,
     /// `TORCHELASTIC_RUN_ID` of the ranks.
     pub(crate) run_id: Option<String>,
 }
 
-/// The settings of a job on one node.
+/// The settings of `worlds` worlds on one node.
 ///
 /// # Errors
-/// If the port is not one.
-pub(crate) fn one_node(args: &NodeArgs, surroundings: &Surroundings<'_>) -> Result<OneNode, SettingsError> {
+/// If the port is not one, or an option gives it to several worlds.
+pub(crate) fn one_node(
+    args: &NodeArgs,
+    surroundings: &Surroundings<'_>,
+    worlds: usize,
+) -> Result<OneNode, SettingsError> {
     let places = Places::of(surroundings);
-    let port = places.find(&args.master_port, "MASTER_PORT").filter(|port| port.value.trim() != "0");
+    let nnodes = places.find(&args.nnodes, "NNODES");
+    // Then the variables may be those of another job, which runs in the same container.
+    let is_standalone = is_standalone(args, &places, nnodes.as_ref())?;
+    let find = |flag: &Option<String>, name: &str| match is_standalone {
+        true => flag.as_ref().map(|value| Given::new(value.clone(), flag_name(name))),
+        false => places.find(flag, name),
+    };
+    let mut port = find(&args.master_port, "MASTER_PORT").filter(|port| port.value.trim() != "0");
+    if worlds > 1 {
+        if let Some(port) = &args.master_port {
+            return Err(SettingsError::new(format!(
+                "--master-port is {port}, and this command line has {worlds} jobs: without it, each gets a free port of its own"
+            )));
+        }
+        port = None;
+    }
+    let number = port.as_ref().map(parse_port).transpose()?;
     Ok(OneNode {
-        master_port: port.as_ref().map(parse_port).transpose()?,
-        run_id: places.find(&args.rdzv_id, "RDZV_ID").map(|id| id.value),
+        master_port: number.zip(port.map(|port| port.from)),
+        run_id: find(&args.rdzv_id, "RDZV_ID").map(|id| id.value),
     })
 }
 

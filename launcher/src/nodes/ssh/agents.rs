@@ -21,7 +21,9 @@ use crate::interrupt::{ends_the_run, handled_signals};
 
 /// Longest wait for more output after all agents have ended. (A connection of ssh that is kept for later keeps it open.)
 const LAST_OUTPUT: Duration = Duration::from_secs(1);
-/// How often that wait looks for signals, and for output that is being written.
+/// Longest wait for somebody to read the next output, which a pager may delay.
+const STALLED: Duration = Duration::from_secs(30);
+/// How often those waits look for signals, and for output that is being written.
 const LAST_OUTPUT_INTERVAL: Duration = Duration::from_millis(50);
 /// Longest line that is passed on as a whole, in bytes.
 const MAX_LINE: u64 = 64 << 10;
@@ -55,15 +57,20 @@ pub(super) fn run(
     let signals = SignalFd::with_flags(&handled, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
         .map_err(|error| failed("cannot wait for signals", error.into()))?;
     let (at_end, readers) = mpsc::channel();
-    let passing = Passing { raw, writers: Arc::default(), at_end };
+    let passing = Passing { raw, counts: Arc::default(), at_end };
     let mut agents = Agents { agents: Vec::new(), ending, signals, is_interrupted: false };
     for command in commands {
         agents.start(command, secret, &passing)?;
     }
-    let Passing { writers, at_end, .. } = passing;
+    let Passing { counts, at_end, .. } = passing;
     drop(at_end);
     let code = agents.wait();
-    wait_for_output(&readers, &writers, &agents.signals);
+    let stalled = match agents.is_interrupted {
+        true => agents.ending.grace(),
+        false if raw => Duration::MAX,
+        false => STALLED,
+    };
+    wait_for_output(&readers, &counts, stalled, &agents.signals);
     Ok(code)
 }
 
@@ -224,13 +231,21 @@ fn say(text: &str) {
     let _ = writeln!(io::stderr(), "mgpurun: {text}");
 }
 
+/// What the threads have passed on.
+#[derive(Default)]
+struct Counts {
+    /// Number of threads that have something to write, or wait until somebody reads it.
+    writers: AtomicUsize,
+    /// Number of lines or parts that were written.
+    written: AtomicUsize,
+}
+
 /// How the threads pass on what agents write.
 #[derive(Clone)]
 struct Passing {
     /// Bytes as they come, instead of whole lines.
     raw: bool,
-    /// Number of threads that have something to write, or wait until somebody reads it.
-    writers: Arc<AtomicUsize>,
+    counts: Arc<Counts>,
     /// Dropped at the end.
     at_end: Sender<()>,
 }
@@ -238,7 +253,7 @@ struct Passing {
 impl Passing {
     /// Copies `from` on a thread: whole lines, so that those of different hosts do not mix, or bytes as they come.
     fn start<W: Write + 'static>(self, from: impl Read + Send + 'static, to: fn() -> W) -> io::Result<()> {
-        let Passing { raw, writers, at_end } = self;
+        let Passing { raw, counts, at_end } = self;
         let mut from = BufReader::with_capacity(MAX_LINE as usize, from);
         let copy = move || {
             let _at_end = at_end;
@@ -258,10 +273,11 @@ impl Passing {
                 if !matches!(read, Ok(1..)) {
                     break;
                 }
-                writers.fetch_add(1, Ordering::Relaxed);
+                counts.writers.fetch_add(1, Ordering::Relaxed);
                 let mut to = to();
                 let written = to.write_all(&bytes).and_then(|()| to.flush());
-                writers.fetch_sub(1, Ordering::Relaxed);
+                counts.written.fetch_add(1, Ordering::Relaxed);
+                counts.writers.fetch_sub(1, Ordering::Relaxed);
                 // If nobody reads this process's output any more, closing `from` tells the agent.
                 if written.is_err() {
                     break;
@@ -272,10 +288,10 @@ impl Passing {
     }
 }
 
-/// Waits until all threads that pass output on have ended. It takes as long as a slow reader, such as a pager, needs, unless
-/// a signal ends the wait; but no longer than [`LAST_OUTPUT`] if there is nothing to write.
-fn wait_for_output(readers: &Receiver<()>, writers: &AtomicUsize, signals: &SignalFd) {
-    let mut idle_since = Instant::now();
+/// Waits until all threads that pass output on have ended. It takes as long as a slow reader, such as a pager, needs, but no
+/// longer than `stalled` if nothing is read, than [`LAST_OUTPUT`] if there is nothing to write, and than until a signal.
+fn wait_for_output(readers: &Receiver<()>, counts: &Counts, stalled: Duration, signals: &SignalFd) {
+    let (mut written, mut last_news) = (0, Instant::now());
     // Nothing is ever sent: the channel is disconnected when all threads have ended.
     while readers.recv_timeout(LAST_OUTPUT_INTERVAL) == Err(RecvTimeoutError::Timeout) {
         while let Ok(Some(info)) = signals.read_signal() {
@@ -283,9 +299,14 @@ fn wait_for_output(readers: &Receiver<()>, writers: &AtomicUsize, signals: &Sign
                 return;
             }
         }
-        if writers.load(Ordering::Relaxed) > 0 {
-            idle_since = Instant::now();
-        } else if idle_since.elapsed() >= LAST_OUTPUT {
+        let is_idle = counts.writers.load(Ordering::Relaxed) == 0;
+        let now_written = counts.written.load(Ordering::Relaxed);
+        if now_written != written {
+            (written, last_news) = (now_written, Instant::now());
+        } else if is_idle && last_news.elapsed() >= LAST_OUTPUT {
+            return;
+        } else if last_news.elapsed() >= stalled {
+            say("nobody reads the output of the hosts: the rest of it is lost");
             return;
         }
     }

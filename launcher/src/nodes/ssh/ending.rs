@@ -51,6 +51,11 @@ pub(super) struct Ending {
 }
 
 impl Ending {
+    /// The time that agents give their ranks.
+    pub(super) fn grace(&self) -> Duration {
+        self.grace
+    }
+
     /// `grace` is the time that agents give their ranks; the job goes on with `least` of `agents` agents.
     pub(super) fn new(grace: Duration, agents: usize, least: usize) -> Self {
         let spare = agents.saturating_sub(least);

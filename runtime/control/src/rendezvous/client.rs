@@ -635,10 +635,14 @@ mod tests {
 
     #[test]
     fn a_wait_can_be_interrupted() {
-        let (store, _launcher) = store(&[]);
+        let (store, rank_0) = store(&[]);
+        let served_by = ServedBy::Rank { rank: 0, join_timeout: Duration::ZERO };
+        let store = Store { served_by, rank: 1, ..store };
         store.interrupt_when(|| true);
         let error = store.barrier("b", Duration::from_secs(1000)).unwrap_err();
-        assert_eq!(error.to_string(), "rank 0 was interrupted in barrier `b`");
+        assert_eq!(error.to_string(), "rank 1 was interrupted in barrier `b`");
+        // This side has closed the connection.
+        drop(rank_0);
         assert!(!store.serving_rank_is_gone());
     }
 

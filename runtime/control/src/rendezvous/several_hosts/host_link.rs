@@ -9,7 +9,7 @@ use super::HOST_TIMEOUT;
 use super::arrangement::Arrival;
 use crate::nccl::{NcclAnswer, NcclTarget};
 use crate::nodes::{Layout, Link, LinkState, Loss, RelayMessage};
-use crate::rendezvous::message::Reply;
+use crate::rendezvous::message::{Reply, shortened};
 
 /// Time between two heartbeats.
 const HEARTBEAT: Duration = Duration::from_secs(1);
@@ -116,7 +116,8 @@ impl HostLink {
 
     /// The other side sent nonsense.
     pub(super) fn lose(&mut self, problem: String) {
-        self.loss.get_or_insert(HostLoss::Broken(problem));
+        // It may quote what the host has sent.
+        self.loss.get_or_insert(HostLoss::Broken(shortened(&problem)));
     }
 
     /// Reads, writes and sends a heartbeat if one is due. Returns the messages that have arrived.
@@ -145,7 +146,7 @@ impl HostLink {
                 self.loss.get_or_insert(match loss {
                     Loss::Ended => HostLoss::Ended,
                     Loss::Unreachable => HostLoss::Silent,
-                    Loss::Protocol(problem) => HostLoss::Broken(problem),
+                    Loss::Protocol(problem) => HostLoss::Broken(shortened(&problem)),
                 });
             }
             // What it sent while this process was stopped has been read by now.
