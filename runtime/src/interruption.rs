@@ -44,10 +44,10 @@ impl CallerInterruption {
 
     /// Waits, as the caller, for what the other thread sends. An interruption ends the operation there, and so this wait.
     pub(crate) fn receive<T>(&self, from: &Receiver<T>) -> Result<T, RecvError> {
-        loop {
+        let received = loop {
             match from.recv_timeout(SLICE) {
-                Ok(value) => return Ok(value),
-                Err(RecvTimeoutError::Disconnected) => return Err(RecvError),
+                Ok(value) => break Ok(value),
+                Err(RecvTimeoutError::Disconnected) => break Err(RecvError),
                 Err(RecvTimeoutError::Timeout) => {
                     if self.membership.as_ref().is_some_and(|membership| membership.store().is_interrupted())
                     {
@@ -55,6 +55,33 @@ impl CallerInterruption {
                     }
                 }
             }
+        };
+        // It has ended this wait. If the operation was faster, it does not end a later one.
+        self.is_set.store(false, Ordering::Relaxed);
+        received
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use super::*;
+
+    #[test]
+    fn an_interruption_that_came_too_late_does_not_end_the_next_wait() {
+        let interruption = CallerInterruption::new(None);
+        interruption.follow();
+        for is_lost in [false, true] {
+            interruption.is_set.store(true, Ordering::Relaxed);
+            assert!(caller_is_interrupted());
+            let (sender, receiver) = channel();
+            if !is_lost {
+                sender.send(()).unwrap();
+            }
+            drop(sender);
+            assert_eq!(interruption.receive(&receiver).is_err(), is_lost);
+            assert!(!caller_is_interrupted());
         }
     }
 }

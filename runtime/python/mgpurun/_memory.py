@@ -136,8 +136,9 @@ def _of_dlpack(value: Any, writable: bool) -> Memory:
         versioned = _Versioned.from_address(_capsule_pointer(capsule, b"dltensor_versioned"))
         tensor, read_only = versioned.tensor, bool(versioned.flags & _READ_ONLY)
     else:
-        # Without such a flag. JAX's arrays, which never change, say it by the buffer protocol.
-        tensor, read_only = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor")), _has_read_only_buffer(value)
+        # Without such a flag.
+        tensor = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
+        read_only = _is_of_jax(value) or _has_read_only_buffer(value)
     if read_only and writable:
         raise _refusal(value, "is read-only")
     if tensor.device_type not in _ON_HOST:
@@ -152,6 +153,12 @@ def _of_dlpack(value: Any, writable: bool) -> Memory:
             raise _refusal(value, "is not contiguous")
         count *= extent
     return Memory((tensor.data or 0) + tensor.byte_offset, count, element, (value, capsule))
+
+
+def _is_of_jax(value: Any) -> bool:
+    """JAX's arrays never change. They have a read-only buffer, but not one of bfloat16."""
+    jax_array = getattr(sys.modules.get("jax"), "Array", None)
+    return isinstance(jax_array, type) and isinstance(value, jax_array)
 
 
 def _has_read_only_buffer(value: Any) -> bool:

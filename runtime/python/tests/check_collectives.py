@@ -4,6 +4,7 @@ import array
 import ctypes
 import os
 import sys
+import types
 
 import mgpurun
 
@@ -139,6 +140,15 @@ def check_numpy():
     except (mgpurun.ArgumentError, BufferError) as error:
         # Versions of NumPy before 2.1 do not export it.
         assert "read" in str(error), error
+    # An array of JAX without a buffer, as those of bfloat16.
+    sys.modules["jax"] = types.SimpleNamespace(Array=Exporter)
+    try:
+        mgpurun.all_reduce(Exporter(values))
+        raise AssertionError("an array of JAX was accepted")
+    except mgpurun.ArgumentError as error:
+        assert "read-only" in str(error), error
+    finally:
+        del sys.modules["jax"]
     shared = np.frombuffer(world.comm.allocate(8 * 1000), np.float64)
     shared += rank
     assert mgpurun.all_reduce(shared, "avg").tolist() == [1.0] * 1000

@@ -34,6 +34,8 @@ pub(crate) struct Background {
     /// `None` only during the drop.
     jobs: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
+    /// Disconnected when the thread ends.
+    end: Mutex<Receiver<()>>,
     /// Whether the thread may have jobs.
     busy: bool,
 }
@@ -106,11 +108,12 @@ impl Background {
         let observer = comm.shared_observer();
         let interruption = CallerInterruption::new(comm.membership());
         let shared = Arc::new(WorkerState { comm: Mutex::new(comm), stopped: AtomicBool::new(false) });
-        let (jobs, queue) = channel();
+        let ((jobs, queue), (running, end)) = (channel(), channel());
         let (worker_state, of_caller) = (Arc::clone(&shared), interruption.clone());
         let thread = std::thread::Builder::new().name(format!("reductions of rank {rank}"));
         let thread = thread
             .spawn(move || {
+                let _running: Sender<()> = running;
                 of_caller.follow();
                 work(&worker_state, &queue);
             })
@@ -127,6 +130,7 @@ impl Background {
             interruption,
             jobs,
             thread,
+            end: Mutex::new(end),
             busy: false,
         })
     }
@@ -193,6 +197,8 @@ impl Drop for Background {
         if self.check_process().is_err() {
             return;
         }
+        // An interruption ends the jobs.
+        let _ = self.interruption.receive(self.end.get_mut().unwrap_or_else(PoisonError::into_inner));
         let _ = self.thread.take().map(JoinHandle::join);
     }
 }
@@ -339,8 +345,11 @@ mod tests {
     #[test]
     fn ranks_that_drop_it_during_reductions_do_not_wait_for_each_other() {
         on_ranks(2, |mut comm| {
-            for _ in 0..20 {
-                drop(comm.all_reduce(Buffer::from_slice(&[1.0f32; 5000]), ReduceOp::Sum).unwrap());
+            let mut begin = || comm.all_reduce(Buffer::from_slice(&[1.0f32; 5000]), ReduceOp::Sum).unwrap();
+            let pending: Vec<_> = (0..20).map(|_| begin()).collect();
+            drop(comm);
+            for reduced in pending {
+                reduced.wait().unwrap();
             }
         });
     }

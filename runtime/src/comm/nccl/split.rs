@@ -140,7 +140,7 @@ impl Link {
         let owner = Arc::new(Owner::start(self.owner.library(), device)?);
         // From here on an error aborts the new communicator, too.
         self.family.add(number, &owner);
-        // The ranks of a world fit NCCL's types: see `MAX_RANKS`.
+        // The ranks of a world fit NCCL's types: see `MAX_WORLD_RANKS`.
         self.answer(&self.owner.split(&owner, first as u16, rank as i32), context)?;
         self.answer(&owner.await_split(), context)?;
         Ok(owner)
@@ -154,8 +154,27 @@ const UNUSED: u32 = GROUP - 1;
 pub(super) const GROUP: u32 = 1 << 31;
 
 /// The number of a group for counters on the progress page: its members have no other group of this number, and no
-/// other group of the split has it. (Ranks have 12 bits, see `MAX_RANKS`; the groups' own numbers repeat after half a
-/// million.)
+/// other group of the split has it. (Ranks have 16 bits, see `MAX_WORLD_RANKS`; the groups' own numbers repeat after
+/// 32,768.)
 fn group_number_of_link(group: &SplitGroup) -> u32 {
-    GROUP | (group.number & 0x7_ffff) << 12 | group.members.world_rank(0)
+    group_number(group.number, group.members.world_rank(0))
+}
+
+fn group_number(number: u32, first: u32) -> u32 {
+    GROUP | (number & 0x7fff) << 16 | first
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::protocol::MAX_WORLD_RANKS;
+
+    #[test]
+    fn groups_of_different_splits_or_first_ranks_have_different_numbers() {
+        let firsts = [0, 1, 4095, 4096, MAX_WORLD_RANKS - 1];
+        let of = |number: u32| firsts.map(|first| group_number(number, first));
+        let all: std::collections::HashSet<u32> = (0..9).flat_map(of).collect();
+        assert_eq!(all.len(), 9 * firsts.len());
+        assert!(all.iter().all(|number| *number >= GROUP));
+    }
 }

@@ -17,6 +17,8 @@ use crate::comm::hosts::wire::{Ended, Sender};
 
 /// How long an abort waits until its frames are sent.
 const ABORT_PATIENCE: Duration = Duration::from_millis(200);
+/// How long a communicator that is dropped waits for the ends of its peers, once all it has sent has been taken.
+const END_PATIENCE: Duration = Duration::from_secs(1);
 /// Longest sleep while connections are closed.
 const CLOSE_SLICE: Duration = Duration::from_millis(5);
 /// How often a worker progresses before what has arrived is used.
@@ -442,9 +444,11 @@ impl Sender for UcxSender {
         links.peers().for_each(|peer| links.send(peer, END.to_vec()));
         links.closed = true;
         drop(links);
-        let is_over = self.drive(patience, |links| {
-            links.outgoing.is_empty() && links.peers().all(|peer| links.end_of(peer).is_some())
-        });
+        let is_sent = self.drive(patience, |links| links.outgoing.is_empty());
+        let is_over = is_sent
+            && self.drive(patience.min(END_PATIENCE), |links| {
+                links.peers().all(|peer| links.end_of(peer).is_some())
+            });
         let mut links = self.lock();
         if is_over { links.destroy() } else { links.leak() }
     }
