@@ -21,9 +21,7 @@ use crate::interrupt::{ends_the_run, handled_signals};
 
 /// Longest wait for more output after all agents have ended. (A connection of ssh that is kept for later keeps it open.)
 const LAST_OUTPUT: Duration = Duration::from_secs(1);
-/// Longest wait for somebody to read the next output, which a pager may delay.
-const STALLED: Duration = Duration::from_secs(30);
-/// How often those waits look for signals, and for output that is being written.
+/// How often that wait looks for signals, and for output that is being written.
 const LAST_OUTPUT_INTERVAL: Duration = Duration::from_millis(50);
 /// Longest line that is passed on as a whole, in bytes.
 const MAX_LINE: u64 = 64 << 10;
@@ -65,11 +63,8 @@ pub(super) fn run(
     let Passing { counts, at_end, .. } = passing;
     drop(at_end);
     let code = agents.wait();
-    let stalled = match agents.is_interrupted {
-        true => agents.ending.grace(),
-        false if raw => Duration::MAX,
-        false => STALLED,
-    };
+    // A slow reader, such as a pager, may delay the end of the run, but not of an interrupted one.
+    let stalled = if agents.is_interrupted { agents.ending.grace() } else { Duration::MAX };
     wait_for_output(&readers, &counts, stalled, &agents.signals);
     Ok(code)
 }
@@ -288,8 +283,8 @@ impl Passing {
     }
 }
 
-/// Waits until all threads that pass output on have ended. It takes as long as a slow reader, such as a pager, needs, but no
-/// longer than `stalled` if nothing is read, than [`LAST_OUTPUT`] if there is nothing to write, and than until a signal.
+/// Waits until all threads that pass output on have ended. It takes as long as a slow reader needs, but no longer than
+/// `stalled` if nothing is read, than [`LAST_OUTPUT`] if there is nothing to write, and than until a signal.
 fn wait_for_output(readers: &Receiver<()>, counts: &Counts, stalled: Duration, signals: &SignalFd) {
     let (mut written, mut last_news) = (0, Instant::now());
     // Nothing is ever sent: the channel is disconnected when all threads have ended.
