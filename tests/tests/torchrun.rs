@@ -138,6 +138,7 @@ fn the_port_and_the_name_of_a_job_on_one_node_can_be_chosen() {
     start("x").expect(2, &["it should be a port from 1 to 65535"]);
     let two_jobs = ["--master-port", &port, "true", ":", "true"];
     run(&mut launcher(folder.path(), &two_jobs)).expect(2, &["this command line has 2 jobs"]);
+    run(&mut launcher(folder.path(), &["--master-port", "0", "true", ":", "true"])).expect(0, &[]);
     let one_world = ["--one-world", "--master-port", &port, "sh", "-c", "echo $MASTER_PORT", ":", "true"];
     run(&mut launcher(folder.path(), &one_world)).expect(0, &[&port]);
 }

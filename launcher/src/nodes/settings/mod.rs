@@ -158,15 +158,14 @@ pub(crate) fn one_node(
         true => flag.as_ref().map(|value| Given::new(value.clone(), flag_name(name))),
         false => places.find(flag, name),
     };
-    let mut port = find(&args.master_port, "MASTER_PORT").filter(|port| port.value.trim() != "0");
-    if worlds > 1 {
-        if let Some(port) = &args.master_port {
+    let port = match find(&args.master_port, "MASTER_PORT").filter(|port| port.value.trim() != "0") {
+        Some(Given { value, .. }) if worlds > 1 && args.master_port.is_some() => {
             return Err(SettingsError::new(format!(
-                "--master-port is {port}, and this command line has {worlds} jobs: without it, each gets a free port of its own"
+                "--master-port is {value}, and this command line has {worlds} jobs: without it, each gets a free port of its own"
             )));
         }
-        port = None;
-    }
+        port => port.filter(|_| worlds == 1),
+    };
     let number = port.as_ref().map(parse_port).transpose()?;
     Ok(OneNode {
         master_port: number.zip(port.map(|port| port.from)),
