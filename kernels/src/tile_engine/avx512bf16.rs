@@ -40,8 +40,8 @@ impl TileEngine for Avx512Bf16 {
     }
 }
 
-/// Adds the product of rows `first..first + ROWS` of a group to its sums, or overwrites them with it. The lines of `ahead` are spread over it: so many at
-/// once that the processor must wait for them would cost what they save.
+/// Adds the product of rows `first..first + ROWS` of a group to its sums, or overwrites them with it. The lines of `ahead` are
+/// spread over it: so many at once that the processor must wait for them would cost what they save.
 ///
 /// # Safety
 /// The processor has AVX-512 with bf16; the operands can be read.
