@@ -116,6 +116,21 @@ impl<'a> Job<'a> {
         self.mgpuruns(host).iter().for_each(|pid| kill(*pid, Signal::SIGSTOP).unwrap());
     }
 
+    /// Kills guardian and agent of a host at once, so that neither reports the end of the other.
+    #[track_caller]
+    pub(crate) fn kill(&mut self, host: usize) -> Finished {
+        self.stop(host);
+        self.mgpuruns(host).iter().for_each(|pid| kill(*pid, Signal::SIGKILL).unwrap());
+        let (_, nsenter) = self.agents.iter_mut().find(|(of, _)| *of == host).expect("an agent");
+        let pid = Pid::from_raw(nsenter.id() as i32);
+        until(|| {
+            // It stops itself, perhaps only now, if it has seen that its child was stopped.
+            kill(pid, Signal::SIGCONT).unwrap();
+            nsenter.try_wait().unwrap().is_some()
+        });
+        self.finish_one(host)
+    }
+
     /// Continues what [`stop`](Self::stop) has stopped. `nsenter` has stopped itself when its child was stopped.
     pub(crate) fn resume(&self, host: usize) {
         let processes = self.mgpuruns(host);

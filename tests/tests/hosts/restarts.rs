@@ -3,7 +3,6 @@
 use std::thread::scope;
 
 use mgpu_tests::hosts::Hosts;
-use nix::sys::signal::{Signal, kill};
 
 use super::job::{Job, expect_all};
 
@@ -31,10 +30,7 @@ fn after_an_agent_was_killed() {
     let command = ["sh", "-c", SCRIPT];
     let mut job = Job::start(&hosts, &OPTIONS, &command);
     job.wait_for_ranks(3);
-    // Stopped before, so that neither process reports the end of the other.
-    job.stop(1);
-    job.mgpuruns(1).iter().for_each(|pid| kill(*pid, Signal::SIGKILL).unwrap());
-    job.finish_one(1);
+    job.kill(1);
     job.wait_for_ranks(5);
     // It comes too late for this start, and is there at the next one.
     job.add(1, &OPTIONS, &command);
