@@ -119,11 +119,10 @@ fn run(line: CommandLine, words: &[OsString]) -> Result<ExitCode, Box<dyn std::e
         let (options, program) = words[1..].split_at(words.len() - 1 - command_words);
         let remote = Remote {
             hosts,
-            nnodes: nodes.nnodes.as_deref(),
+            nodes: &nodes,
             options,
             program,
             same_folder: true,
-            endpoint: nodes.rdzv_endpoint.as_deref(),
             grace: launch_settings.grace.max(launch_settings.stop_grace),
             raw: args.raw,
             signals: &launch_settings.signals,

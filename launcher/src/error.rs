@@ -4,6 +4,8 @@ use std::fmt;
 use std::io;
 use std::path::PathBuf;
 
+use mgpu_control::nodes::who_listens;
+
 use crate::exit_code;
 use crate::output::LogError;
 use crate::plan::PlanError;
@@ -34,7 +36,7 @@ pub enum LaunchError {
         hint: &'static str,
     },
     /// The port that was chosen for the ranks cannot be used.
-    #[error("{from} is {port}: {error}; {}without it the port is a free one", who_listens(error))]
+    #[error("{from} is {port}: {error}; {}without {from} the port is a free one", who_has(*port, error))]
     MasterPort {
         /// The port.
         port: u16,
@@ -90,11 +92,11 @@ impl fmt::Debug for LaunchError {
     }
 }
 
-/// What shows who has taken a port.
-fn who_listens(error: &io::Error) -> &'static str {
+/// Who has the port, if another program has it.
+fn who_has(port: u16, error: &io::Error) -> String {
     match error.kind() {
-        io::ErrorKind::AddrInUse => "`ss -ltnp` shows who listens there, and ",
-        _ => "",
+        io::ErrorKind::AddrInUse => format!("{}; ", who_listens(port)),
+        _ => String::new(),
     }
 }
 

@@ -16,6 +16,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use mgpu_control::nodes::who_listens;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::content::Content;
@@ -63,7 +64,8 @@ impl Listener {
             MetricsAddress::Tcp(address) => {
                 let listener = TcpListener::bind(address).map_err(|error| match error.kind() {
                     ErrorKind::AddrInUse => {
-                        format!("{error}; choose another port, or 0 for any free one")
+                        let who = who_listens(address.port());
+                        format!("{error}; {who}; choose another port, or 0 for any free one")
                     }
                     _ => error.to_string(),
                 })?;

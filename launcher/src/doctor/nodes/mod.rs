@@ -47,14 +47,12 @@ const GRACE: Duration = Duration::from_secs(5);
 /// The command on one node, or on the host that starts all of them.
 pub(super) fn main(args: &Args, words: &[OsString]) -> Result<ExitCode, Box<dyn Error>> {
     if let Some(hosts) = &args.of_nodes.hosts {
-        let endpoint = args.of_nodes.rdzv_endpoint.as_deref();
         let remote = Remote {
             hosts,
-            nnodes: args.of_nodes.nnodes.as_deref(),
+            nodes: &args.of_nodes,
             options: words,
             program: &[],
             same_folder: false,
-            endpoint,
             grace: GRACE,
             raw: false,
             signals: &[],

@@ -16,18 +16,17 @@ use mgpu_control::protocol::MGPU_RENDEZVOUS;
 use super::engine::{self, Engine, Given, Told};
 use super::net::NetChoice;
 use crate::cli::NodeArgs;
-pub(super) use values::parse_nodes;
 use values::{
-    check_backend, join_timeout, parse_auth, parse_endpoint, parse_host, parse_net, parse_node_timeout,
-    parse_port, wrong,
+    check_backend, join_timeout, parse_auth, parse_endpoint, parse_host, parse_net, parse_port, wrong,
 };
+pub(super) use values::{parse_node_timeout, parse_nodes};
 
 /// Port of an endpoint without one, as for torchrun.
 const ENDPOINT_PORT: u16 = 29400;
 /// Port of `--master-addr` without one, as for torchrun.
 const MASTER_PORT: u16 = 29500;
 /// Silence after which a node is lost.
-const NODE_TIMEOUT: Duration = Duration::from_secs(30);
+pub(super) const NODE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// What the agent of one node knows about the job's nodes before it has reached any.
 #[derive(Debug, Clone, PartialEq, Eq)]

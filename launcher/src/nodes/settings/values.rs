@@ -132,7 +132,7 @@ fn parse_seconds(text: &str) -> Option<Duration> {
     seconds.filter(|seconds| *seconds <= MAX_DURATION)
 }
 
-pub(super) fn parse_node_timeout(given: &Given<String>) -> Result<Duration, SettingsError> {
+pub(in crate::nodes) fn parse_node_timeout(given: &Given<String>) -> Result<Duration, SettingsError> {
     let seconds = parse_seconds(given.value.trim()).filter(|seconds| *seconds >= MIN_NODE_TIMEOUT);
     seconds.ok_or_else(|| {
         wrong(given, "it should be a number of seconds, at least 3, since nodes report every second")

@@ -211,7 +211,7 @@ fn explain(command: &AgentCommand, status: ExitStatus) -> Option<String> {
                 .to_owned()
         }
         (Some(code), _) if code == i32::from(SSH_FAILED) => format!(
-            "{program} has no connection to it (exit code 255); `{program} {host} true` has to work without a password"
+            "{program} could not connect to it, or has lost the connection (exit code 255); `{program} {host} true` has to work without a password"
         ),
         (None, Some(signal)) => {
             let name = Signal::try_from(signal).map_or("a signal", Signal::as_str);

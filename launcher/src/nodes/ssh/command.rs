@@ -7,11 +7,17 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::time::Duration;
 
 use mgpu_control::nodes::Endpoint;
 
 /// The flag that holds the hosts.
 const FLAG: &[u8] = b"--hosts";
+
+/// How often ssh asks for an answer of the other host.
+const KEEP_ALIVE: Duration = Duration::from_secs(10);
+/// How much later than the nodes ssh gives up on a host, at least.
+const LATER: Duration = Duration::from_secs(30);
 
 /// A host as the user has written it: `HOST` or `USER@HOST`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -110,6 +116,8 @@ pub(super) struct Agents<'a> {
     /// `--nnodes` is among the options already.
     pub(super) chosen_nodes: bool,
     pub(super) run_id: &'a str,
+    /// The silence after which the nodes take one of them for lost.
+    pub(super) node_timeout: Duration,
     pub(super) options: &'a [OsString],
     pub(super) program: &'a [OsString],
 }
@@ -168,18 +176,21 @@ impl Agents<'_> {
         line.extend_from_slice(b"exec ");
         line.extend(shell_line(agent).into_vec());
         // Without a terminal on the other host, where the secret would appear. Nobody can answer a question of ssh.
-        let options = [&["-T", "-o", "BatchMode=yes"], self.keep_alive(), &[name.login()]].concat();
-        let options = options.into_iter().map(OsString::from);
-        self.ssh.iter().cloned().chain(options).chain([OsString::from_vec(line)]).collect()
+        let options = ["-T", "-o", "BatchMode=yes"].map(OsString::from).into_iter();
+        let options = options.chain(self.keep_alive()).chain([name.login().into(), OsString::from_vec(line)]);
+        self.ssh.iter().cloned().chain(options).collect()
     }
 
-    /// Without these options, ssh notices after hours that the other host has lost its power.
-    fn keep_alive(&self) -> &'static [&'static str] {
-        let is_ssh = self.ssh.first().is_some_and(|program| Path::new(program).ends_with("ssh"));
-        match is_ssh {
-            true => &["-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=6"],
-            false => &[],
+    /// Without these options, ssh notices after hours that the other host has lost its power. The nodes themselves notice it
+    /// earlier, and say which one it is.
+    fn keep_alive(&self) -> Vec<OsString> {
+        if !self.ssh.first().is_some_and(|program| Path::new(program).ends_with("ssh")) {
+            return Vec::new();
         }
+        let count = (self.node_timeout + LATER).as_secs().div_ceil(KEEP_ALIVE.as_secs());
+        let interval = format!("ServerAliveInterval={}", KEEP_ALIVE.as_secs());
+        let count = format!("ServerAliveCountMax={count}");
+        ["-o", &interval, "-o", &count].map(OsString::from).into()
     }
 }
 
@@ -285,6 +296,7 @@ mod tests {
             chosen_endpoint: false,
             chosen_nodes: false,
             run_id: "77",
+            node_timeout: Duration::from_secs(95),
             options: &options,
             program: &program,
         };
@@ -309,7 +321,7 @@ mod tests {
                 "-o",
                 "ServerAliveInterval=10",
                 "-o",
-                "ServerAliveCountMax=6",
+                "ServerAliveCountMax=13",
                 "me@b"
             ])
         );
@@ -333,6 +345,7 @@ mod tests {
             chosen_endpoint: true,
             chosen_nodes: true,
             run_id: "77",
+            node_timeout: Duration::from_secs(95),
             options: &options,
             program: &[],
         };

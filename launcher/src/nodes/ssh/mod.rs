@@ -34,7 +34,8 @@ use nix::unistd::gethostname;
 
 use super::SettingsError;
 use super::engine::Given;
-use super::settings::parse_nodes;
+use super::settings::{NODE_TIMEOUT, parse_node_timeout, parse_nodes};
+use crate::cli::NodeArgs;
 use crate::stdout;
 pub(crate) use command::Hosts;
 use command::{AgentCommand, Agents, shell_line};
@@ -46,16 +47,14 @@ const MGPU_SSH: &str = "MGPU_SSH";
 /// What to start on all hosts.
 pub(crate) struct Remote<'a> {
     pub(crate) hosts: &'a Hosts,
-    /// `--nnodes`, which is also among the options.
-    pub(crate) nnodes: Option<&'a str>,
+    /// What the options say about nodes.
+    pub(crate) nodes: &'a NodeArgs,
     /// The words of the command line up to the program of the ranks, without `mgpurun` itself.
     pub(crate) options: &'a [OsString],
     /// The program of the ranks, with its arguments.
     pub(crate) program: &'a [OsString],
     /// Agents work in the folder of this process.
     pub(crate) same_folder: bool,
-    /// `--rdzv-endpoint`, if the user has chosen one.
-    pub(crate) endpoint: Option<&'a str>,
     /// Time between SIGTERM and SIGKILL of the ranks.
     pub(crate) grace: Duration,
     /// Output is passed on byte by byte.
@@ -93,14 +92,21 @@ impl Remote<'_> {
     /// The least number of hosts with which the job goes on.
     fn least_nodes(&self) -> Result<usize, SettingsError> {
         let hosts = self.hosts.names().len();
-        let Some(nnodes) = self.nnodes else { return Ok(hosts) };
-        let nodes = parse_nodes(&Given::new(nnodes.to_owned(), "--nnodes"))?;
+        let Some(nnodes) = &self.nodes.nnodes else { return Ok(hosts) };
+        let nodes = parse_nodes(&Given::new(nnodes.clone(), "--nnodes"))?;
         if *nodes.end() as usize != hosts {
             return Err(SettingsError::new(format!(
                 "--nnodes is `{nnodes}`, and --hosts has {hosts} hosts: the number of nodes, or MAX of MIN:MAX, should be {hosts}"
             )));
         }
         Ok(*nodes.start() as usize)
+    }
+
+    /// The silence after which the nodes take one of them for lost.
+    fn node_timeout(&self) -> Result<Duration, SettingsError> {
+        let given = self.nodes.node_timeout.as_ref();
+        let given = given.map(|text| parse_node_timeout(&Given::new(text.clone(), "--node-timeout")));
+        Ok(given.transpose()?.unwrap_or(NODE_TIMEOUT))
     }
 
     fn commands(&self) -> Result<Vec<AgentCommand>, Box<dyn Error>> {
@@ -114,8 +120,8 @@ impl Remote<'_> {
         }
         let hosts = self.hosts.with_first(here);
         let ssh = ssh_words();
-        let endpoint = match self.endpoint {
-            Some(endpoint) => endpoint.to_owned(),
+        let endpoint = match &self.nodes.rdzv_endpoint {
+            Some(endpoint) => endpoint.clone(),
             None if here.is_some() => hosts.names()[0].host().to_owned(),
             None => {
                 name_of_alias(&ssh, hosts.names()[0].login()).unwrap_or(hosts.names()[0].host().to_owned())
@@ -130,8 +136,9 @@ impl Remote<'_> {
                 .map_err(|error| format!("the path of mgpurun itself is unknown: {error}"))?,
             folder: folder.map_err(|error| format!("the current folder is unknown: {error}"))?,
             endpoint: &endpoint,
-            chosen_endpoint: self.endpoint.is_some(),
-            chosen_nodes: self.nnodes.is_some(),
+            chosen_endpoint: self.nodes.rdzv_endpoint.is_some(),
+            chosen_nodes: self.nodes.nnodes.is_some(),
+            node_timeout: self.node_timeout()?,
             run_id: &new_run_id()?,
             options: self.options,
             program: self.program,

@@ -22,7 +22,7 @@ use super::auth::Credentials;
 use super::handshake::Fault;
 use super::link::Link;
 use super::opening::Opening;
-use super::port_owner::{self, PortOwner};
+use super::port_owner;
 use super::preamble::RunTag;
 use super::tcp;
 use crate::rendezvous::rejections::{Rejection, Rejections};
@@ -244,17 +244,14 @@ impl NodeListener {
 
 /// Who has the port, and what to do.
 fn taken(port: u16) -> String {
-    let Some(PortOwner { pid, name }) = port_owner::find(port) else {
-        return "; `ss -ltnp` shows who uses it, --rdzv-endpoint HOST:PORT names another one".into();
-    };
+    let owner = port_owner::find(port);
     // An agent is called `mgpu-launcher`.
-    let remedy = match name.starts_with("mgpu") {
+    let remedy = match owner.as_ref().is_some_and(|owner| owner.name.starts_with("mgpu")) {
         true => ": if that is node 0 of this job, give this node another --node-rank; otherwise name",
         false => "; name",
     };
-    format!(
-        "; process {pid} ({name}) listens there, as `ss -ltnp` shows{remedy} another port with --rdzv-endpoint HOST:PORT"
-    )
+    let who = port_owner::describe(owner.as_ref());
+    format!("; {who}{remedy} another port with --rdzv-endpoint HOST:PORT")
 }
 
 /// True if this host, not the connection, is the reason.

@@ -51,6 +51,7 @@ pub use layout::Layout;
 pub use link::{Link, LinkState, Loss};
 pub use listener::{NodeListener, RejectedConnections};
 pub use munge::Munge;
+pub use port_owner::who_listens;
 pub use preamble::RunTag;
 pub use relay::{Hub, HubAction, NodeManifest, RankEnd, RelayMessage};
 pub use resolve::Lookup;

@@ -15,6 +15,18 @@ pub(super) struct PortOwner {
     pub(super) name: String,
 }
 
+/// Who listens at `port`, or how to find out: a clause for messages.
+pub fn who_listens(port: u16) -> String {
+    describe(find(port).as_ref())
+}
+
+pub(super) fn describe(owner: Option<&PortOwner>) -> String {
+    match owner {
+        Some(PortOwner { pid, name }) => format!("process {pid} ({name}) listens there, as `ss -ltnp` shows"),
+        None => "`ss -ltnp` shows who listens there".to_owned(),
+    }
+}
+
 /// The process that listens at `port`; `None` if none is found.
 pub(super) fn find(port: u16) -> Option<PortOwner> {
     let tables = ["/proc/net/tcp", "/proc/net/tcp6"].map(|file| fs::read_to_string(file).unwrap_or_default());
