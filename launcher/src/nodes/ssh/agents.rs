@@ -14,15 +14,19 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::Signal;
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 
+use super::attachment::GREETING;
 use super::command::AgentCommand;
-use super::ending::{Action, Ending, NOT_FOUND, NOT_STARTED, SSH_FAILED};
+use super::ending::{Action, Ending, SSH_FAILED};
 use crate::exit_code;
 use crate::interrupt::{ends_the_run, handled_signals};
 
-/// Longest wait for more output after all agents have ended. (A connection of ssh that is kept for later keeps it open.)
+/// Longest wait for more output after an agent has ended. (A connection of ssh that is kept for later keeps it open.)
 const LAST_OUTPUT: Duration = Duration::from_secs(1);
 /// How often that wait looks for signals, and for output that is being written.
 const LAST_OUTPUT_INTERVAL: Duration = Duration::from_millis(50);
+/// Exit codes of a shell that cannot start a program, and of one that does not find it.
+const NOT_STARTED: u8 = 126;
+const NOT_FOUND: u8 = 127;
 /// Longest line that is passed on as a whole, in bytes.
 const MAX_LINE: u64 = 64 << 10;
 
@@ -33,6 +37,8 @@ struct Agent<'a> {
     pidfd: OwnedFd,
     /// `None` once it is closed.
     input: Option<ChildStdin>,
+    /// Gets a value as soon as the agent has said that it runs, and is disconnected at the end of its output.
+    greeting: Receiver<()>,
     has_ended: bool,
 }
 
@@ -94,10 +100,11 @@ impl<'a> Agents<'a> {
         let pidfd = pidfd_open(child.id());
         // A pipe has room for it. If the process has ended already, its exit code says more than this error.
         let _ = input.as_mut().map(|input| input.write_all(format!("{secret}\n").as_bytes()));
-        passing.clone().start(stdout, io::stdout).map_err(failed)?;
-        passing.clone().start(stderr, io::stderr).map_err(failed)?;
+        let (greeted, greeting) = mpsc::channel();
+        passing.clone().start(stdout, io::stdout, None).map_err(failed)?;
+        passing.clone().start(stderr, io::stderr, Some(greeted)).map_err(failed)?;
         let pidfd = pidfd.map_err(failed)?;
-        self.agents.push(Agent { command, child, pidfd, input, has_ended: false });
+        self.agents.push(Agent { command, child, pidfd, input, greeting, has_ended: false });
         Ok(())
     }
 
@@ -113,9 +120,8 @@ impl<'a> Agents<'a> {
             }
             for node in 0..self.agents.len() {
                 if let Some(status) = self.agents[node].poll_end() {
-                    let command = self.agents[node].command;
-                    explain(command, status).iter().for_each(|text| say(text));
-                    self.ending.ended(node, code_of(status), now);
+                    let code = self.agents[node].explain(status);
+                    self.ending.ended(node, code, now);
                 }
             }
             match self.ending.act(now) {
@@ -180,6 +186,30 @@ impl Agent<'_> {
         self.has_ended = true;
         Some(status)
     }
+
+    /// Says what its end means, unless it has spoken for itself. Returns its exit code, which is that of the launcher if it
+    /// was not started.
+    fn explain(&self, status: ExitStatus) -> u8 {
+        let AgentCommand { host, is_here, words } = self.command;
+        let code = code_of(status);
+        if *is_here {
+            return code;
+        }
+        if let Some(signal) = status.signal() {
+            let name = Signal::try_from(signal).map_or("a signal", Signal::as_str);
+            say(&format!("host {host}: {} was killed by {name}", words[0].to_string_lossy()));
+            return code;
+        }
+        // A rank may have ended with the same code.
+        let started = || self.greeting.recv_timeout(LAST_OUTPUT).is_ok();
+        match explain_start(self.command, code).filter(|_| !started()) {
+            Some(problem) => {
+                say(&format!("host {host}: {problem}"));
+                exit_code::LAUNCHER
+            }
+            None => code,
+        }
+    }
 }
 
 /// An early return leaves no agent behind.
@@ -197,29 +227,21 @@ fn code_of(status: ExitStatus) -> u8 {
     status.code().map_or_else(killed, |code| code as u8)
 }
 
-/// What the end of an agent that was not started means; `None` if the agent has spoken for itself.
-fn explain(command: &AgentCommand, status: ExitStatus) -> Option<String> {
-    let AgentCommand { host, is_here, words } = command;
-    let program = words[0].to_string_lossy();
-    let text = match (status.code(), status.signal()) {
-        _ if *is_here => return None,
-        (Some(code), _) if code == i32::from(NOT_FOUND) => {
-            "no such program there: mgpurun has to be at the same path on every host".to_owned()
-        }
-        (Some(code), _) if code == i32::from(NOT_STARTED) => {
+/// What the end of an agent means that was not started; `None` if nothing.
+fn explain_start(command: &AgentCommand, code: u8) -> Option<String> {
+    let (program, host) = (command.words[0].to_string_lossy(), &command.host);
+    let problem = match code {
+        NOT_FOUND => "no such program there: mgpurun has to be at the same path on every host".to_owned(),
+        NOT_STARTED => {
             "mgpurun cannot be started there: the working folder and mgpurun have to be at the same paths on every host"
                 .to_owned()
         }
-        (Some(code), _) if code == i32::from(SSH_FAILED) => format!(
-            "{program} could not connect to it, or has lost the connection (exit code 255); `{program} {host} true` has to work without a password"
+        SSH_FAILED => format!(
+            "{program} has no connection to it (exit code 255); `{program} {host} true` has to work without a password"
         ),
-        (None, Some(signal)) => {
-            let name = Signal::try_from(signal).map_or("a signal", Signal::as_str);
-            format!("{program} was killed by {name}")
-        }
         _ => return None,
     };
-    Some(format!("host {host}: {text}"))
+    Some(problem)
 }
 
 fn say(text: &str) {
@@ -246,8 +268,14 @@ struct Passing {
 }
 
 impl Passing {
-    /// Copies `from` on a thread: whole lines, so that those of different hosts do not mix, or bytes as they come.
-    fn start<W: Write + 'static>(self, from: impl Read + Send + 'static, to: fn() -> W) -> io::Result<()> {
+    /// Copies `from` on a thread: whole lines, so that those of different hosts do not mix, or bytes as they come. The line
+    /// with the greeting goes to `greeted`; what comes before it, such as warnings of ssh, are lines.
+    fn start<W: Write + 'static>(
+        self,
+        from: impl Read + Send + 'static,
+        to: fn() -> W,
+        mut greeted: Option<Sender<()>>,
+    ) -> io::Result<()> {
         let Passing { raw, counts, at_end } = self;
         let mut from = BufReader::with_capacity(MAX_LINE as usize, from);
         let copy = move || {
@@ -255,6 +283,7 @@ impl Passing {
             let mut bytes = Vec::new();
             loop {
                 bytes.clear();
+                let raw = raw && greeted.is_none();
                 let read = match raw {
                     true => from.fill_buf().map(|ready| {
                         bytes.extend_from_slice(ready);
@@ -267,6 +296,12 @@ impl Passing {
                 }
                 if !matches!(read, Ok(1..)) {
                     break;
+                }
+                if bytes == GREETING.as_bytes()
+                    && let Some(greeted) = greeted.take()
+                {
+                    let _ = greeted.send(());
+                    continue;
                 }
                 counts.writers.fetch_add(1, Ordering::Relaxed);
                 let mut to = to();

@@ -13,9 +13,7 @@ use crate::exit_code;
 const OWN_TIME: Duration = Duration::from_secs(2);
 /// Time beyond the ranks' own for an agent to end.
 const MARGIN: Duration = Duration::from_secs(3);
-/// The code of an agent whose shell cannot start `mgpurun`, that of one that finds none, and that of ssh's own failures.
-pub(super) const NOT_STARTED: u8 = 126;
-pub(super) const NOT_FOUND: u8 = 127;
+/// The code of ssh's own failures.
 pub(super) const SSH_FAILED: u8 = 255;
 
 /// What to do with the agents that are left.
@@ -114,7 +112,7 @@ impl Ending {
     /// that failed first.
     pub(super) fn exit_code(&self) -> u8 {
         match self.own_code.or(self.first_failure) {
-            Some(NOT_STARTED | NOT_FOUND | SSH_FAILED) if self.own_code.is_none() => exit_code::LAUNCHER,
+            Some(SSH_FAILED) if self.own_code.is_none() => exit_code::LAUNCHER,
             Some(code) => code,
             None => exit_code::SUCCESS,
         }

@@ -6,7 +6,8 @@
 //!
 //! The standard input of an agent is its tie to the starter ([`attachment`]): first a line with a secret that was made
 //! for this job, which so is on no command line, then a line for each signal. Its end, which also comes when ssh or the
-//! starter is killed, makes the agent end its ranks.
+//! starter is killed, makes the agent end its ranks. The first line that an agent writes says that it runs: exit codes after
+//! that are the job's.
 //!
 //! | module | job |
 //! |---|---|
