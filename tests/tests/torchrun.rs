@@ -128,7 +128,7 @@ fn the_port_and_the_name_of_a_job_on_one_node_can_be_chosen() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port().to_string();
     let who = format!("process {} (", std::process::id());
-    start(&port).expect(1, &[&format!("--master-port is {port}: "), "in use", &who]);
+    start(&port).expect(1, &[&format!("--master-port is {port}: "), "in use", &who, "ss -ltnp"]);
     drop(listener);
     let finished = start(&port);
     finished.expect(0, &[]);
