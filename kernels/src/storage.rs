@@ -208,6 +208,10 @@ impl lanes::Lanes for f16 {
 /// If the lengths differ.
 pub(crate) fn convert<A: Storage, B: Storage>(from: &[A], to: &mut [B]) {
     assert_eq!(from.len(), to.len(), "elements to be converted");
+    if A::DTYPE == B::DTYPE {
+        bytemuck::cast_slice_mut::<B, u8>(to).copy_from_slice(bytemuck::cast_slice(from));
+        return;
+    }
     dispatch(Convert { from, to });
 }
 

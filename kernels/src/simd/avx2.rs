@@ -113,6 +113,21 @@ impl Simd for Avx2 {
         unsafe { _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()))) }
     }
     #[inline(always)]
+    unsafe fn load_places(self, from: *const u8) -> __m256 {
+        // SAFETY: above; 8 bytes.
+        unsafe { _mm256_castsi256_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()))) }
+    }
+    #[inline(always)]
+    unsafe fn load_four(self, from: *const f32) -> __m256 {
+        // SAFETY: above; 16 bytes.
+        unsafe { _mm256_broadcast_ps(&_mm_loadu_ps(from)) }
+    }
+    #[inline(always)]
+    fn pick(self, values: __m256, places: __m256) -> __m256 {
+        // SAFETY: above.
+        unsafe { _mm256_permutevar_ps(values, _mm256_castps_si256(places)) }
+    }
+    #[inline(always)]
     unsafe fn load_bf16(self, from: *const bf16) -> __m256 {
         // SAFETY: above; 16 bytes.
         unsafe {

@@ -104,6 +104,21 @@ impl Simd for Avx512 {
         unsafe { _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()))) }
     }
     #[inline(always)]
+    unsafe fn load_places(self, from: *const u8) -> __m512 {
+        // SAFETY: above; 16 bytes.
+        unsafe { _mm512_castsi512_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()))) }
+    }
+    #[inline(always)]
+    unsafe fn load_four(self, from: *const f32) -> __m512 {
+        // SAFETY: above; 16 bytes.
+        unsafe { _mm512_broadcast_f32x4(_mm_loadu_ps(from)) }
+    }
+    #[inline(always)]
+    fn pick(self, values: __m512, places: __m512) -> __m512 {
+        // SAFETY: above.
+        unsafe { _mm512_permutevar_ps(values, _mm512_castps_si512(places)) }
+    }
+    #[inline(always)]
     unsafe fn load_bf16(self, from: *const bf16) -> __m512 {
         // SAFETY: above; 32 bytes.
         unsafe {

@@ -5,7 +5,7 @@
 //! instructions, so arithmetic is safe; it comes from [`dispatch`], which selects the best level of the processor (or
 //! what `MGPU_SIMD` allows, see `level`) and runs a [`Task`] compiled for it.
 //!
-//! Each lane computes the scalar operation, and except for `transpose` no operation mixes lanes. So a loop that sums
+//! Each lane computes the scalar operation, and except for `transpose` and `pick` no operation mixes lanes. So a loop that sums
 //! in an order independent of the number of lanes gives the same bits with AVX2 and AVX-512; on processors without
 //! fused multiply-add, [`Simd::mul_add`] rounds twice.
 
@@ -21,6 +21,9 @@ use crate::level;
 
 /// Maximum number of lanes of any implementation.
 pub(crate) const MAX_LANES: usize = 16;
+
+/// Minimum number of lanes of any implementation.
+pub(crate) const MIN_LANES: usize = 4;
 
 /// A copy of `count` elements, at most [`MAX_LANES`], followed by zeros.
 ///
@@ -104,6 +107,21 @@ pub trait Simd: Copy + Send + Sync {
     /// # Safety
     /// They can be read.
     unsafe fn load_bytes(self, from: *const u8) -> Self::F32;
+
+    /// Reads `LANES` bytes as the bits of integers, for [`pick`](Self::pick).
+    ///
+    /// # Safety
+    /// They can be read.
+    unsafe fn load_places(self, from: *const u8) -> Self::F32;
+
+    /// Reads four elements into each group of four lanes.
+    ///
+    /// # Safety
+    /// They can be read.
+    unsafe fn load_four(self, from: *const f32) -> Self::F32;
+
+    /// For each lane that one of the four lanes of its group in `values` which the integer in `places`, 0 to 3, tells.
+    fn pick(self, values: Self::F32, places: Self::F32) -> Self::F32;
 
     /// Reads `LANES` elements of half the width, exactly.
     ///
@@ -327,6 +345,10 @@ mod tests {
                 assert!(narrow.iter().all(|value| value.is_nan()));
                 simd.store_bf16_pairs(simd.splat(-f32::NAN), simd.splat(f32::NAN), pairs.as_mut_ptr());
                 assert!(pairs.iter().all(|value| value.is_nan()));
+                let places: Vec<u8> = (0..S::LANES as u8).map(|lane| lane.wrapping_mul(7) % 4).collect();
+                let four = [2.5, -1.0, f32::INFINITY, 1e-40];
+                let picked = simd.pick(simd.load_four(four.as_ptr()), simd.load_places(places.as_ptr()));
+                check(picked, &|a, _| four[usize::from(places[(a + 2.5) as usize])]);
                 let mut back = vec![0; S::LANES];
                 simd.store_bytes(simd.load_bytes(bytes.as_ptr()), back.as_mut_ptr());
                 assert_eq!(back, bytes);

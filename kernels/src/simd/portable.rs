@@ -74,6 +74,21 @@ impl Simd for Portable {
         unsafe { from.cast::<[u8; LANES]>().read_unaligned() }.map(f32::from)
     }
     #[inline(always)]
+    unsafe fn load_places(self, from: *const u8) -> [f32; LANES] {
+        // SAFETY: the caller guarantees four bytes.
+        let bytes = unsafe { from.cast::<[u8; LANES]>().read_unaligned() };
+        bytes.map(|byte| f32::from_bits(u32::from(byte)))
+    }
+    #[inline(always)]
+    unsafe fn load_four(self, from: *const f32) -> [f32; LANES] {
+        // SAFETY: the caller guarantees four elements.
+        unsafe { self.load(from) }
+    }
+    #[inline(always)]
+    fn pick(self, values: [f32; LANES], places: [f32; LANES]) -> [f32; LANES] {
+        places.map(|place| values[place.to_bits() as usize % LANES])
+    }
+    #[inline(always)]
     unsafe fn load_bf16(self, from: *const bf16) -> [f32; LANES] {
         // SAFETY: the caller guarantees four elements.
         unsafe { from.cast::<[bf16; LANES]>().read_unaligned() }.map(widen_bf16)

@@ -38,10 +38,8 @@ pub(super) fn pool<S: Simd, E: Storage>(
     assert!(two || rows == 1, "one or two rows");
     assert!(pixel >= channels && line >= width * pixel && values.len() >= rows * line, "pixels of rows");
     assert!(y.len() / channels <= width.div_ceil(2) && chosen.len() >= y.len(), "a row of half the width");
-    let (zero, slope) = (simd.splat(0.0), simd.splat(epilogue.slope.unwrap_or(1.0)));
-    let places = [simd.splat(0.0), simd.splat(1.0), simd.splat(2.0), simd.splat(3.0)];
     for result in 0..y.len() / channels {
-        let second = 2 * result + 1 < width;
+        let (below, right) = (if two { line } else { 0 }, if 2 * result + 1 < width { pixel } else { 0 });
         for channel in (0..channels).step_by(S::LANES) {
             let count = S::LANES.min(channels - channel);
             let (from, to) = (2 * result * pixel + channel, result * channels + channel);
@@ -49,28 +47,45 @@ pub(super) fn pool<S: Simd, E: Storage>(
             // and `chosen`.
             unsafe {
                 let window = values.as_ptr().add(from);
-                let load = |from| f32::load_at_least(simd, from, count, pixel - channel);
-                let (mut best, mut place) = (load(window), places[0]);
-                let others = [(second, pixel), (two, line), (second && two, line + pixel)];
-                for (at, (exists, offset)) in others.into_iter().enumerate() {
-                    if exists {
-                        let value = load(window.add(offset));
-                        let greater = simd.greater(value, best);
-                        best = simd.select(greater, value, best);
-                        place = simd.select(greater, places[at + 1], place);
-                    }
-                }
-                let best = simd.select(simd.greater(best, zero), best, simd.mul(best, slope));
-                // What is written beyond the channels is overwritten by the next pixel's.
-                E::store_at_least(simd, best, y.as_mut_ptr().add(to), count, y.len() - to);
-                if to + S::LANES <= chosen.len() {
-                    simd.store_bytes(place, chosen.as_mut_ptr().add(to));
-                } else {
-                    let mut bytes = [0; MAX_LANES];
-                    simd.store_bytes(place, bytes.as_mut_ptr());
-                    chosen[to..to + count].copy_from_slice(&bytes[..count]);
-                }
+                let load = |from: usize| f32::load_at_least(simd, window.add(from), count, pixel - channel);
+                let outputs = [load(0), load(right), load(below), load(below + right)];
+                pool_window(simd, epilogue, outputs, (y, chosen), to, count);
             }
+        }
+    }
+}
+
+/// Writes the maximum of a window's outputs, row by row, and its position, from element `to` on. The first output stands
+/// in for those outside the image.
+///
+/// # Safety
+/// Both destinations have `to + count` elements.
+#[inline(always)]
+pub(super) unsafe fn pool_window<S: Simd, E: Storage>(
+    simd: S,
+    epilogue: &Epilogue,
+    outputs: [S::F32; 4],
+    (y, chosen): (&mut [E], &mut [u8]),
+    to: usize,
+    count: usize,
+) {
+    let slope = simd.splat(epilogue.slope.unwrap_or(1.0));
+    let (mut best, mut place) = (outputs[0], simd.splat(0.0));
+    for (at, &output) in outputs.iter().enumerate().skip(1) {
+        let greater = simd.greater(output, best);
+        best = simd.select(greater, output, best);
+        place = simd.select(greater, simd.splat(at as f32), place);
+    }
+    let best = simd.select(simd.greater(best, simd.splat(0.0)), best, simd.mul(best, slope));
+    // SAFETY: the caller's promise. What is written beyond the channels is overwritten by the next pixel's.
+    unsafe {
+        E::store_at_least(simd, best, y.as_mut_ptr().add(to), count, y.len() - to);
+        if to + S::LANES <= chosen.len() {
+            simd.store_bytes(place, chosen.as_mut_ptr().add(to));
+        } else {
+            let mut bytes = [0; MAX_LANES];
+            simd.store_bytes(place, bytes.as_mut_ptr());
+            chosen[to..to + count].copy_from_slice(&bytes[..count]);
         }
     }
 }
@@ -84,7 +99,7 @@ pub(super) struct Results<'a, E> {
     pub(super) chosen: &'a [u8],
 }
 
-/// Writes rows of the gradient before activation and pooling to a block and, if given, to an image, each from its
+/// Writes rows of the gradient before activation and pooling to a block and to an image, to those given and each from its
 /// first pixel on, and adds them to `bias`. Pixels that no window covers are not written.
 #[inline(always)]
 pub(super) fn spread<S: Simd, E: Storage>(
@@ -92,77 +107,206 @@ pub(super) fn spread<S: Simd, E: Storage>(
     epilogue: &Epilogue,
     (height, width): (usize, usize),
     from: Results<'_, E>,
-    (block, to): (&GradientBlock, &mut [f32]),
-    (padded, image): (&PaddedImage, Option<&mut [f32]>),
+    block: Option<(&GradientBlock, &mut [f32])>,
+    image: Option<(&PaddedImage, &mut [f32])>,
     bias: &mut [f32],
 ) {
     let channels = bias.len();
-    let each = block.rows_each;
-    let columns = match epilogue.pool {
-        Some(Rounding::Floor) => width / 2,
-        Some(Rounding::Ceil) => width.div_ceil(2),
-        None => width,
+    let (each, columns) = match epilogue.pool {
+        Some(Rounding::Floor) => (2, width / 2),
+        Some(Rounding::Ceil) => (2, width.div_ceil(2)),
+        None => (1, width),
     };
     let len = from.y.len();
     let rows = len / (columns * channels).max(1);
+    if rows == 0 {
+        return;
+    }
     assert!(len == rows * columns * channels && from.dy.len() == len, "rows of a result");
     assert!(epilogue.pool.is_none() || from.chosen.len() == len, "positions of a result's maxima");
-    assert!(rows <= height && height <= rows * each && rows <= block.results, "rows of a gradient");
-    assert!(to.len() >= block.len() && channels <= block.channels(), "a block of a gradient");
-    assert!(height * width * block.stride <= block.panel, "pixels of a block of a gradient");
-    let line = padded.line();
-    let image = match image {
-        Some(image) => {
-            assert!(padded.channels == channels && image.len() >= (height - 1) * line + width * channels);
-            image.as_mut_ptr()
-        }
-        None => std::ptr::null_mut(),
-    };
-    let (zero, one, slope) = (simd.splat(0.0), simd.splat(1.0), simd.splat(epilogue.slope.unwrap_or(1.0)));
-    let places = [simd.splat(0.0), simd.splat(1.0), simd.splat(2.0), simd.splat(3.0)];
+    assert!(rows <= height && height <= rows * each, "rows of a gradient");
+    let block = block.map(|(block, to)| {
+        assert!(to.len() >= block.len() && channels <= block.channels(), "a block of a gradient");
+        assert!(height * width * block.stride <= block.panel, "pixels of a block of a gradient");
+        (*block, to.as_mut_ptr())
+    });
+    let image = image.map(|(padded, to)| {
+        let line = padded.line();
+        assert!(padded.channels == channels && to.len() >= (height - 1) * line + width * channels, "rows");
+        (line, to.as_mut_ptr())
+    });
+    let mut spread = Spread { epilogue, height, width, columns, from, block, image, bias };
     for row in 0..rows {
-        for channel in (0..channels).step_by(S::LANES) {
-            let count = S::LANES.min(channels - channel);
-            let first = channel / PANEL * block.panel + channel % PANEL;
+        let mut channel = 0;
+        while channel < channels {
             // SAFETY: by the assertions, all pixels lie within their rows, block and image.
             unsafe {
-                let mut sum = zero;
-                for column in 0..columns {
-                    let at = (row * columns + column) * channels + channel;
-                    let positive = simd.greater(E::load_first(simd, from.y.as_ptr().add(at), count), zero);
-                    let dy = E::load_first(simd, from.dy.as_ptr().add(at), count);
-                    let gradient = simd.mul(dy, simd.select(positive, one, slope));
-                    sum = simd.add(sum, gradient);
-                    let chosen = if epilogue.pool.is_none() {
-                        zero
-                    } else if at + S::LANES <= len {
-                        simd.load_bytes(from.chosen.as_ptr().add(at))
-                    } else {
-                        let mut bytes = [0; MAX_LANES];
-                        bytes[..count].copy_from_slice(&from.chosen[at..at + count]);
-                        simd.load_bytes(bytes.as_ptr())
+                channel += S::LANES
+                    * match (channel + STRIP * S::LANES <= channels, epilogue.pool.is_some()) {
+                        (true, true) => spread.windows::<S, STRIP>(simd, row, channel),
+                        (true, false) => spread.pixels::<S, STRIP>(simd, row, channel),
+                        (false, true) => spread.windows::<S, 1>(simd, row, channel),
+                        (false, false) => spread.pixels::<S, 1>(simd, row, channel),
                     };
-                    for (place, number) in places.into_iter().enumerate().take(each * each) {
-                        let (i, j) = (each * row + place / 2, each * column + place % 2);
-                        if i < height && j < width {
+            }
+        }
+    }
+}
+
+/// Vectors of channels that are read one after another: at least a cache line of any type.
+const STRIP: usize = 4;
+
+/// The arguments of [`spread`], which has checked them.
+struct Spread<'a, 'b, E> {
+    epilogue: &'a Epilogue,
+    height: usize,
+    width: usize,
+    /// Of a row of the result.
+    columns: usize,
+    from: Results<'a, E>,
+    block: Option<(GradientBlock, *mut f32)>,
+    /// With the elements of a row.
+    image: Option<(usize, *mut f32)>,
+    bias: &'b mut [f32],
+}
+
+impl<E: Storage> Spread<'_, '_, E> {
+    /// Spreads a row of the result without pooling: `V` vectors of channels from `channel` on. Returns `V`.
+    ///
+    /// # Safety
+    /// The row and the first lane of each vector exist; only a single vector may be partial.
+    #[inline(always)]
+    unsafe fn pixels<S: Simd, const V: usize>(&mut self, simd: S, row: usize, channel: usize) -> usize {
+        let channels = self.bias.len();
+        let mut sums = [simd.splat(0.0); V];
+        for column in 0..self.columns {
+            let at = (row * self.columns + column) * channels + channel;
+            for (vector, sum) in sums.iter_mut().enumerate() {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    let gradient = self.gradient::<S, V>(simd, at + vector * S::LANES, channel);
+                    *sum = simd.add(*sum, gradient);
+                    self.store::<S, V>(simd, gradient, (row, column), channel + vector * S::LANES);
+                }
+            }
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.add_to_bias(simd, sums, channel) }
+    }
+
+    /// As [`pixels`](Self::pixels), with pooling.
+    ///
+    /// # Safety
+    /// The same.
+    #[inline(always)]
+    unsafe fn windows<S: Simd, const V: usize>(&mut self, simd: S, row: usize, channel: usize) -> usize {
+        let (channels, zero) = (self.bias.len(), simd.splat(0.0));
+        let places = [zero, simd.splat(1.0), simd.splat(2.0), simd.splat(3.0)];
+        let mut sums = [zero; V];
+        for column in 0..self.columns {
+            for (vector, sum) in sums.iter_mut().enumerate() {
+                let channel = channel + vector * S::LANES;
+                let at = (row * self.columns + column) * channels + channel;
+                // SAFETY: the caller's promise.
+                unsafe {
+                    let gradient = self.gradient::<S, V>(simd, at, channel);
+                    *sum = simd.add(*sum, gradient);
+                    let chosen = match self.from.chosen {
+                        chosen if at + S::LANES <= chosen.len() => simd.load_bytes(chosen.as_ptr().add(at)),
+                        chosen => {
+                            let mut bytes = [0; MAX_LANES];
+                            bytes[..chosen.len() - at].copy_from_slice(&chosen[at..]);
+                            simd.load_bytes(bytes.as_ptr())
+                        }
+                    };
+                    for (place, number) in places.into_iter().enumerate() {
+                        let (i, j) = (2 * row + place / 2, 2 * column + place % 2);
+                        if i < self.height && j < self.width {
                             let value = simd.select(simd.equal(chosen, number), gradient, zero);
-                            // Whole vectors, since a pixel of a block is padded to whole cache lines.
-                            simd.store(value, to.as_mut_ptr().add(first + (i * width + j) * block.stride));
-                            if !image.is_null() {
-                                let to = image.add(i * line + j * channels + channel);
-                                if count == S::LANES {
-                                    simd.store(value, to);
-                                } else {
-                                    simd.store_first(value, to, count);
-                                }
-                            }
+                            self.store::<S, V>(simd, value, (i, j), channel);
                         }
                     }
                 }
-                let bias = bias.as_mut_ptr().add(channel);
-                let total = simd.add(simd.load_first(bias.cast_const(), count), sum);
-                simd.store_first(total, bias, count);
             }
         }
+        // SAFETY: the caller's promise.
+        unsafe { self.add_to_bias(simd, sums, channel) }
+    }
+
+    /// Lanes of each of `V` vectors from `channel` on.
+    #[inline(always)]
+    fn lanes<S: Simd, const V: usize>(&self, channel: usize) -> usize {
+        if V > 1 { S::LANES } else { S::LANES.min(self.bias.len() - channel) }
+    }
+
+    /// The gradient before the activation, from element `at` on. Lanes beyond the last channel do not matter.
+    ///
+    /// # Safety
+    /// The first lane exists.
+    #[inline(always)]
+    unsafe fn gradient<S: Simd, const V: usize>(&self, simd: S, at: usize, channel: usize) -> S::F32 {
+        let (count, slope) = (self.lanes::<S, V>(channel), self.epilogue.slope.unwrap_or(1.0));
+        // SAFETY: the caller's promise.
+        let load = |values: &[E]| unsafe {
+            E::load_at_least(
+                simd,
+                values.as_ptr().add(at),
+                count,
+                if V > 1 { count } else { values.len() - at },
+            )
+        };
+        let positive = simd.greater(load(self.from.y), simd.splat(0.0));
+        simd.mul(load(self.from.dy), simd.select(positive, simd.splat(1.0), simd.splat(slope)))
+    }
+
+    /// Writes a vector of channels of pixel (i, j).
+    ///
+    /// # Safety
+    /// The pixel and the channels exist.
+    #[inline(always)]
+    unsafe fn store<S: Simd, const V: usize>(
+        &self,
+        simd: S,
+        values: S::F32,
+        (i, j): (usize, usize),
+        channel: usize,
+    ) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if let Some((block, to)) = &self.block {
+                // Whole vectors, since a pixel of a block is padded to whole cache lines.
+                let first = channel / PANEL * block.panel + channel % PANEL;
+                simd.store(values, to.add(first + (i * self.width + j) * block.stride));
+            }
+            if let Some((line, to)) = self.image {
+                let to = to.add(i * line + j * self.bias.len() + channel);
+                match self.lanes::<S, V>(channel) {
+                    count if count == S::LANES => simd.store(values, to),
+                    count => simd.store_first(values, to, count),
+                }
+            }
+        }
+    }
+
+    /// Adds vectors of channels to the gradient of the bias, and returns their number.
+    ///
+    /// # Safety
+    /// The first lane of each vector exists.
+    #[inline(always)]
+    unsafe fn add_to_bias<S: Simd, const V: usize>(
+        &mut self,
+        simd: S,
+        sums: [S::F32; V],
+        channel: usize,
+    ) -> usize {
+        for (vector, sum) in sums.iter().enumerate() {
+            let count = self.lanes::<S, V>(channel);
+            // SAFETY: the caller's promise.
+            unsafe {
+                let bias = self.bias.as_mut_ptr().add(channel + vector * S::LANES);
+                simd.store_first(simd.add(simd.load_first(bias.cast_const(), count), *sum), bias, count);
+            }
+        }
+        V
     }
 }

@@ -9,7 +9,8 @@
 //!
 //! No columns are gathered (no im2col). If the kernel may read beyond the edge, the image is first copied into a
 //! border of zeros (`border`). The epilogue is applied to one or two rows of a convolution at a time (`epilogue`).
-//! For too few channels or filters to fill a vector, each pass has a faster variant (`pixels`, `fold`, `chosen`).
+//! For too few channels or filters to fill a vector, each pass has a faster variant (`pixels`, `fold`, `chosen`), and so have
+//! first layers with pooling (`windows`).
 //!
 //! Every thread sums the weight gradients of its images; the threads' sums are added in the order of threads.
 
@@ -20,6 +21,7 @@ mod fold;
 mod pixels;
 pub(super) mod tiles;
 mod weights;
+mod windows;
 
 use super::{Backward, Epilogue};
 use crate::conv::ConvShape;
@@ -183,35 +185,55 @@ impl<E: Storage> Task for Forward<'_, E> {
         let (filters, width, height) = (shape.filters, shape.out_width(), shape.out_height());
         let padded = PaddedImage::input(&shape);
         let by_pixels = pixels::is_faster(&shape, &epilogue);
+        let by_windows = windows::is_faster(&shape) && !by_pixels;
         let (pixel, line, slack, planes_len) = match by_pixels {
             true => {
                 let (pixel, line) = (pixels::pixel_len::<S>(&shape), pixels::line_len::<S>(&shape));
                 (pixel, line, pixels::SLACK, pixels::planes_len::<S>(&shape))
             }
-            false => (filters, width * filters, 0, 0),
+            false => (filters, width * filters, if by_windows { windows::slack(&padded) } else { 0 }, 0),
         };
-        // With pooling, the two rows for one row of the result; otherwise all rows at once.
-        let (steps, rows_each) =
-            if epilogue.pool.is_some() { (epilogue.result(&shape).0, 2) } else { (1, height) };
-        let outputs_len = if epilogue.pool.is_none() && E::wide(y).is_some() { 0 } else { rows_each * line };
+        let copied = padded.above > 0 || by_pixels || by_windows;
+        let (rows, columns) = epilogue.result(&shape);
+        let result = columns * filters;
+        // Two rows for one row of a pooled result or for a row of windows; otherwise all rows at once.
+        let (steps, rows_each) = match epilogue.pool {
+            Some(_) => (rows, 2),
+            None if by_windows => (height.div_ceil(2), 2),
+            None => (1, height),
+        };
+        let in_place = by_windows || epilogue.pool.is_none() && E::wide(y).is_some();
+        let outputs_len = if in_place { 0 } else { rows_each * line };
         let needed = [padded.len() + slack, outputs_len, planes_len];
         let mut memory = memory.reserve(needed.map(lines).iter().sum());
         let [image, outputs, planes] = needed.map(|len| cut(&mut memory, len));
-        if padded.above > 0 || by_pixels {
+        if copied {
             image.fill(0.0);
         }
-        let (rows, columns) = epilogue.result(&shape);
-        let result = columns * filters;
         for n in 0..images {
             let x = image_of(x, n, shape.input_len());
-            let x = E::wide(x).filter(|_| padded.above == 0 && !by_pixels).unwrap_or_else(|| {
+            let x = E::wide(x).filter(|_| !copied).unwrap_or_else(|| {
                 padded.copy(x, image);
                 image
             });
             let y = &mut y[n * rows * result..(n + 1) * rows * result];
-            for row in 0..steps {
-                let count = rows_each.min(height - 2 * row);
-                let x = &x[2 * row * padded.line()..];
+            for step in 0..steps {
+                let count = rows_each.min(height - rows_each * step);
+                let x = &x[rows_each * step * padded.line()..];
+                let results = match epilogue.pool {
+                    Some(_) => step..step + 1,
+                    None => rows_each * step..rows_each * step + count,
+                };
+                let y = &mut y[results.start * result..results.end * result];
+                // That of this row and of those after it.
+                let chosen = match epilogue.pool {
+                    Some(_) => &mut chosen[(n * rows + step) * result..],
+                    None => &mut [],
+                };
+                if by_windows {
+                    windows::rows(simd, (&shape, &epilogue), count, (x, packed, bias), y, chosen);
+                    continue;
+                }
                 let (product, lines) = rows_of_convolution(&padded, shape.kernel, x, packed, filters, count);
                 // The activation is monotonic, so it can be applied after the maximum.
                 let slope = if epilogue.pool.is_some() { 1.0 } else { epilogue.slope.unwrap_or(1.0) };
@@ -222,11 +244,9 @@ impl<E: Storage> Task for Forward<'_, E> {
                     } else {
                         product.compute_lines(simd, lines, outputs, filters);
                     }
-                    let at = row * result;
-                    let chosen = &mut chosen[n * rows * result + at..];
                     let outputs =
                         Outputs { values: outputs, rows: count, width, channels: filters, pixel, line };
-                    epilogue::pool(simd, &epilogue, outputs, &mut y[at..at + result], chosen);
+                    epilogue::pool(simd, &epilogue, outputs, y, chosen);
                 } else if let Some(y) = E::wide_mut(y) {
                     product.compute_lines(simd, lines, y, filters);
                 } else {
@@ -295,9 +315,13 @@ impl<E: Storage> Task for Gradients<'_, E> {
         let input = PaddedImage::input(&shape);
         let gradient = if folded { fold::gradient(&shape) } else { PaddedImage::gradient(&shape) };
         let block = GradientBlock::new(&shape, &epilogue);
-        let sparse = chosen::is_faster::<S>(&shape, &epilogue);
-        let (slack, sums_len) =
-            if sparse { (chosen::slack(&input), chosen::sums_len(&shape)) } else { (0, 0) };
+        let by_filters = chosen::is_faster::<S>(&shape, &epilogue);
+        let sparse = by_filters || windows::is_faster(&shape) && epilogue.pool.is_some();
+        let (slack, sums_len) = match (by_filters, sparse) {
+            (true, _) => (chosen::slack(&input), chosen::sums_len(&shape)),
+            (false, true) => (windows::slack(&input), windows::memory_len(&shape, &epilogue)),
+            (false, false) => (0, 0),
+        };
         let image_len = input.len() + slack;
         let dw_len = weights::gradient_len(&shape);
         let gradient_len = if dx.is_some() { gradient.len() } else { 0 };
@@ -331,14 +355,16 @@ impl<E: Storage> Task for Gradients<'_, E> {
                     epilogue::Results { y: &from.y[results.clone()], dy: &from.dy[results], chosen };
                 let row = first * block.rows_each;
                 let height = (count * block.rows_each).min(shape.out_height() - row);
-                let whole = dx.is_some().then(|| &mut whole[gradient.interior() + row * gradient.line()..]);
+                let whole = dx
+                    .is_some()
+                    .then(|| (&gradient, &mut whole[gradient.interior() + row * gradient.line()..]));
                 epilogue::spread(
                     simd,
                     &epilogue,
                     (height, shape.out_width()),
                     results,
-                    (&block, g),
-                    (&gradient, whole),
+                    Some((&block, &mut *g)),
+                    whole,
                     db,
                 );
                 if sparse {
@@ -373,7 +399,11 @@ impl<E: Storage> Task for Gradients<'_, E> {
                 let results =
                     epilogue::Results { y: &from.y[results.clone()], dy: &from.dy[results], chosen };
                 db.fill(0.0);
-                chosen::add_image(simd, (&shape, &epilogue), x, results, sums, db);
+                if by_filters {
+                    chosen::add_image(simd, (&shape, &epilogue), x, results, sums, db);
+                } else {
+                    windows::add_image(simd, (&shape, &epilogue), x, results, sums, dw, db);
+                }
             }
             bias.iter_mut().zip(db.iter()).for_each(|(sum, db)| *sum += f64::from(*db));
             if let Some(dx) = &mut dx {
@@ -391,7 +421,7 @@ impl<E: Storage> Task for Gradients<'_, E> {
                 }
             }
         }
-        if sparse {
+        if by_filters {
             chosen::reorder::<S>(&shape, sums, dw);
         }
     }

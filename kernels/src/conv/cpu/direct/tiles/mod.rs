@@ -18,7 +18,7 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::border::{GradientBlock, PaddedImage};
+use super::border::PaddedImage;
 use super::{Backward, Epilogue, epilogue};
 use crate::conv::ConvShape;
 use crate::simd::{Simd, Task, dispatch};
@@ -29,10 +29,13 @@ use crate::tile_engine::{BLOCK, Begin, DEPTH, Depth, Engine, Left, Right, SIDE, 
 use crate::{AlignedVec, Scratch};
 
 use operands::{Filters, Planes, Runs, Weights};
-use results::{Finish, Pool, Store, WeightBlocks};
+use results::{Finish, Pool, Ring, Store, WeightBlocks};
 
 /// The depth of a weight gradient's product that is worth more images.
 const ENOUGH_PIXELS: usize = 768;
+
+/// Elements of the gradient before activation and pooling that are computed at a time, if so many are two rows: 32 KiB.
+const GRADIENTS: usize = 8192;
 
 /// A convolution computed directly, with products of bf16.
 #[derive(Debug)]
@@ -88,33 +91,37 @@ impl TiledDirect {
         let layout = Filters { channels, filters, kernel };
         let packed = self.packed.reserve(layout.len());
         layout.pack(threads, &mut scratch.parts, Weights::of_forward(&shape, weights), packed);
+        let packed = &*packed;
         let chosen_len = if epilogue.pool.is_some() { result_len } else { 0 };
         let outputs =
             (Rows::new(y, result_len), Rows::new(chosen, chosen_len), PerPart::new(&mut scratch.parts));
         threads.divide(images, 1, outputs, |range, (y, chosen, part)| {
             let runs = Runs { image: PaddedImage::input(&shape), kernel };
-            let outputs_len = if epilogue.pool.is_some() { shape.output_len() } else { 0 };
-            let memory_len = [runs.len().div_ceil(2), outputs_len, SUMS];
+            let ring = Ring::new(&runs);
+            let sums_len = if epilogue.pool.is_some() { ring.len() } else { SUMS };
+            let memory_len = [runs.len().div_ceil(2), sums_len];
             let mut memory = part.own().reserve(memory_len.map(super::lines).iter().sum());
             let image = cut_bf16(&mut memory, runs.len());
-            let outputs = super::cut(&mut memory, outputs_len);
-            let sums = super::cut(&mut memory, SUMS);
+            let sums = super::cut(&mut memory, sums_len);
             image.fill(bf16::ZERO);
             let session = engine.start();
-            let filters = (layout, &*packed);
             for n in range.clone() {
                 let own = (n - range.start) * result_len..(n - range.start + 1) * result_len;
                 runs.image.copy(super::image_of(x, n, shape.input_len()), image);
+                let convolution = Convolution { session: &session, runs: &runs, image, layout, packed };
                 let y = &mut y.values[own.clone()];
                 if epilogue.pool.is_some() {
-                    // The activation is monotonic, so it can be applied after the maximum.
-                    let finish = Finish { bias: Some(bias), slope: 1.0 };
-                    convolve(&session, &runs, image, filters, finish, sums, outputs);
-                    // The rows of the last image are not followed by others.
-                    dispatch(Pool { shape, epilogue, outputs, y, chosen: &mut chosen.values[own.start..] });
+                    let chosen = &mut chosen.values[own];
+                    convolution.pool(
+                        (epilogue, bias),
+                        (ring, &mut *sums),
+                        epilogue.result(&shape),
+                        y,
+                        chosen,
+                    );
                 } else {
                     let finish = Finish { bias: Some(bias), slope: epilogue.slope.unwrap_or(1.0) };
-                    convolve(&session, &runs, image, filters, finish, sums, y);
+                    convolution.store(finish, sums, y);
                 }
             }
         });
@@ -168,27 +175,66 @@ impl TiledDirect {
     }
 }
 
-/// Overwrites `outputs`, \[row, column, filter\], with the convolution of a padded image.
-fn convolve<O: Storage>(
-    session: &Session,
-    runs: &Runs,
-    image: &[bf16],
-    (layout, packed): (Filters, &[bf16]),
-    finish: Finish<'_>,
-    sums: &mut [f32],
-    outputs: &mut [O],
-) {
-    let channels = runs.image.channels;
-    let depth = Depth { segments: runs.kernel, steps: runs.steps() };
-    for (block, panel) in (0..layout.filters).step_by(BLOCK).zip((0..).step_by(2)) {
-        let panels = [panel * layout.panel(), (panel + 1) * layout.panel()];
+/// The products of a convolution of a padded image.
+#[derive(Clone, Copy)]
+struct Convolution<'a> {
+    session: &'a Session,
+    runs: &'a Runs,
+    image: &'a [bf16],
+    layout: Filters,
+    packed: &'a [bf16],
+}
+
+impl Convolution<'_> {
+    /// Overwrites `sums` with the products of a block of pixels from `first` on and of filters from `filter` on.
+    fn multiply(&self, first: usize, filter: usize, sums: &mut [f32]) {
+        let Convolution { session, runs, image, layout, packed } = *self;
+        let channels = runs.image.channels;
+        let groups = [first * channels, (first + SIDE) * channels];
+        let left = Left { values: image, groups, row: channels, segment: runs.image.line() };
+        let panels = [0, 1].map(|panel| (filter / SIDE + panel) * layout.panel());
         let right = Right { values: packed, panels, segment: layout.segment() };
-        for first in (0..runs.pixels()).step_by(BLOCK) {
-            let groups = [first * channels, (first + SIDE) * channels];
-            let left = Left { values: image, groups, row: channels, segment: runs.image.line() };
-            session.multiply(left, right, depth, Begin::Zero, sums);
-            let columns = block..layout.filters;
-            dispatch(Store { runs, first, columns, finish, sums, outputs });
+        let depth = Depth { segments: runs.kernel, steps: runs.steps() };
+        session.multiply(left, right, depth, Begin::Zero, sums);
+    }
+
+    /// Overwrites `outputs`, \[row, column, filter\].
+    fn store<O: Storage>(&self, finish: Finish<'_>, sums: &mut [f32], outputs: &mut [O]) {
+        let (runs, filters) = (self.runs, self.layout.filters);
+        for filter in (0..filters).step_by(BLOCK) {
+            for first in (0..runs.pixels()).step_by(BLOCK) {
+                self.multiply(first, filter, sums);
+                dispatch(Store { runs, first, columns: filter..filters, finish, sums, outputs });
+            }
+        }
+    }
+
+    /// Overwrites an image of the result, `rows` by `columns`, with the pooled outputs: each row as soon as its sums are
+    /// complete.
+    fn pool<E: Storage>(
+        &self,
+        (epilogue, bias): (Epilogue, &[f32]),
+        (ring, sums): (Ring, &mut [f32]),
+        (rows, columns): (usize, usize),
+        y: &mut [E],
+        chosen: &mut [u8],
+    ) {
+        let (runs, filters) = (self.runs, self.layout.filters);
+        let (height, width) = runs.result();
+        let line = columns * filters;
+        for filter in (0..filters).step_by(BLOCK) {
+            let mut first = 0;
+            for row in 0..rows {
+                // From the first pixel of two rows to the last, or of one.
+                let end = (2 * row + 2).min(height) * runs.image.width - (runs.image.width - width);
+                while first < end {
+                    self.multiply(first, filter, &mut sums[ring.block(first)]);
+                    first += BLOCK;
+                }
+                let (y, chosen) = (&mut y[row * line..][..line], &mut chosen[row * line..][..line]);
+                let columns = filter..filters;
+                dispatch(Pool { runs, epilogue, ring, sums, columns, bias, row, y, chosen });
+            }
         }
     }
 }
@@ -212,11 +258,10 @@ impl<E: Storage> Gradients<'_, E> {
         let blocks = WeightBlocks::new(&shape);
         let group = ENOUGH_PIXELS.div_ceil(planes.depth).min(images.len()).max(1);
         // The gradient before activation and pooling: its rows are as wide as those of the padded input, so that both have
-        // the same pixels.
-        let input = PaddedImage::input(&shape);
-        let gradient =
-            PaddedImage { channels: filters, height: shape.out_height(), above: 0, beside: 0, ..input };
-        let block = GradientBlock::new(&shape, &epilogue);
+        // the same pixels. It is computed, and rounded, some rows at a time: an even number of pixels.
+        let width = PaddedImage::input(&shape).width;
+        let line = width * filters;
+        let rows_each = (GRADIENTS / line).next_multiple_of(2).max(2);
         let pairs_len = blocks.filters * 2 * SIDE * planes.depth;
         let runs = Runs { image: PaddedImage::gradient(&shape), kernel };
         let [padded_len, interleaved_len] = planes.memory_len();
@@ -225,8 +270,7 @@ impl<E: Storage> Gradients<'_, E> {
             blocks.len(),
             (group * planes.len()).div_ceil(2),
             (group * pairs_len).div_ceil(2),
-            planes.depth * filters,
-            block.len(),
+            rows_each * line,
             filters,
             padded_len.div_ceil(2),
             interleaved_len,
@@ -238,8 +282,8 @@ impl<E: Storage> Gradients<'_, E> {
         let dw = super::cut(&mut memory, blocks.len());
         let inputs = cut_bf16(&mut memory, group * planes.len());
         let pairs = cut_bf16(&mut memory, group * pairs_len);
-        let dz = super::cut(&mut memory, planes.depth * filters);
-        let (unused, db) = (super::cut(&mut memory, block.len()), super::cut(&mut memory, filters));
+        let dz = super::cut(&mut memory, rows_each * line);
+        let db = super::cut(&mut memory, filters);
         let padded = cut_bf16(&mut memory, padded_len);
         let interleaved = super::cut(&mut memory, interleaved_len);
         let image = cut_bf16(&mut memory, runs_len);
@@ -250,44 +294,43 @@ impl<E: Storage> Gradients<'_, E> {
                 .zip(inputs.chunks_exact_mut(planes.len()).zip(pairs.chunks_exact_mut(pairs_len)))
             {
                 db.fill(0.0);
-                dispatch(Spread {
-                    shape,
-                    epilogue,
-                    from,
-                    n,
-                    block: (&block, unused),
-                    to: (&gradient, dz),
-                    bias: db,
-                });
+                for row in (0..shape.out_height()).step_by(rows_each) {
+                    let rows = row..shape.out_height().min(row + rows_each);
+                    dispatch(Spread { shape, epilogue, from, n, rows: rows.clone(), width, dz, bias: db });
+                    let first = row * width;
+                    let columns = RowPairs {
+                        from: dz,
+                        row: filters,
+                        rows: (rows_each * width).min(planes.depth - first),
+                        columns: filters,
+                        panel: SIDE * planes.depth,
+                    };
+                    columns.pack_part(0..columns.rows.div_ceil(2), &mut pairs[SIDE * first..]);
+                    if dx.is_some() {
+                        let inner = shape.out_width() * filters;
+                        let to = image[runs.image.interior() + row * runs.image.line()..]
+                            .chunks_mut(runs.image.line());
+                        for (from, to) in dz.chunks_exact(line).take(rows.len()).zip(to) {
+                            convert(&from[..inner], &mut to[..inner]);
+                        }
+                    }
+                }
                 bias.iter_mut().zip(db.iter()).for_each(|(sum, db)| *sum += f64::from(*db));
                 let x = super::image_of(from.x, n, shape.input_len());
                 planes.copy(x, inputs, padded, interleaved);
-                let columns = RowPairs {
-                    from: dz,
-                    row: filters,
-                    rows: planes.depth,
-                    columns: filters,
-                    panel: SIDE * planes.depth,
-                };
-                columns.pack(pairs);
                 if let Some(dx) = &mut dx {
-                    let rows = dz.chunks_exact(gradient.line()).take(gradient.height);
-                    let inner = shape.out_width() * filters;
-                    let to = image[runs.image.interior()..].chunks_mut(runs.image.line());
-                    for (from, to) in rows.zip(to) {
-                        convert(&from[..inner], &mut to[..inner]);
-                    }
                     let finish = Finish { bias: None, slope: 1.0 };
                     let at = (n - images.start) * shape.input_len();
                     let dx = &mut dx[at..at + shape.input_len()];
-                    convolve(session, &runs, image, (layout, packed), finish, sums, dx);
+                    let convolution = Convolution { session, runs: &runs, image, layout, packed };
+                    convolution.store(finish, sums, dx);
                 }
             }
             let depth = Depth { segments: count, steps: planes.depth / DEPTH };
             for (channel, place) in
                 (0..blocks.channels * blocks.places).map(|at| (at / blocks.places, at % blocks.places))
             {
-                let start = channel * BLOCK * planes.plane + place / kernel * input.width + place % kernel;
+                let start = channel * BLOCK * planes.plane + place / kernel * width + place % kernel;
                 let left = Left {
                     values: inputs,
                     groups: [start, start + SIDE * planes.plane],
@@ -306,15 +349,18 @@ impl<E: Storage> Gradients<'_, E> {
     }
 }
 
-/// Writes the gradient before activation and pooling of one image, and adds it to `bias`.
+/// Overwrites `dz` with some rows of the gradient before activation and pooling of image `n`, and adds them to `bias`. Rows
+/// after the last are zeros, and so are columns beyond the gradient's if they were before.
 struct Spread<'a, 'b, E> {
     shape: ConvShape,
     epilogue: Epilogue,
     from: Backward<'a, E>,
     n: usize,
-    /// Only written.
-    block: (&'b GradientBlock, &'b mut [f32]),
-    to: (&'b PaddedImage, &'b mut [f32]),
+    /// From an even one on.
+    rows: Range<usize>,
+    /// Pixels of a row of `dz`.
+    width: usize,
+    dz: &'b mut [f32],
     bias: &'b mut [f32],
 }
 
@@ -322,28 +368,18 @@ impl<E: Storage> Task for Spread<'_, '_, E> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let Spread { shape, epilogue, from, n, block: (block, unused), to: (gradient, to), bias } = self;
-        let (rows, columns) = epilogue.result(&shape);
-        // An image one pixel wide may be empty after pooling.
-        let rows = if columns > 0 { rows } else { 0 };
+        let Spread { shape, epilogue, from, n, rows, width, dz, bias } = self;
+        let (results, columns) = epilogue.result(&shape);
+        let each = if epilogue.pool.is_some() { 2 } else { 1 };
         let line = columns * shape.filters;
-        for first in (0..rows).step_by(block.results) {
-            let count = block.results.min(rows - first);
-            let results = (n * rows + first) * line..(n * rows + first + count) * line;
-            let chosen = if epilogue.pool.is_some() { &from.chosen[results.clone()] } else { &[] };
-            let results = epilogue::Results { y: &from.y[results.clone()], dy: &from.dy[results], chosen };
-            let row = first * block.rows_each;
-            let height = (count * block.rows_each).min(shape.out_height() - row);
-            let image = Some(&mut to[row * gradient.line()..]);
-            epilogue::spread(
-                simd,
-                &epilogue,
-                (height, shape.out_width()),
-                results,
-                (block, &mut *unused),
-                (gradient, image),
-                bias,
-            );
-        }
+        let own = rows.start / each..rows.end.div_ceil(each).min(results);
+        let height = (own.len() * each).min(rows.len());
+        let own = (n * results + own.start) * line..(n * results + own.end) * line;
+        let chosen = if epilogue.pool.is_some() { &from.chosen[own.clone()] } else { &[] };
+        let results = epilogue::Results { y: &from.y[own.clone()], dy: &from.dy[own], chosen };
+        let padded = PaddedImage { height, width, channels: shape.filters, above: 0, beside: 0 };
+        let image = Some((&padded, &mut *dz));
+        epilogue::spread(simd, &epilogue, (height, shape.out_width()), results, None, image, bias);
+        dz[height * padded.line()..].fill(0.0);
     }
 }

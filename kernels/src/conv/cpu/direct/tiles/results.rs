@@ -2,14 +2,14 @@
 
 use std::ops::Range;
 
-use super::super::epilogue::Outputs;
 use super::super::{Epilogue, epilogue};
 use super::operands::Runs;
 use crate::AlignedVec;
 use crate::conv::ConvShape;
 use crate::gemm::transpose::Transpose;
-use crate::simd::{Simd, Task};
+use crate::simd::{MIN_LANES, Simd, Task};
 use crate::storage::Storage;
+use crate::storage::lanes::Lanes;
 use crate::threads::{Rows, Threads};
 use crate::tile_engine::{BLOCK, SIDE, SUMS, index};
 
@@ -37,28 +37,60 @@ impl<O: Storage> Task for Store<'_, O> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let Store { runs, first, columns, finish: Finish { bias, slope }, sums, outputs } = self;
+        let Store { runs, first, ref columns, finish, sums, ref outputs } = self;
         let ((height, width), filters) = (runs.result(), columns.end);
         assert!(sums.len() == SUMS && outputs.len() == height * width * filters, "outputs of a convolution");
         assert!(first < runs.pixels() && columns.start < filters, "a block of a convolution");
-        assert!(bias.is_none_or(|bias| bias.len() == filters), "bias of a convolution");
+        assert!(finish.bias.is_none_or(|bias| bias.len() == filters), "bias of a convolution");
+        // SAFETY: the assertions.
+        unsafe {
+            match (columns.len() >= BLOCK, finish.bias.is_some() || finish.slope != 1.0) {
+                (true, true) => self.pixels::<S, true, true>(simd),
+                (true, false) => self.pixels::<S, true, false>(simd),
+                (false, _) => self.pixels::<S, false, true>(simd),
+            }
+        }
+    }
+}
+
+impl<O: Storage> Store<'_, O> {
+    /// Stores all pixels. `WHOLE` tells that there are as many columns as in a block, and `FINISH` whether anything becomes of
+    /// the sums before.
+    ///
+    /// # Safety
+    /// The lengths are those that `run` checks.
+    #[inline(always)]
+    unsafe fn pixels<S: Simd, const WHOLE: bool, const FINISH: bool>(self, simd: S) {
+        let Store { runs, first, columns, finish: Finish { bias, slope }, sums, outputs } = self;
+        let ((_, width), filters) = (runs.result(), columns.end);
+        let count = |at: usize| if WHOLE { S::LANES } else { S::LANES.min(columns.len().saturating_sub(at)) };
         let (zero, slope) = (simd.splat(0.0), simd.splat(slope));
+        let mut biases = [zero; BLOCK / MIN_LANES];
+        if let Some(bias) = bias {
+            for (at, vector) in (0..BLOCK).step_by(S::LANES).zip(&mut biases) {
+                // SAFETY: the caller's promise; no element is read beyond the columns.
+                *vector =
+                    unsafe { simd.load_first(bias.as_ptr().wrapping_add(columns.start + at), count(at)) };
+            }
+        }
         let (mut row, mut column) = (first / runs.image.width, first % runs.image.width);
         for pixel in 0..BLOCK.min(runs.pixels() - first) {
             if column < width {
                 let to = (row * width + column) * filters + columns.start;
-                for at in (0..BLOCK.min(columns.len())).step_by(S::LANES) {
-                    let count = S::LANES.min(columns.len() - at);
+                for (at, bias) in (0..BLOCK).step_by(S::LANES).zip(&biases) {
                     // SAFETY: a vector is within a row of a tile; `row` and `column` are those of an output, whose filters
-                    // and their bias exist by the assertions.
+                    // exist by the caller's promise.
                     unsafe {
                         let mut value = simd.load(sums.as_ptr().add(index(pixel, at)));
-                        if let Some(bias) = bias {
-                            let from = bias.as_ptr().add(columns.start + at);
-                            value = simd.add(value, simd.load_first(from, count));
+                        if FINISH {
+                            value = simd.add(value, *bias);
+                            value = simd.select(simd.greater(value, zero), value, simd.mul(value, slope));
                         }
-                        let value = simd.select(simd.greater(value, zero), value, simd.mul(value, slope));
-                        O::store_first(simd, value, outputs.as_mut_ptr().add(to + at), count);
+                        let to = outputs.as_mut_ptr().wrapping_add(to + at);
+                        match count(at) {
+                            count if count == S::LANES => O::store(simd, value, to),
+                            count => O::store_first(simd, value, to, count),
+                        }
                     }
                 }
             }
@@ -70,13 +102,43 @@ impl<O: Storage> Task for Store<'_, O> {
     }
 }
 
-/// Pools the outputs of an image.
+/// Blocks of sums, of 32 pixels each, of which the last few are kept: those that a row of a pooled result needs.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Ring {
+    blocks: usize,
+}
+
+impl Ring {
+    pub(super) fn new(runs: &Runs) -> Ring {
+        // Two rows, and the parts of blocks before and after them.
+        Ring { blocks: (2 * runs.image.width).div_ceil(BLOCK) + 2 }
+    }
+
+    /// Elements of all blocks.
+    pub(super) fn len(&self) -> usize {
+        self.blocks * SUMS
+    }
+
+    /// The sums of the block that begins with pixel `first`.
+    pub(super) fn block(&self, first: usize) -> Range<usize> {
+        let at = first / BLOCK % self.blocks * SUMS;
+        at..at + SUMS
+    }
+}
+
+/// Adds the bias to the sums of two rows of a convolution, or of the last one, and pools them to a row of the result.
 pub(super) struct Pool<'a, E> {
-    pub(super) shape: ConvShape,
+    pub(super) runs: &'a Runs,
     pub(super) epilogue: Epilogue,
-    pub(super) outputs: &'a [f32],
+    pub(super) ring: Ring,
+    pub(super) sums: &'a [f32],
+    /// From the first column of the blocks to the last of all.
+    pub(super) columns: Range<usize>,
+    pub(super) bias: &'a [f32],
+    /// The row of the result.
+    pub(super) row: usize,
+    /// That row's results, \[column, filter\].
     pub(super) y: &'a mut [E],
-    /// That of this image and of those after it.
     pub(super) chosen: &'a mut [u8],
 }
 
@@ -84,22 +146,42 @@ impl<E: Storage> Task for Pool<'_, E> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let Pool { shape, epilogue, outputs, y, chosen } = self;
-        let (width, filters) = (shape.out_width(), shape.filters);
-        let (rows, columns) = epilogue.result(&shape);
-        let result = columns * filters;
-        for row in 0..rows {
-            let line = width * filters;
-            let outputs = Outputs {
-                values: &outputs[2 * row * line..],
-                rows: (shape.out_height() - 2 * row).min(2),
-                width,
-                channels: filters,
-                pixel: filters,
-                line,
-            };
-            let y = &mut y[row * result..(row + 1) * result];
-            epilogue::pool(simd, &epilogue, outputs, y, &mut chosen[row * result..]);
+        let Pool { runs, epilogue, ring, sums, columns, bias, row, y, chosen } = self;
+        let ((height, width), filters) = (runs.result(), columns.end);
+        let line = runs.image.width;
+        assert!(
+            sums.len() == ring.len() && columns.start < filters && bias.len() == filters,
+            "sums and bias"
+        );
+        assert!(
+            y.len().div_ceil(filters) <= width.div_ceil(2) && y.len() == chosen.len(),
+            "a row of half the width"
+        );
+        assert!(2 * row < height, "a row of the result");
+        let below = if 2 * row + 1 < height { line } else { 0 };
+        for column in 0..y.len() / filters {
+            let first = 2 * row * line + 2 * column;
+            let right = usize::from(2 * column + 1 < width);
+            let pixels = [first, first + right, first + below, first + below + right].map(|pixel| {
+                let block = ring.block(pixel / BLOCK * BLOCK);
+                sums[block].as_ptr().wrapping_add(index(pixel % BLOCK, 0))
+            });
+            for at in (0..BLOCK.min(columns.len())).step_by(S::LANES) {
+                let count = S::LANES.min(columns.len() - at);
+                let filter = columns.start + at;
+                let to = column * filters + filter;
+                // SAFETY: a vector is within a row of a tile, and `count` filters exist. Nothing is written beyond them, since
+                // the next pixel may have results already.
+                unsafe {
+                    let bias = f32::load_at_least(simd, bias.as_ptr().add(filter), count, filters - filter);
+                    let output =
+                        |pixel: *const f32| simd.add(simd.load(pixel.wrapping_add(index(0, at))), bias);
+                    let outputs =
+                        [output(pixels[0]), output(pixels[1]), output(pixels[2]), output(pixels[3])];
+                    let results = (&mut y[..to + count], &mut chosen[..to + count]);
+                    epilogue::pool_window(simd, &epilogue, outputs, results, to, count);
+                }
+            }
         }
     }
 }
