@@ -57,11 +57,10 @@ impl<E: Storage> Task for Apply<'_, E> {
         for (pixel, values) in (first..).zip(values.chunks_exact_mut(channels)) {
             let sample = first_sample + (pixel / plane) as u64;
             let element = sample * (channels * plane) as u64 + (pixel % plane) as u64;
-            for (value, channel) in values.iter_mut().zip(0u64..) {
+            for (value, bits) in values.iter_mut().zip(stream.bits24_of_every(element, plane as u64)) {
                 // Computed for every element, to avoid a branch that would be mispredicted half the time.
                 let scaled = value.widen() * scale;
-                let kept = stream.bits24(element.wrapping_add(channel * plane as u64)) >= threshold;
-                *value = E::narrow(if kept { scaled } else { 0.0 });
+                *value = E::narrow(if bits >= threshold { scaled } else { 0.0 });
             }
         }
     }
