@@ -9,8 +9,6 @@ use crate::threads::{PerPart, Rows, Threads};
 
 /// Fewer elements are not worth another thread.
 const GRAIN: usize = 1 << 14;
-/// Pixels whose terms are added to the sums of a channel at once: few enough that memory is read almost in order.
-const BLOCK: usize = 4;
 
 fn pixels(len: usize, channels: usize) -> usize {
     assert_eq!(len % channels, 0, "{len} elements are not a whole number of pixels of {channels} channels");
@@ -58,38 +56,20 @@ struct Sum<'a, E, F> {
 impl<E: Storage, F: Fn(f64, f64, f64) -> [f64; 2]> Task for Sum<'_, E, F> {
     type Output = ();
     #[inline(always)]
-    fn run<S: Simd>(mut self, _: S) {
-        let block = BLOCK * self.sums.len() / 2;
-        let (x, dy) = (self.x.chunks_exact(block), self.dy.chunks_exact(block));
-        let (rest_of_x, rest_of_dy) = (x.remainder(), dy.remainder());
-        for (x, dy) in x.zip(dy) {
-            self.add::<BLOCK>(x, dy);
-        }
-        let pixel = block / BLOCK;
-        for (x, dy) in rest_of_x.chunks_exact(pixel).zip(rest_of_dy.chunks_exact(pixel)) {
-            self.add::<1>(x, dy);
-        }
-    }
-}
-
-impl<E: Storage, F: Fn(f64, f64, f64) -> [f64; 2]> Sum<'_, E, F> {
-    /// Adds the terms of `N` pixels, in their order.
-    #[inline(always)]
-    fn add<const N: usize>(&mut self, x: &[E], dy: &[E]) {
-        let channels = self.sums.len() / 2;
-        let (first, second) = self.sums.split_at_mut(channels);
-        let [x, dy] = [x, dy]
-            .map(|all| -> [&[E]; N] { std::array::from_fn(|pixel| &all[pixel * channels..][..channels]) });
-        let mean = self.mean.map(|mean| &mean[..channels]);
-        for channel in 0..channels {
-            let mean = mean.map_or(0.0, |mean| mean[channel]);
-            let (mut a, mut b) = (first[channel], second[channel]);
-            for (x, dy) in x.iter().zip(&dy) {
-                let [p, q] = (self.term)(x[channel].widen().into(), dy[channel].widen().into(), mean.into());
-                a += p;
-                b += q;
+    fn run<S: Simd>(self, _: S) {
+        let Sum { x, dy, mean, sums, term } = self;
+        let channels = sums.len() / 2;
+        let (first, second) = sums.split_at_mut(channels);
+        let mean = mean.map(|mean| &mean[..channels]);
+        // Memory is read strictly in order: several pixels in one turn would save accesses to the sums, but processors fetch
+        // several sequences of memory in advance less well than one.
+        for (x, dy) in x.chunks_exact(channels).zip(dy.chunks_exact(channels)) {
+            for channel in 0..channels {
+                let mean = mean.map_or(0.0, |mean| mean[channel]);
+                let [p, q] = term(x[channel].widen().into(), dy[channel].widen().into(), mean.into());
+                first[channel] += p;
+                second[channel] += q;
             }
-            (first[channel], second[channel]) = (a, b);
         }
     }
 }
