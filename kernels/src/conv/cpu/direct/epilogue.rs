@@ -142,19 +142,25 @@ pub(super) fn spread<S: Simd, E: Storage>(
             // SAFETY: by the assertions, all pixels lie within their rows, block and image.
             unsafe {
                 channel += S::LANES
-                    * match (channel + STRIP * S::LANES <= channels, epilogue.pool.is_some()) {
-                        (true, true) => spread.windows::<S, STRIP>(simd, row, channel),
-                        (true, false) => spread.pixels::<S, STRIP>(simd, row, channel),
-                        (false, true) => spread.windows::<S, 1>(simd, row, channel),
-                        (false, false) => spread.pixels::<S, 1>(simd, row, channel),
+                    * match ((channels - channel) / S::LANES, epilogue.pool.is_some()) {
+                        (STRIP.., true) => spread.windows::<S, STRIP>(simd, row, channel),
+                        (STRIP.., false) => spread.pixels::<S, STRIP>(simd, row, channel),
+                        (HALF.., true) => spread.windows::<S, HALF>(simd, row, channel),
+                        (HALF.., false) => spread.pixels::<S, HALF>(simd, row, channel),
+                        (_, true) => spread.windows::<S, 1>(simd, row, channel),
+                        (_, false) => spread.pixels::<S, 1>(simd, row, channel),
                     };
             }
         }
     }
 }
 
-/// Vectors of channels that are read one after another: at least a cache line of any type.
-const STRIP: usize = 4;
+/// Vectors of channels that are read one after another: processors fetch memory in advance that is read nearly in order. Their
+/// sums stay in registers.
+const STRIP: usize = 8;
+
+/// The same for few channels.
+const HALF: usize = STRIP / 2;
 
 /// The arguments of [`spread`], which has checked them.
 struct Spread<'a, 'b, E> {
