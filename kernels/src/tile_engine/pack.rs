@@ -126,27 +126,27 @@ impl Task for PackPairs<'_, '_> {
         let len = matrix.pairs() * 2 * SIDE;
         assert!(panel >= len || columns <= SIDE, "panels of {len} elements {panel} elements apart");
         for pair in pairs {
-            let lines = [2 * pair, 2 * pair + 1]
-                .map(|at| if at < rows { &from[at * row..][..columns] } else { Default::default() });
+            // No arrays are mapped here: the function that does it is not always inlined.
+            let line = |at: usize| if at < rows { &from[at * row..][..columns] } else { &[] };
+            let (even, odd) = (line(2 * pair), line(2 * pair + 1));
             for (index, first) in (0..columns).step_by(SIDE).enumerate() {
                 let to: &mut [bf16; 2 * SIDE] =
                     panels[index * panel + pair * 2 * SIDE..].first_chunk_mut().expect("a pair of a panel");
-                let rest = lines.map(|line| line.get(first..).unwrap_or_default());
-                let padded;
-                let [even, odd]: [&[f32; SIDE]; 2] = match rest.map(|rest| rest.first_chunk()) {
-                    [Some(even), Some(odd)] => [even, odd],
-                    _ => {
-                        padded = rest.map(|rest| {
-                            let mut columns = [0.0; SIDE];
-                            let width = rest.len().min(SIDE);
-                            columns[..width].copy_from_slice(&rest[..width]);
-                            columns
-                        });
-                        padded.each_ref()
-                    }
-                };
-                store_pairs(simd, even, odd, to);
+                let chunk = |line: &'_ [f32]| line.get(first..).and_then(|rest| rest.first_chunk().copied());
+                match (chunk(even), chunk(odd)) {
+                    (Some(even), Some(odd)) => store_pairs(simd, &even, &odd, to),
+                    _ => store_pairs(simd, &padded(even, first), &padded(odd, first), to),
+                }
             }
         }
     }
+}
+
+/// The 16 elements of a line from `first` on, or zeros beyond its end.
+fn padded(line: &[f32], first: usize) -> [f32; SIDE] {
+    let mut columns = [0.0; SIDE];
+    let rest = line.get(first..).unwrap_or_default();
+    let width = rest.len().min(SIDE);
+    columns[..width].copy_from_slice(&rest[..width]);
+    columns
 }

@@ -266,6 +266,43 @@ proptest! {
     }
 }
 
+/// The images, and the filters, with a second channel of zeros.
+fn with_an_empty_channel(values: &[f32], plane: usize) -> Vec<f32> {
+    values.chunks(plane).flat_map(|plane| plane.iter().copied().chain(plane.iter().map(|_| 0.0))).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+    #[test]
+    fn first_layers_match_the_definition(
+        few in shapes(2, 70), larger: bool, epilogue in epilogues(), images in 1usize..4, count in 1usize..3,
+    ) {
+        let kernel = if larger { 5 } else { 3 };
+        check(ConvShape { kernel, padding: Padding::Same, ..few }, epilogue, DIRECT, images, count, 2e-5);
+        check(ConvShape { kernel, padding: Padding::Valid, ..few }, epilogue, DIRECT, images, count, 2e-5);
+    }
+
+    /// Windows of outputs are summed as the product of a layer with more channels sums them.
+    #[test]
+    fn first_layers_have_the_bits_of_products(few in shapes(2, 70), epilogue in epilogues(), images in 1usize..4) {
+        let one = ConvShape { kernel: 3, padding: Padding::Same, ..few };
+        let two = ConvShape { channels: 2, ..one };
+        let (threads, len) = (Threads::new(2), Conv::new(one, epilogue, DIRECT).result_len());
+        let (x, w) = (random(images * one.input_len(), 1), random(one.weights_len(), 2));
+        let bias = random(one.filters, 3);
+        let results = [(one, x.clone(), w.clone()), (two, with_an_empty_channel(&x, 1), with_an_empty_channel(&w, 9))]
+            .map(|(shape, x, w)| {
+                let mut y = vec![f32::NAN; images * len];
+                let mut chosen = vec![9; if epilogue.pool.is_some() { y.len() } else { 0 }];
+                let mut scratch = Scratch::new(&threads);
+                let mut conv = Conv::new(shape, epilogue, DIRECT);
+                conv.forward(&threads, &mut scratch, &x, &w, &bias, &mut y, &mut chosen);
+                (y.iter().map(|y| y.to_bits()).collect::<Vec<_>>(), chosen)
+            });
+        prop_assert!(results[0] == results[1]);
+    }
+}
+
 /// None, and all engines of this processor.
 fn engines() -> Vec<Option<Engine>> {
     std::iter::once(None).chain(Engine::available().into_iter().map(Some)).collect()

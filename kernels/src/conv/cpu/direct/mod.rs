@@ -10,7 +10,7 @@
 //! No columns are gathered (no im2col). If the kernel may read beyond the edge, the image is first copied into a
 //! border of zeros (`border`). The epilogue is applied to one or two rows of a convolution at a time (`epilogue`).
 //! For too few channels or filters to fill a vector, each pass has a faster variant (`pixels`, `fold`, `chosen`), and so have
-//! first layers with pooling (`windows`).
+//! layers with one channel (`windows`).
 //!
 //! Every thread sums the weight gradients of its images; the threads' sums are added in the order of threads.
 

@@ -162,10 +162,16 @@ impl<E: Storage> Task for Pool<'_, E> {
         for column in 0..y.len() / filters {
             let first = 2 * row * line + 2 * column;
             let right = usize::from(2 * column + 1 < width);
-            let pixels = [first, first + right, first + below, first + below + right].map(|pixel| {
+            let sums_of = |pixel: usize| {
                 let block = ring.block(pixel / BLOCK * BLOCK);
                 sums[block].as_ptr().wrapping_add(index(pixel % BLOCK, 0))
-            });
+            };
+            let pixels = [
+                sums_of(first),
+                sums_of(first + right),
+                sums_of(first + below),
+                sums_of(first + below + right),
+            ];
             for at in (0..BLOCK.min(columns.len())).step_by(S::LANES) {
                 let count = S::LANES.min(columns.len() - at);
                 let filter = columns.start + at;
