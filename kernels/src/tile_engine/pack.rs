@@ -132,14 +132,18 @@ impl Task for PackPairs<'_, '_> {
             for (index, first) in (0..columns).step_by(SIDE).enumerate() {
                 let to: &mut [bf16; 2 * SIDE] =
                     panels[index * panel + pair * 2 * SIDE..].first_chunk_mut().expect("a pair of a panel");
-                let chunk = |line: &'_ [f32]| line.get(first..).and_then(|rest| rest.first_chunk().copied());
-                match (chunk(even), chunk(odd)) {
-                    (Some(even), Some(odd)) => store_pairs(simd, &even, &odd, to),
+                match (chunk(even, first), chunk(odd, first)) {
+                    (Some(even), Some(odd)) => store_pairs(simd, even, odd, to),
                     _ => store_pairs(simd, &padded(even, first), &padded(odd, first), to),
                 }
             }
         }
     }
+}
+
+/// The 16 elements of a line from `first` on, if there are as many.
+fn chunk(line: &[f32], first: usize) -> Option<&[f32; SIDE]> {
+    line.get(first..)?.first_chunk()
 }
 
 /// The 16 elements of a line from `first` on, or zeros beyond its end.

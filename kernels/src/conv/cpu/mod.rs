@@ -25,6 +25,7 @@ use std::str::FromStr;
 
 use super::ConvShape;
 use crate::pool::{self, Rounding};
+use crate::simd::Simd;
 use crate::threads::Threads;
 use crate::tile_engine::Engine;
 
@@ -135,6 +136,18 @@ impl Epilogue {
             None => (shape.out_height(), shape.out_width()),
         }
     }
+}
+
+/// The activation with `slope` for negative values.
+#[inline(always)]
+fn activate<S: Simd>(simd: S, value: S::F32, slope: S::F32) -> S::F32 {
+    simd.select(simd.greater(value, simd.splat(0.0)), value, simd.mul(value, slope))
+}
+
+/// The gradient before the activation from the result `y` and its gradient.
+#[inline(always)]
+fn before_activation<S: Simd>(simd: S, y: S::F32, dy: S::F32, slope: S::F32) -> S::F32 {
+    simd.mul(dy, simd.select(simd.greater(y, simd.splat(0.0)), simd.splat(1.0), slope))
 }
 
 impl ConvAlgorithm {

@@ -3,7 +3,7 @@
 
 use super::border::{GradientBlock, PaddedImage};
 use crate::Storage;
-use crate::conv::cpu::Epilogue;
+use crate::conv::cpu::{Epilogue, activate, before_activation};
 use crate::gemm::tile::PANEL;
 use crate::pool::Rounding;
 use crate::simd::{MAX_LANES, Simd};
@@ -76,7 +76,7 @@ pub(super) unsafe fn pool_window<S: Simd, E: Storage>(
         best = simd.select(greater, output, best);
         place = simd.select(greater, simd.splat(at as f32), place);
     }
-    let best = simd.select(simd.greater(best, simd.splat(0.0)), best, simd.mul(best, slope));
+    let best = activate(simd, best, slope);
     // SAFETY: the caller's promise. What is written beyond the channels is overwritten by the next pixel's.
     unsafe {
         E::store_at_least(simd, best, y.as_mut_ptr().add(to), count, y.len() - to);
@@ -167,7 +167,7 @@ struct Spread<'a, 'b, E> {
     epilogue: &'a Epilogue,
     height: usize,
     width: usize,
-    /// Of a row of the result.
+    /// Pixels of a row of the result.
     columns: usize,
     from: Results<'a, E>,
     block: Option<(GradientBlock, *mut f32)>,
@@ -261,8 +261,7 @@ impl<E: Storage> Spread<'_, '_, E> {
                 if V > 1 { count } else { values.len() - at },
             )
         };
-        let positive = simd.greater(load(self.from.y), simd.splat(0.0));
-        simd.mul(load(self.from.dy), simd.select(positive, simd.splat(1.0), simd.splat(slope)))
+        before_activation(simd, load(self.from.y), load(self.from.dy), simd.splat(slope))
     }
 
     /// Writes a vector of channels of pixel (i, j).

@@ -14,7 +14,7 @@ use super::epilogue::{Results, pool_window};
 use super::lines;
 use crate::Storage;
 use crate::conv::ConvShape;
-use crate::conv::cpu::Epilogue;
+use crate::conv::cpu::{Epilogue, activate, before_activation};
 use crate::gemm::tile::{PANEL, SPAN};
 use crate::simd::{MAX_LANES, Simd, Task};
 use crate::storage::lanes::Lanes;
@@ -191,12 +191,12 @@ impl Window<'_> {
         filter: usize,
         count: usize,
     ) {
-        let (zero, slope) = (simd.splat(0.0), simd.splat(self.epilogue.slope.unwrap_or(1.0)));
+        let slope = simd.splat(self.epilogue.slope.unwrap_or(1.0));
         let pixel = self.bias.len();
         for (at, &output) in outputs.iter().enumerate() {
             let (row, column) = (at / 2, at % 2);
             if row < self.rows && column < self.columns {
-                let value = simd.select(simd.greater(output, zero), output, simd.mul(output, slope));
+                let value = activate(simd, output, slope);
                 // SAFETY: the caller's promise. The next pixel's results may have been written already.
                 unsafe {
                     let to = y.as_mut_ptr().add(self.to + row * self.row + column * pixel + filter);
@@ -258,8 +258,8 @@ pub(super) fn add_image<S: Simd, E: Storage>(
     dw: &mut [f32],
     bias: &mut [f32],
 ) {
-    let (filters, line, len) =
-        (shape.filters, PaddedImage::input(shape).line(), PaddedImage::input(shape).len());
+    let (filters, input) = (shape.filters, PaddedImage::input(shape));
+    let (line, len) = (input.line(), input.len());
     let (rows, columns) = epilogue.result(shape);
     let windows = rows * columns;
     let results = windows * filters;
@@ -340,7 +340,7 @@ impl Group<'_> {
         bias: &mut [f32],
     ) {
         let filters = self.shape.filters;
-        let (zero, one) = (simd.splat(0.0), simd.splat(1.0));
+        let zero = simd.splat(0.0);
         let slope = simd.splat(self.epilogue.slope.unwrap_or(1.0));
         for vector in 0..V {
             let filter = self.first + vector * S::LANES;
@@ -355,9 +355,7 @@ impl Group<'_> {
                         let load = |values: &[E]| {
                             E::load_at_least(simd, values.as_ptr().add(at), count, values.len() - at)
                         };
-                        let positive = simd.greater(load(from.y), zero);
-                        let dy = load(from.dy);
-                        let gradient = simd.mul(dy, simd.select(positive, one, slope));
+                        let gradient = before_activation(simd, load(from.y), load(from.dy), slope);
                         sum = simd.add(sum, gradient);
                         let to = (window * V + vector) * S::LANES;
                         simd.store(gradient, gradients.as_mut_ptr().add(to));

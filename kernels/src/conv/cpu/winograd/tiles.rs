@@ -19,7 +19,7 @@ use super::points::{MAX_POINTS, Points};
 use super::transform::{input, input_gradient, output, output_gradient};
 use crate::Storage;
 use crate::conv::ConvShape;
-use crate::conv::cpu::Epilogue;
+use crate::conv::cpu::{Epilogue, activate, before_activation};
 use crate::pool;
 use crate::simd::{MAX_LANES, Simd, Task};
 
@@ -290,8 +290,7 @@ impl<E: Storage, const PAIRS: usize, const TILE: usize> Task for Outputs<'_, E, 
                 for i in 0..TILE {
                     tile[i] = output::<S, PAIRS, TILE>(simd, &tiling.points, &down[i]);
                     for j in 0..TILE {
-                        let value = simd.add(tile[i][j], bias);
-                        tile[i][j] = simd.select(simd.greater(value, zero), value, simd.mul(value, slope));
+                        tile[i][j] = activate(simd, simd.add(tile[i][j], bias), slope);
                     }
                 }
                 if tiling.pool.is_none() {
@@ -333,16 +332,10 @@ impl<E: Storage, const PAIRS: usize, const TILE: usize> Task for Outputs<'_, E, 
 /// # Safety
 /// `y` and `dy` have as many elements there as a vector.
 #[inline(always)]
-unsafe fn before_activation<S: Simd, E: Storage>(
-    simd: S,
-    y: &[E],
-    dy: &[E],
-    at: usize,
-    slope: S::F32,
-) -> S::F32 {
+unsafe fn gradient_at<S: Simd, E: Storage>(simd: S, y: &[E], dy: &[E], at: usize, slope: S::F32) -> S::F32 {
     // SAFETY: the caller's promise.
     let (y, dy) = unsafe { (E::load(simd, y.as_ptr().add(at)), E::load(simd, dy.as_ptr().add(at))) };
-    simd.mul(dy, simd.select(simd.greater(y, simd.splat(0.0)), simd.splat(1.0), slope))
+    before_activation(simd, y, dy, slope)
 }
 
 /// From gradients of results to those of products at the points, `dm = A dz Aᵀ`, where `dz` is the gradient before
@@ -385,7 +378,7 @@ impl<E: Storage, const PAIRS: usize, const TILE: usize> Task for OutputGradients
                         for j in 0..TILE.min(width - column) {
                             let at = ((image * height + row + i) * width + column + j) * filters + filter;
                             // SAFETY: a pixel of one of the images, whose filters are whole vectors.
-                            tile[j][i] = unsafe { before_activation(simd, y, dy, at, slope) };
+                            tile[j][i] = unsafe { gradient_at(simd, y, dy, at, slope) };
                             sum = simd.add(sum, tile[j][i]);
                         }
                     }
@@ -395,7 +388,7 @@ impl<E: Storage, const PAIRS: usize, const TILE: usize> Task for OutputGradients
                             let pixel = (image * height + (row + i) / 2) * width + (column + j) / 2;
                             let at = pixel * filters + filter;
                             // SAFETY: a pixel of one of the images, whose filters are whole vectors.
-                            let value = unsafe { before_activation(simd, y, dy, at, slope) };
+                            let value = unsafe { gradient_at(simd, y, dy, at, slope) };
                             sum = simd.add(sum, value);
                             // SAFETY: `chosen` is as long as the result.
                             let place = unsafe { simd.load_bytes(chosen.as_ptr().add(at)) };

@@ -6,6 +6,7 @@ use super::super::{Epilogue, epilogue};
 use super::operands::Runs;
 use crate::AlignedVec;
 use crate::conv::ConvShape;
+use crate::conv::cpu::activate;
 use crate::gemm::transpose::Transpose;
 use crate::simd::{MIN_LANES, Simd, Task};
 use crate::storage::Storage;
@@ -83,8 +84,7 @@ impl<O: Storage> Store<'_, O> {
                     unsafe {
                         let mut value = simd.load(sums.as_ptr().add(index(pixel, at)));
                         if FINISH {
-                            value = simd.add(value, *bias);
-                            value = simd.select(simd.greater(value, zero), value, simd.mul(value, slope));
+                            value = activate(simd, simd.add(value, *bias), slope);
                         }
                         let to = outputs.as_mut_ptr().wrapping_add(to + at);
                         match count(at) {
