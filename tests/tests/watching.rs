@@ -330,7 +330,8 @@ fn ranks_with_gpus_are_watched_too() {
         let count =
             |rank| collectives_of(&seen, rank).iter().filter(|line| line.ends_with("enqueued")).count();
         // Before rank 1 hangs, any of the two may be ahead, and in the middle of a collective.
-        let has_settled = seen.contains("\nthe ranks part in communicator 1:\n  rank 1 is after all_reduce #");
+        let has_settled =
+            seen.contains("\nthe ranks part in communicator 1:\n  rank 1 is after all_reduce #");
         count(1) > 0 && count(0) > count(1) && has_settled
     });
     let mut metrics = String::new();
