@@ -323,7 +323,11 @@ impl RowsAsColumns {
                         start: if first == 0 { start } else { Start::Existing },
                         slope: if last { slope } else { 1.0 },
                     }
-                    .compute(&mut c.values[from * c_row..], c_row, prefetch);
+                    .compute(
+                        &mut c.values[from * c_row..],
+                        c_row,
+                        [prefetch, Prefetch::NONE],
+                    );
                 }
             }
         });

@@ -137,7 +137,7 @@ pub(super) fn forward(
                         depth,
                         begin,
                         sums,
-                        next.of_tile(pair, panels / 2),
+                        next.share(pair, panels / 2),
                     );
                 }
             }

@@ -68,9 +68,6 @@ impl Lines {
     const ONE: Lines = Lines { count: 1, left: 0, c: 0 };
 }
 
-/// Elements by which prefetching advances in each step: half a cache line, as fast as memory can deliver.
-const PREFETCH_STEP: usize = 8;
-
 /// One product and its extents.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Product<'a> {
@@ -86,29 +83,31 @@ pub(crate) struct Product<'a> {
 }
 
 impl Product<'_> {
-    /// Writes the product to `c`, whose rows are `row` elements apart, prefetching other memory meanwhile.
+    /// Writes the product to `c`, whose rows are `row` elements apart, prefetching other memory meanwhile: all of the first
+    /// area, then of the second.
     ///
     /// # Panics
     /// If an operand or `c` is too short.
-    pub(crate) fn compute(&self, c: &mut [f32], row: usize, prefetch: Prefetch) {
-        dispatch(Compute { product: *self, lines: Lines::ONE, c, row, prefetch });
+    pub(crate) fn compute(&self, c: &mut [f32], row: usize, ahead: [Prefetch; 2]) {
+        dispatch(Compute { product: *self, lines: Lines::ONE, c, row, ahead });
     }
 
     /// Writes the product to the upper left corner of `c`, prefetching other memory meanwhile.
     ///
     /// # Panics
     /// If an operand or `c` is too small.
-    pub(crate) fn compute_block(&self, c: &mut Block<'_>, prefetch: Prefetch) {
+    pub(crate) fn compute_block(&self, c: &mut Block<'_>, ahead: Prefetch) {
         assert!(self.rows <= c.rows() && self.columns <= c.columns(), "a product's destination");
         let (corner, row) = (c.corner(), c.row_stride());
         // The block has at least the extents of the product.
-        dispatch(AtCorner(ComputeAt { product: *self, lines: Lines::ONE, c: corner, row, prefetch }));
+        let ahead = [ahead, Prefetch::NONE];
+        dispatch(AtCorner(ComputeAt { product: *self, lines: Lines::ONE, c: corner, row, ahead }));
     }
 
     /// Computes the product for several lines, within a task: all lines for some columns, then for the next ones.
     #[inline(always)]
     pub(crate) fn compute_lines<S: Simd>(&self, simd: S, lines: Lines, c: &mut [f32], row: usize) {
-        Compute { product: *self, lines, c, row, prefetch: Prefetch::NONE }.run(simd);
+        Compute { product: *self, lines, c, row, ahead: [Prefetch::NONE; 2] }.run(simd);
     }
 
     /// Writes the product to memory from `c` on.
@@ -116,7 +115,14 @@ impl Product<'_> {
     /// # Safety
     /// For each line, rows `row` elements apart with as many columns as the product has can be written.
     #[inline(always)]
-    unsafe fn compute_at<S: Simd>(&self, simd: S, lines: Lines, c: *mut f32, row: usize, prefetch: Prefetch) {
+    unsafe fn compute_at<S: Simd>(
+        &self,
+        simd: S,
+        lines: Lines,
+        c: *mut f32,
+        row: usize,
+        ahead: [Prefetch; 2],
+    ) {
         let Product { rows, columns, depth, segments, left, right, start, .. } = *self;
         if rows == 0 || columns == 0 || lines.count == 0 {
             return;
@@ -171,7 +177,7 @@ impl Product<'_> {
                             },
                             existing: matches!(start, Start::Existing),
                             width,
-                            prefetch: prefetch.of_tile(done, all),
+                            ahead: ahead.map(|ahead| ahead.share(done, all)),
                         };
                         tile_of_height(simd, self, origin, height, vectors);
                     }
@@ -188,14 +194,14 @@ struct Compute<'a> {
     lines: Lines,
     c: &'a mut [f32],
     row: usize,
-    prefetch: Prefetch,
+    ahead: [Prefetch; 2],
 }
 
 impl Task for Compute<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let Compute { product, lines, c, row, prefetch } = self;
+        let Compute { product, lines, c, row, ahead } = self;
         let Product { rows, columns, .. } = product;
         if rows == 0 || columns == 0 || lines.count == 0 {
             return;
@@ -204,7 +210,7 @@ impl Task for Compute<'_> {
         let last = (lines.count - 1) * lines.c + (rows - 1) * row + columns - 1;
         assert!(c.len() > last, "a product's destination");
         // The last element exists, and so do all before it.
-        simd.call(ComputeAt { product, lines, c: c.as_mut_ptr(), row, prefetch });
+        simd.call(ComputeAt { product, lines, c: c.as_mut_ptr(), row, ahead });
     }
 }
 
@@ -216,16 +222,16 @@ struct ComputeAt<'a> {
     lines: Lines,
     c: *mut f32,
     row: usize,
-    prefetch: Prefetch,
+    ahead: [Prefetch; 2],
 }
 
 impl Task for ComputeAt<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let ComputeAt { product, lines, c, row, prefetch } = self;
+        let ComputeAt { product, lines, c, row, ahead } = self;
         // SAFETY: whoever constructed it checked the destination.
-        unsafe { product.compute_at(simd, lines, c, row, prefetch) }
+        unsafe { product.compute_at(simd, lines, c, row, ahead) }
     }
 }
 
@@ -266,7 +272,7 @@ struct TileOrigin {
     existing: bool,
     /// Columns of the tile, at most as many as its vectors have.
     width: usize,
-    prefetch: Prefetch,
+    ahead: [Prefetch; 2],
 }
 
 /// Repeats `body` with the constant `I` from 0 up to `count`: unrolled, so that tiles stay in registers. Conditions are
@@ -389,7 +395,7 @@ unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
                 if whole { store!(=> store); } else { store!(counts => store_first); }
             };
         }
-        let mut prefetch = origin.prefetch;
+        let [mut prefetch, mut later] = origin.ahead;
         let mut asked = 0;
         for segment in 0..segments {
             let mut a = [origin.a.wrapping_add(segment * left.segment); 5];
@@ -463,16 +469,23 @@ unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
                     }
                     continue;
                 }
-                while prefetch.rows > 0 && span > 0 {
-                    let steps = span.min((prefetch.run - asked).div_ceil(PREFETCH_STEP));
+                // An element for each lane in every step: as fast as memory can deliver.
+                while span > 0 {
+                    if prefetch.rows == 0 {
+                        if later.rows == 0 {
+                            break;
+                        }
+                        (prefetch, later) = (later, Prefetch::NONE);
+                    }
+                    let steps = span.min((prefetch.run - asked).div_ceil(S::LANES));
                     let mut line = prefetch.start.wrapping_add(asked);
                     for _ in 0..steps {
                         simd.prefetch(line);
-                        line = line.wrapping_add(PREFETCH_STEP);
+                        line = line.wrapping_add(S::LANES);
                         step!(from, _count => simd.load(from));
                     }
                     span -= steps;
-                    asked += steps * PREFETCH_STEP;
+                    asked += steps * S::LANES;
                     if asked >= prefetch.run {
                         prefetch = Prefetch {
                             start: prefetch.start.wrapping_add(prefetch.row),
@@ -555,7 +568,7 @@ mod tests {
                 start: [Start::Zero, Start::Existing, Start::Bias(&bias)][start],
             };
             let mut c = before.clone();
-            dispatch(Compute { product, lines: Lines { count: lines, left: left_line, c: rows * stride }, c: &mut c, row: stride, prefetch: Prefetch::NONE });
+            dispatch(Compute { product, lines: Lines { count: lines, left: left_line, c: rows * stride }, c: &mut c, row: stride, ahead: [Prefetch::NONE; 2] });
             assert_close(&c, &expected, 1e-5);
         }
     }

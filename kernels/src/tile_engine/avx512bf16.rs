@@ -35,7 +35,7 @@ impl TileEngine for Avx512Bf16 {
         for part in 0..4 {
             // SAFETY: the type exists only if the processor has the instructions; the caller guarantees the
             // operands.
-            unsafe { eight_rows(operands, part / 2, part % 2 * ROWS, begin, sums, ahead.of_tile(part, 4)) };
+            unsafe { eight_rows(operands, part / 2, part % 2 * ROWS, begin, sums, ahead.share(part, 4)) };
         }
     }
 }

@@ -163,7 +163,7 @@ impl Winograd {
                         slope: 1.0,
                     };
                     let m = &mut m[point * outputs..][..outputs];
-                    product.compute(m, filters, forward.ahead(point + 1));
+                    product.compute(m, filters, [forward.ahead(point + 1), Prefetch::NONE]);
                 }
                 let (y, chosen) = (&mut *y.values, &mut *chosen.values);
                 with_points!(tiling, Outputs { tiling, m: &*m, bias, tiles, y, chosen });
@@ -228,6 +228,14 @@ impl Winograd {
                 );
                 with_points!(tiling, input Inputs { tiling, x, tiles: tiles.clone(), v: &mut *v });
                 for point in 0..points {
+                    // What the next point's products read: both operands, and sums, which are a few rows in many places.
+                    let (next_v, next_dm) = (matrix(v, point + 1, inputs), matrix(dm, point + 1, outputs));
+                    let next_du = Prefetch {
+                        start: du[(point + 1) * gradients..].as_ptr(),
+                        row: filters,
+                        rows: if point + 1 < points { channels } else { 0 },
+                        run: filters,
+                    };
                     let (v, dm) = (&mut v[point * inputs..][..inputs], &dm[point * outputs..]);
                     let product = Product {
                         rows: channels,
@@ -241,7 +249,7 @@ impl Winograd {
                     };
                     let backward = backward.as_ref().filter(|_| input_len > 0);
                     let ahead = backward.map_or(Prefetch::NONE, |backward| backward.ahead(point));
-                    product.compute(&mut du[point * gradients..][..gradients], filters, ahead);
+                    product.compute(&mut du[point * gradients..][..gradients], filters, [ahead, next_dm]);
                     // The transformed input is no longer needed: its memory is reused for the gradient.
                     if let Some(backward) = backward {
                         let (u, panel) = backward.at(point);
@@ -255,12 +263,7 @@ impl Winograd {
                             start: Start::Zero,
                             slope: 1.0,
                         };
-                        // The sums of the next point are a few rows in many places, which the processor does not
-                        // foresee.
-                        let next = du[(point + 1) * gradients..].as_ptr();
-                        let rows = if point + 1 < points { channels } else { 0 };
-                        let ahead = Prefetch { start: next, row: filters, rows, run: filters };
-                        product.compute(v, channels, ahead);
+                        product.compute(v, channels, [next_du, next_v]);
                     }
                 }
                 start = Start::Existing;
@@ -280,6 +283,11 @@ impl Winograd {
         }
         weight_gradients(threads, &shape, &tiling.points, &scratch.parts[..parts], gradients, dw);
     }
+}
+
+/// The matrix at one point, of `len` elements; nothing after the last one.
+fn matrix(matrices: &[f32], point: usize, len: usize) -> Prefetch {
+    Prefetch::of(matrices[point * len..].get(..len).unwrap_or_default())
 }
 
 #[cfg(test)]

@@ -9,6 +9,10 @@
 //! Each pass exists forward and backward, and the backward one is the transpose: where tiles overlap in the image,
 //! the gradient of a pixel is the sum of theirs.
 //!
+//! A tile's values are in n² places, and those of blocks of the backward passes do not fit into the L2 cache, so a transform
+//! prefetches what the next tile's will read and write. It does so row by row: with a vector of every pixel at a time, more
+//! rows would be read at once than processors foresee.
+//!
 //! No closure here contains vector code: one that is not inlined is compiled without the vector instructions.
 
 #![expect(clippy::needless_range_loop, reason = "an index is a place in a tile, in several arrays at once")]
@@ -20,6 +24,7 @@ use super::transform::{input, input_gradient, output, output_gradient};
 use crate::Storage;
 use crate::conv::ConvShape;
 use crate::conv::cpu::{Epilogue, activate, before_activation};
+use crate::gemm::prefetch::Prefetch;
 use crate::pool;
 use crate::simd::{MAX_LANES, Simd, Task};
 
@@ -102,14 +107,70 @@ impl Tiling {
         (height, width, height * width * self.shape.filters)
     }
 
-    /// Some tiles of consecutive images: index among them, image, first output row and column.
+    /// The place of a tile in consecutive images: image, first output row and column.
     #[inline(always)]
-    fn each(&self, tiles: Range<usize>) -> impl Iterator<Item = (usize, usize, usize, usize)> + use<> {
-        let Tiling { rows, columns, points: Points { tile, .. }, .. } = *self;
-        tiles.enumerate().map(move |(index, number)| {
-            let (image, place) = (number / (rows * columns), number % (rows * columns));
-            (index, image, place / columns * tile, place % columns * tile)
-        })
+    fn place(&self, tile: usize) -> (usize, usize, usize) {
+        let Tiling { rows, columns, points: Points { tile: extent, .. }, .. } = *self;
+        let (image, place) = (tile / (rows * columns), tile % (rows * columns));
+        (image, place / columns * extent, place % columns * extent)
+    }
+
+    /// What a tile needs of the images `x`.
+    fn inputs_of<E>(&self, tile: usize, x: &[E]) -> Prefetch {
+        let ConvShape { channels, height, width, .. } = self.shape;
+        let (image, row, column) = self.place(tile);
+        let pad = self.shape.pad() as isize;
+        let corner = (row as isize - pad, column as isize - pad);
+        square(x, (height, width, channels), image, corner, self.points.count())
+    }
+
+    /// A tile's part of the results `y`.
+    fn results_of<E>(&self, tile: usize, y: &[E]) -> Prefetch {
+        let (height, width, _) = self.result();
+        let (image, row, column) = self.place(tile);
+        let window = if self.pool.is_some() { 2 } else { 1 };
+        let corner = ((row / window) as isize, (column / window) as isize);
+        square(y, (height, width, self.shape.filters), image, corner, self.points.tile / window)
+    }
+
+    /// The values of a tile at all points, for a block of `tiles`.
+    fn values_of(&self, tile: usize, values: &[f32], tiles: usize, channels: usize) -> Prefetch {
+        let start = values.as_ptr().wrapping_add(tile * channels);
+        let rows = if tile < tiles { self.points() } else { 0 };
+        Prefetch { start, row: Tiling::stride(tiles, channels), rows, run: channels }
+    }
+}
+
+/// A square of an image of \[height, width, channels\], without what lies outside.
+fn square<E>(
+    images: &[E],
+    (height, width, channels): (usize, usize, usize),
+    image: usize,
+    (row, column): (isize, isize),
+    extent: usize,
+) -> Prefetch {
+    let (rows, columns) = (within(row, extent, height), within(column, extent, width));
+    let (row, column) = (row + rows.start as isize, column + columns.start as isize);
+    let first = ((image * height + row as usize) * width + column as usize) * channels;
+    let words = |elements: usize| elements * size_of::<E>() / size_of::<f32>();
+    Prefetch {
+        start: images.as_ptr().wrapping_add(first).cast(),
+        row: words(width * channels),
+        rows: if first < images.len() { rows.len() } else { 0 },
+        run: words(columns.len() * channels),
+    }
+}
+
+/// Prefetches a share of each area: that of the vector of channels from `channel` on.
+#[inline(always)]
+fn prefetch<S: Simd, const AREAS: usize>(
+    simd: S,
+    areas: &[Prefetch; AREAS],
+    channel: usize,
+    channels: usize,
+) {
+    for area in areas {
+        area.share(channel / S::LANES, channels / S::LANES).fetch(simd);
     }
 }
 
@@ -135,12 +196,16 @@ impl<E: Storage, const PAIRS: usize> Task for Inputs<'_, E, PAIRS> {
         assert!(tiles.end <= images * tiling.tiles() && v.len() >= n * n * stride);
         assert!(channels.is_multiple_of(S::LANES) && n == tiling.points.count());
         let zero = simd.splat(0.0);
-        for (number, image, row, column) in tiling.each(tiles) {
+        for (number, tile) in tiles.clone().enumerate() {
+            let (image, row, column) = tiling.place(tile);
             let (row, column) = (row as isize - pad, column as isize - pad);
             let (rows, columns) = (within(row, n, height), within(column, n, width));
             // Columns outside the image stay zero.
             let mut down = [[zero; MAX_POINTS]; MAX_POINTS];
+            let next =
+                [tiling.inputs_of(tile + 1, x), tiling.values_of(number + 1, v, tiles.len(), channels)];
             for channel in (0..channels).step_by(S::LANES) {
+                prefetch(simd, &next, channel, channels);
                 for j in columns.clone() {
                     let mut line = [zero; MAX_POINTS];
                     for i in rows.clone() {
@@ -192,14 +257,17 @@ impl<E: Storage, const PAIRS: usize> Task for InputGradients<'_, E, PAIRS> {
         assert!(tiles.end <= images * tiling.tiles() && sums.len() == len && dv.len() >= n * n * stride);
         assert!(channels.is_multiple_of(S::LANES) && n == tiling.points.count());
         let mut across = [[simd.splat(0.0); MAX_POINTS]; MAX_POINTS];
-        for (number, image, row, column) in tiling.each(tiles.clone()) {
+        for (number, tile) in tiles.clone().enumerate() {
+            let (image, row, column) = tiling.place(tile);
             // The first tile of an image.
             if (row, column) == (0, 0) {
                 sums.fill(0.0);
             }
             let (row, column) = (row as isize - pad, column as isize - pad);
             let (rows, columns) = (within(row, n, height), within(column, n, width));
+            let next = [tiling.values_of(number + 1, dv, tiles.len(), channels)];
             for channel in (0..channels).step_by(S::LANES) {
+                prefetch(simd, &next, channel, channels);
                 for i in 0..n {
                     let mut line = [simd.splat(0.0); MAX_POINTS];
                     for j in 0..n {
@@ -270,9 +338,12 @@ impl<E: Storage, const PAIRS: usize, const TILE: usize> Task for Outputs<'_, E, 
         assert!(tiling.pool.is_none() || chosen.len() == y.len());
         let (zero, slope) = (simd.splat(0.0), simd.splat(tiling.slope));
         let mut down = [[zero; MAX_POINTS]; TILE];
-        let mut tile = [[zero; MAX_POINTS]; TILE];
-        for (number, image, row, column) in tiling.each(tiles) {
+        let mut pixels = [[zero; MAX_POINTS]; TILE];
+        for (number, tile) in tiles.clone().enumerate() {
+            let (image, row, column) = tiling.place(tile);
+            let next = [tiling.results_of(tile + 1, y)];
             for filter in (0..filters).step_by(S::LANES) {
+                prefetch(simd, &next, filter, filters);
                 for j in 0..n {
                     let mut line = [zero; MAX_POINTS];
                     for i in 0..n {
@@ -288,9 +359,9 @@ impl<E: Storage, const PAIRS: usize, const TILE: usize> Task for Outputs<'_, E, 
                 // SAFETY: filters are whole vectors.
                 let bias = unsafe { simd.load(bias.as_ptr().add(filter)) };
                 for i in 0..TILE {
-                    tile[i] = output::<S, PAIRS, TILE>(simd, &tiling.points, &down[i]);
+                    pixels[i] = output::<S, PAIRS, TILE>(simd, &tiling.points, &down[i]);
                     for j in 0..TILE {
-                        tile[i][j] = activate(simd, simd.add(tile[i][j], bias), slope);
+                        pixels[i][j] = activate(simd, simd.add(pixels[i][j], bias), slope);
                     }
                 }
                 if tiling.pool.is_none() {
@@ -298,17 +369,17 @@ impl<E: Storage, const PAIRS: usize, const TILE: usize> Task for Outputs<'_, E, 
                         for j in 0..TILE.min(out_width - column) {
                             let at = ((image * height + row + i) * width + column + j) * filters + filter;
                             // SAFETY: a pixel of one of the images, whose filters are whole vectors.
-                            unsafe { E::store(simd, tile[i][j], y.as_mut_ptr().add(at)) };
+                            unsafe { E::store(simd, pixels[i][j], y.as_mut_ptr().add(at)) };
                         }
                     }
                     continue;
                 }
                 for i in (0..TILE).step_by(2).take_while(|i| (row + i) / 2 < height) {
                     for j in (0..TILE).step_by(2).take_while(|j| (column + j) / 2 < width) {
-                        let (mut best, mut place) = (tile[i][j], zero);
+                        let (mut best, mut place) = (pixels[i][j], zero);
                         for (u, v) in [(0, 1), (1, 0), (1, 1)] {
                             if row + i + u < out_height && column + j + v < out_width {
-                                let value = tile[i + u][j + v];
+                                let value = pixels[i + u][j + v];
                                 let larger = simd.greater(value, best);
                                 best = simd.select(larger, value, best);
                                 place = simd.select(larger, simd.splat((2 * u + v) as f32), place);
@@ -368,18 +439,25 @@ impl<E: Storage, const PAIRS: usize, const TILE: usize> Task for OutputGradients
         assert!((tiling.pool.is_none() || chosen.len() == y.len()) && sums.len() == filters);
         let (zero, slope) = (simd.splat(0.0), simd.splat(tiling.slope));
         let mut down = [[zero; MAX_POINTS]; MAX_POINTS];
-        for (number, image, row, column) in tiling.each(tiles) {
+        for (number, tile) in tiles.clone().enumerate() {
+            let (image, row, column) = tiling.place(tile);
             // By column; elements outside the image stay zero.
-            let mut tile = [[zero; MAX_POINTS]; TILE];
+            let mut pixels = [[zero; MAX_POINTS]; TILE];
+            let next = [
+                tiling.results_of(tile + 1, y),
+                tiling.results_of(tile + 1, dy),
+                tiling.values_of(number + 1, dm, tiles.len(), filters),
+            ];
             for filter in (0..filters).step_by(S::LANES) {
+                prefetch(simd, &next, filter, filters);
                 let mut sum = zero;
                 if tiling.pool.is_none() {
                     for i in 0..TILE.min(height - row) {
                         for j in 0..TILE.min(width - column) {
                             let at = ((image * height + row + i) * width + column + j) * filters + filter;
                             // SAFETY: a pixel of one of the images, whose filters are whole vectors.
-                            tile[j][i] = unsafe { gradient_at(simd, y, dy, at, slope) };
-                            sum = simd.add(sum, tile[j][i]);
+                            pixels[j][i] = unsafe { gradient_at(simd, y, dy, at, slope) };
+                            sum = simd.add(sum, pixels[j][i]);
                         }
                     }
                 } else {
@@ -394,13 +472,13 @@ impl<E: Storage, const PAIRS: usize, const TILE: usize> Task for OutputGradients
                             let place = unsafe { simd.load_bytes(chosen.as_ptr().add(at)) };
                             for (u, v) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
                                 let here = simd.equal(place, simd.splat((2 * u + v) as f32));
-                                tile[j + v][i + u] = simd.select(here, value, zero);
+                                pixels[j + v][i + u] = simd.select(here, value, zero);
                             }
                         }
                     }
                 }
                 for j in 0..TILE {
-                    let line = output_gradient::<S, PAIRS, TILE>(simd, &tiling.points, &tile[j]);
+                    let line = output_gradient::<S, PAIRS, TILE>(simd, &tiling.points, &pixels[j]);
                     for i in 0..n {
                         down[i][j] = line[i];
                     }
