@@ -1,6 +1,6 @@
 //! Buffers: memory that operations take and return.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::{Arc, Weak};
@@ -189,11 +189,14 @@ impl Buffer {
         let layout =
             Layout::from_size_align(bytes.max(1), alignment).expect("the size of a buffer fits an address");
         // SAFETY: the layout has a size of at least 1.
-        let base = unsafe { alloc_zeroed(layout) };
+        let base = unsafe { alloc(layout) };
         let Some(base) = NonNull::new(base) else { handle_alloc_error(layout) };
         if bytes >= HUGE_PAGE {
+            // Before the memory is touched, which `alloc_zeroed` does if the alignment is large.
             advise_huge_pages(base, layout.size());
         }
+        // SAFETY: the allocation has so many bytes.
+        unsafe { base.write_bytes(0, layout.size()) };
         Buffer { allocation: Arc::new(Allocation::Private { base, layout }), dtype, offset: 0, len }
     }
 
