@@ -162,8 +162,9 @@ impl Winograd {
                         start: Start::Zero,
                         slope: 1.0,
                     };
+                    let next_v = matrix(v, point + 1, inputs);
                     let m = &mut m[point * outputs..][..outputs];
-                    product.compute(m, filters, [forward.ahead(point + 1), Prefetch::NONE]);
+                    product.compute(m, filters, [forward.ahead(point + 1), next_v]);
                 }
                 let (y, chosen) = (&mut *y.values, &mut *chosen.values);
                 with_points!(tiling, Outputs { tiling, m: &*m, bias, tiles, y, chosen });
