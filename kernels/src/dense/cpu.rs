@@ -37,10 +37,6 @@ const FORWARD_DEPTH: usize = 256;
 /// The depth of a block of the weights' gradient. Few batches are larger, so results are written once.
 const SAMPLES: usize = 512;
 
-/// Register tiles of rows in a product of the weights' gradient. They use a panel from the L1 cache, which is read from the L2
-/// cache once; the rows of as many tiles fit beside it.
-const TILES_OF_ROWS: usize = 3;
-
 /// The depth of a block of the input's gradient: a panel takes 24 KiB, and 64 samples take 48 KiB.
 const BACKWARD_DEPTH: usize = 192;
 
@@ -349,6 +345,7 @@ fn weight_gradient(
     samples: usize,
 ) {
     let (inputs, rows) = (dw.row_stride(), dw.rows());
+    let tiles = tiles(rows);
     let product = Product {
         rows,
         columns: columns.len(),
@@ -359,12 +356,11 @@ fn weight_gradient(
         start: Start::Zero,
         slope: 1.0,
     };
-    if tiles(rows) == 1 || samples == 0 {
+    if tiles == 1 || samples == 0 {
         // Each element is read once, so a copy is not worth it.
         product.compute_block(dw, Prefetch::NONE);
         return;
     }
-    let products = tiles(rows).div_ceil(TILES_OF_ROWS);
     let block = block_of(samples, SAMPLES);
     let packed = scratch.reserve(WIDTH * block);
     for at in columns.clone().step_by(WIDTH) {
@@ -373,9 +369,9 @@ fn weight_gradient(
         for first in (0..samples).step_by(block) {
             let depth = block.min(samples - first);
             panels.pack(first..first + depth, packed);
-            for index in 0..products {
-                let (from, to) = (rows * index / products, rows * (index + 1) / products);
-                let next = to..rows * (index + 2).min(products) / products;
+            for tile in 0..tiles {
+                let (from, to) = (rows * tile / tiles, rows * (tile + 1) / tiles);
+                let next = to..rows * (tile + 2).min(tiles) / tiles;
                 let prefetch = dw.prefetch(next, part.clone());
                 Product {
                     rows: to - from,

@@ -68,6 +68,9 @@ impl Lines {
     const ONE: Lines = Lines { count: 1, left: 0, c: 0 };
 }
 
+/// Elements by which prefetching advances in each step: half a cache line, as fast as memory can deliver.
+const PREFETCH_STEP: usize = 8;
+
 /// One product and its extents.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Product<'a> {
@@ -397,6 +400,10 @@ unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
         }
         let [mut prefetch, mut later] = origin.ahead;
         let mut asked = 0;
+        // Faster, if the tile is over too soon otherwise.
+        let elements = prefetch.rows * prefetch.run + later.rows * later.run;
+        let is_slow_enough = elements <= segments * depth * PREFETCH_STEP;
+        let step = if is_slow_enough { PREFETCH_STEP } else { S::LANES.max(PREFETCH_STEP) };
         for segment in 0..segments {
             let mut a = [origin.a.wrapping_add(segment * left.segment); 5];
             unroll!(5, {
@@ -469,7 +476,6 @@ unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
                     }
                     continue;
                 }
-                // An element for each lane in every step: as fast as memory can deliver.
                 while span > 0 {
                     if prefetch.rows == 0 {
                         if later.rows == 0 {
@@ -477,15 +483,15 @@ unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
                         }
                         (prefetch, later) = (later, Prefetch::NONE);
                     }
-                    let steps = span.min((prefetch.run - asked).div_ceil(S::LANES));
+                    let steps = span.min((prefetch.run - asked).div_ceil(step));
                     let mut line = prefetch.start.wrapping_add(asked);
                     for _ in 0..steps {
                         simd.prefetch(line);
-                        line = line.wrapping_add(S::LANES);
+                        line = line.wrapping_add(step);
                         step!(from, _count => simd.load(from));
                     }
                     span -= steps;
-                    asked += steps * S::LANES;
+                    asked += steps * step;
                     if asked >= prefetch.run {
                         prefetch = Prefetch {
                             start: prefetch.start.wrapping_add(prefetch.row),
