@@ -5,8 +5,8 @@ use crate::simd::Simd;
 /// Elements of a cache line.
 const LINE: usize = 16;
 
-/// Memory to prefetch during a product because it is needed afterwards: rows of `run` elements, `row` apart. Only a
-/// hint: any address is allowed, and prefetches that do not fit into the time of the product are left out.
+/// Memory to prefetch because it is needed soon: rows of `run` elements, `row` apart. Only a hint: any address is allowed, and
+/// what does not fit into the time of a product is left out.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Prefetch {
     pub(crate) start: *const f32,

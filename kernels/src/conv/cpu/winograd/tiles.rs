@@ -10,7 +10,7 @@
 //! the gradient of a pixel is the sum of theirs.
 //!
 //! A tile's values are in n² places, and those of blocks of the backward passes do not fit into the L2 cache, so a transform
-//! prefetches what the next tile's will read and write. It does so row by row: with a vector of every pixel at a time, more
+//! prefetches what that of the next tile will read and write. It does so row by row: with a vector of every pixel at a time, more
 //! rows would be read at once than processors foresee.
 //!
 //! No closure here contains vector code: one that is not inlined is compiled without the vector instructions.
