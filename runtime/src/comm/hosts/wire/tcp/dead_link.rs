@@ -7,11 +7,13 @@
 //! because of a blackhole route or a firewall's rule, are followed by probes, too.
 //!
 //! The kernel doubles the time between two attempts. So after an outage of 3 s, which must do no harm, the next attempt
-//! may be seconds away: a host is only given up if it has not answered one that was made after such an outage.
+//! may be seconds away: a host is only given up if it has not answered one that was made after such an outage. The
+//! frames that this rank goes on sending count as attempts, too, so the last one may always be recent: there must be no
+//! answer for a while, either since the last attempt or since there were enough of them.
 
 use std::net::TcpStream;
 use std::os::fd::AsRawFd;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::libc;
 
@@ -21,6 +23,7 @@ const TIMEOUT: Duration = Duration::from_millis(4750);
 const OUTAGE: Duration = Duration::from_secs(3);
 /// Time for the answer to an attempt.
 const ROUND_TRIP: Duration = Duration::from_millis(500);
+
 /// What the kernel knows of a connection.
 #[derive(Debug, Clone, Copy, Default)]
 struct State {
@@ -72,14 +75,40 @@ impl State {
         }
     }
 
-    fn is_dead(&self) -> bool {
-        self.since_answer >= TIMEOUT && self.since_attempt >= ROUND_TRIP && self.attempted_for() >= OUTAGE
+    /// Whether the attempts were enough, if the last one has no answer either.
+    fn is_suspect(&self) -> bool {
+        self.since_answer >= TIMEOUT && self.attempted_for() >= OUTAGE
     }
 }
 
-/// How long the other host has not answered, if that is too long.
-pub(super) fn silence(stream: &TcpStream) -> Option<Duration> {
-    State::of(stream).filter(State::is_dead).map(|state| state.since_answer)
+/// What is known of a connection from one check to the next.
+#[derive(Debug, Default)]
+pub(super) struct Link {
+    /// Since when the connection has been suspect without an answer.
+    suspect_since: Option<Instant>,
+}
+
+impl Link {
+    /// How long the other host has not answered, if that is too long.
+    pub(super) fn silence(&mut self, stream: &TcpStream) -> Option<Duration> {
+        let state = State::of(stream)?;
+        self.is_dead(&state, Instant::now()).then_some(state.since_answer)
+    }
+
+    fn is_dead(&mut self, state: &State, now: Instant) -> bool {
+        if !state.is_suspect() {
+            self.suspect_since = None;
+            return false;
+        }
+        // There may have been an answer between two checks.
+        let answered = now.checked_sub(state.since_answer);
+        let since = self
+            .suspect_since
+            .filter(|since| answered.is_none_or(|answered| answered < *since))
+            .unwrap_or(now);
+        self.suspect_since = Some(since);
+        state.since_attempt >= ROUND_TRIP || now - since >= ROUND_TRIP
+    }
 }
 
 #[cfg(test)]
@@ -122,15 +151,35 @@ mod tests {
                 }
                 let answered = attempt + milliseconds(300);
                 let last = if leave { answered } else { attempt * 2 + pause + milliseconds(300) };
-                let mut now = Duration::ZERO;
-                let is_dead = |now| unanswered(pause, milliseconds(idle), leave, now).is_dead();
-                while !is_dead(now) {
-                    now += milliseconds(10);
+                // This rank makes no further attempts, or one every 200 ms.
+                for recent in [Duration::MAX, milliseconds(200)] {
+                    let (mut link, begin, mut now) = (Link::default(), Instant::now(), Duration::ZERO);
+                    let state = |now: Duration| {
+                        let state = unanswered(pause, milliseconds(idle), leave, now);
+                        State { since_attempt: state.since_attempt.min(recent), ..state }
+                    };
+                    while !link.is_dead(&state(now), begin + now) {
+                        now += milliseconds(10);
+                    }
+                    assert!(now > answered, "{pause:?} {idle}: given up after {now:?}");
+                    let latest = (last + ROUND_TRIP).max(TIMEOUT + ROUND_TRIP);
+                    assert!(now <= latest, "{pause:?} {idle} {recent:?}: only after {now:?}");
                 }
-                assert!(now > answered, "{pause:?} {idle}: given up after {now:?}");
-                assert!(now <= (last + ROUND_TRIP).max(TIMEOUT), "{pause:?} {idle}: only after {now:?}");
             }
         }
+    }
+
+    #[test]
+    fn a_host_that_has_answered_between_two_checks_is_asked_again() {
+        let suspect = |idle| {
+            let state = unanswered(milliseconds(200), milliseconds(idle), true, milliseconds(6400));
+            State { since_attempt: Duration::ZERO, ..state }
+        };
+        let (mut link, begin) = (Link::default(), Instant::now());
+        assert!(!link.is_dead(&suspect(0), begin));
+        let later = begin + milliseconds(20_000);
+        assert!(!link.is_dead(&suspect(0), later));
+        assert!(link.is_dead(&suspect(600), later + milliseconds(600)));
     }
 
     #[test]
@@ -146,7 +195,7 @@ mod tests {
                 since_answer: milliseconds(60_000),
                 retransmits: 0,
             };
-            assert!(!state.is_dead(), "{state:?}");
+            assert!(!state.is_suspect(), "{state:?}");
         }
     }
 
@@ -158,6 +207,6 @@ mod tests {
         near.set_nonblocking(true).unwrap();
         while near.write(&[0; 1 << 16]).is_ok() {}
         let state = State::of(&near).expect("the kernel knows its connections");
-        assert!(!state.is_dead(), "{state:?}");
+        assert!(!state.is_suspect(), "{state:?}");
     }
 }

@@ -6,6 +6,7 @@
 use std::io::{ErrorKind, IoSliceMut, Read};
 use std::net::TcpStream;
 
+use super::dead_link::Link;
 use crate::comm::hosts::frame::{FrameKind, HEADER_BYTES, Header, SMALL_BYTES, Stamp};
 use crate::comm::hosts::transfer::Transfer;
 use crate::comm::hosts::wire::{Ended, Frame};
@@ -25,6 +26,7 @@ pub(super) struct Input {
     /// The next frame is a piece for which nothing is posted, or whose turn has not come.
     pub(super) stalled: bool,
     pub(super) ended: Option<Ended>,
+    pub(super) link: Link,
 }
 
 /// Which payload comes next from a peer: pieces are distributed over the streams in turn.

@@ -196,9 +196,11 @@ impl TcpWire {
     fn check_links(&mut self) {
         self.checked = Instant::now();
         for (peer, state) in (0..).zip(&mut self.peers) {
-            let mut streams = (0..state.inputs.len()).map(|stream| self.connections.stream(peer, stream));
+            let mut links = state.inputs.iter_mut().map(|input| &mut input.link).enumerate();
+            let mut silence =
+                || links.find_map(|(stream, link)| link.silence(self.connections.stream(peer, stream)));
             if state.deaf.is_none()
-                && let Some(silence) = streams.find_map(dead_link::silence)
+                && let Some(silence) = silence()
             {
                 let seconds = silence.as_secs_f32();
                 state.deaf = Some(Ended::now(format!(
