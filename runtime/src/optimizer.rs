@@ -12,7 +12,7 @@ use mgpu_kernels::optimizer::{Factors, State, cpu};
 pub use mgpu_kernels::schedule::{Decay, Schedule};
 
 use crate::comm::Buffer;
-use crate::{Error, Layout, ParameterGroup, Result, TensorSpec};
+use crate::{Layout, ParameterGroup, TensorSpec};
 
 /// Name of the moving average's arena in a checkpoint.
 pub(crate) const AVERAGE: &str = "average";
@@ -95,7 +95,6 @@ impl OptimizerConfig {
 #[derive(Debug)]
 pub(crate) struct Optimizer {
     config: OptimizerConfig,
-    threads: Threads,
     step: u64,
     /// Those among them that were skipped.
     skipped: u64,
@@ -109,23 +108,17 @@ pub(crate) struct Optimizer {
 impl Optimizer {
     /// For the elements of `layout`. This rank holds the state of `len` elements. The caller must initialise the
     /// moving average.
-    ///
-    /// # Errors
-    /// If `threads` is 0, or the system cannot start threads.
-    pub(crate) fn new(config: OptimizerConfig, layout: &Layout, len: usize, threads: usize) -> Result<Self> {
+    pub(crate) fn new(config: OptimizerConfig, layout: &Layout, len: usize) -> Self {
         let arena = |used: bool| Buffer::zeroed::<f32>(if used { len } else { 0 });
-        let threads = Threads::try_new(threads)
-            .map_err(|problem| Error::InvalidArgument { operation: "data parallel", problem })?;
-        Ok(Optimizer {
+        Optimizer {
             config,
-            threads,
             step: 0,
             skipped: 0,
             runs: runs(&config, layout),
             first: arena(config.rule.states() > 0),
             second: arena(config.rule.states() > 1),
             average: arena(config.average.is_some()),
-        })
+        }
     }
 
     /// Elements of the state on this rank, in all arenas together.
@@ -181,7 +174,14 @@ impl Optimizer {
     }
 
     /// Updates the parameters that begin at element `begin` of the arena. Their state begins at `state`.
-    pub(crate) fn update(&mut self, begin: usize, state: usize, parameters: &mut [f32], gradients: &[f32]) {
+    pub(crate) fn update(
+        &mut self,
+        threads: &Threads,
+        begin: usize,
+        state: usize,
+        parameters: &mut [f32],
+        gradients: &[f32],
+    ) {
         let rule = self.config.rule.with_lr(self.learning_rate_of(self.step - 1));
         let (mut at, len) = (0, parameters.len());
         let mut run = self.runs.partition_point(|(end, _)| *end <= begin);
@@ -194,7 +194,7 @@ impl Optimizer {
                 second: self.second.as_mut_slice().get_mut(elements).unwrap_or_default(),
             };
             cpu::update(
-                &self.threads,
+                threads,
                 &rule,
                 factors,
                 self.step - self.skipped,
@@ -206,7 +206,7 @@ impl Optimizer {
         }
         if let Some(decay) = self.config.average {
             let average = &mut self.average.as_mut_slice()[state..state + len];
-            cpu::average(&self.threads, decay, parameters, average);
+            cpu::average(threads, decay, parameters, average);
         }
     }
 
@@ -286,13 +286,14 @@ mod tests {
         let config = OptimizerConfig::new(rule).with_decay_weights_only().with_average(0.5);
         let layout = layout();
         let gradients: Vec<f32> = (0..layout.len()).map(|i| i as f32 - 7.5).collect();
+        let threads = Threads::new(1);
         let update = |piece: usize| {
-            let mut optimizer = Optimizer::new(config, &layout, layout.len(), 1).unwrap();
+            let mut optimizer = Optimizer::new(config, &layout, layout.len());
             let mut parameters = vec![1.0f32; layout.len()];
             optimizer.begin_step();
             let pieces = parameters.chunks_mut(piece).zip(gradients.chunks(piece));
             for (index, (parameters, gradients)) in pieces.enumerate() {
-                optimizer.update(index * piece, index * piece, parameters, gradients);
+                optimizer.update(&threads, index * piece, index * piece, parameters, gradients);
             }
             let state: Vec<Vec<f32>> = optimizer.state().map(|(_, values)| values.to_vec()).collect();
             (parameters, state)

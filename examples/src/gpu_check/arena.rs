@@ -199,7 +199,7 @@ fn digests(harness: &mut Harness, len: usize) -> Outcome {
             let found = harness.twice(verdict, &[Output::holding(&[5i64])], |stream, outputs| {
                 digest::cuda::count_non_finite(stream, memory.view(), outputs[0])
             })?;
-            let expected = 5 + digest::cpu::count_non_finite(&values) as i64;
+            let expected = 5 + digest::cpu::count_non_finite(&harness.threads, &values) as i64;
             verdict.equal("count", &found.values::<i64>(0), &[expected]);
             Ok(())
         })?;

@@ -2,10 +2,18 @@
 
 use crate::rng::splitmix64;
 use crate::simd::{Simd, Task, dispatch};
+use crate::threads::{PerPart, Threads};
+
+/// Fewer elements are not worth another thread.
+const GRAIN: usize = 1 << 16;
 
 /// Number of non-finite elements (NaN or Inf).
-pub fn count_non_finite(values: &[f32]) -> u64 {
-    dispatch(CountNonFinite(values))
+pub fn count_non_finite(threads: &Threads, values: &[f32]) -> u64 {
+    let mut counts = vec![0; threads.parts(values.len(), GRAIN)];
+    threads.divide(values.len(), GRAIN, PerPart::new(&mut counts), |range, count| {
+        *count.own() = dispatch(CountNonFinite(&values[range]));
+    });
+    counts.iter().sum()
 }
 
 /// Counts in a plain loop, compiled for the vectors of each processor.

@@ -17,6 +17,7 @@ mod tests {
     use super::*;
     use crate::reference::random;
     use crate::rng::splitmix64;
+    use crate::threads::Threads;
     use proptest::prelude::*;
 
     proptest! {
@@ -42,11 +43,14 @@ mod tests {
 
     #[test]
     fn infinities_and_nans_are_counted() {
-        assert_eq!(cpu::count_non_finite(&[0.0, f32::NAN, f32::MAX, f32::NEG_INFINITY, 1e-40]), 2);
-        let mut values = random(10_000, 2);
-        values[9_999] = f32::INFINITY;
+        let one = Threads::new(1);
+        assert_eq!(cpu::count_non_finite(&one, &[0.0, f32::NAN, f32::MAX, f32::NEG_INFINITY, 1e-40]), 2);
+        let mut values = random(200_000, 2);
+        values[199_999] = f32::INFINITY;
         values[4_095] = -f32::NAN;
-        assert_eq!(cpu::count_non_finite(&values), 2);
+        for threads in [one, Threads::new(3)] {
+            assert_eq!(cpu::count_non_finite(&threads, &values), 2);
+        }
     }
 
     #[test]

@@ -8,6 +8,7 @@
 //!
 //! Ranks exchange the results in one small all-gather, together with the values that must be the same on all of them.
 
+use mgpu_kernels::Threads;
 use mgpu_kernels::digest::cpu as digest;
 
 use super::gradient_bucket::{GradientBucket, Owner};
@@ -16,17 +17,23 @@ use crate::replicate::{blame_and_fail, first_outlier};
 use crate::{Error, Layout, Result};
 
 /// Largest tensor that is checked completely before the reduction, in elements. (Reading 81 MB of gradients, of which
-/// `layers` has most in two tensors, takes about 9 ms of a step of 200 ms.)
+/// `layers` has most in two tensors, takes one thread about 9 ms of a step of 200 ms.)
 const FULL_CHECK_LEN: usize = 1 << 16;
 
 impl GradientBucket {
     /// The index of a tensor of the bucket with non-finite gradients of this rank, in step `step`.
-    pub(super) fn non_finite(&self, layout: &Layout, step: u64, is_alone: bool) -> Option<usize> {
+    pub(super) fn non_finite(
+        &self,
+        threads: &Threads,
+        layout: &Layout,
+        step: u64,
+        is_alone: bool,
+    ) -> Option<usize> {
         let values = self.values();
         let is_bad = |tensor: &usize| {
             let gradient = &values[self.within(layout, *tensor)];
             match gradient.len() {
-                len if is_alone || len <= FULL_CHECK_LEN => digest::count_non_finite(gradient) > 0,
+                len if is_alone || len <= FULL_CHECK_LEN => digest::count_non_finite(threads, gradient) > 0,
                 _ => digest::sample_has_non_finite(gradient, step),
             }
         };
@@ -35,7 +42,12 @@ impl GradientBucket {
 
     /// The index of a tensor of the bucket with non-finite reduced gradients, in the shard of `rank` of `ranks`, or in
     /// all of the bucket if this rank alone has them.
-    pub(super) fn reduced_non_finite(&self, layout: &Layout, rank: u32, ranks: u32) -> Option<usize> {
+    pub(super) fn reduced_non_finite(
+        &self,
+        threads: &Threads,
+        layout: &Layout,
+        (rank, ranks): (u32, u32),
+    ) -> Option<usize> {
         let shard = match self.owner {
             Owner::EveryRank | Owner::Shards => shard(self.elements.len(), ranks, rank),
             Owner::RankZero => self.own_within(),
@@ -43,7 +55,7 @@ impl GradientBucket {
         let is_bad = |tensor: &usize| {
             let within = self.within(layout, *tensor);
             let elements = within.start.max(shard.start)..within.end.min(shard.end);
-            !elements.is_empty() && digest::count_non_finite(&self.values()[elements]) > 0
+            !elements.is_empty() && digest::count_non_finite(threads, &self.values()[elements]) > 0
         };
         self.plan.tensors.clone().rev().find(is_bad)
     }

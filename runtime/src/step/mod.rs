@@ -91,8 +91,6 @@ pub struct DataParallel {
     buffers: Vec<f32>,
     optimizer: Optimizer,
     loss_scaling: Option<(LossScaler, LossScale)>,
-    /// Number of threads for updates.
-    threads: usize,
     /// Number of steps between two comparisons of the ranks' weights.
     verify_every: Option<u64>,
     /// Number of elements that are updated before they are copied to the peers.
@@ -132,7 +130,7 @@ impl DataParallel {
         verify_settings(&mut comm, &config.settings())?;
         replicate(&mut comm, &layout, &mut values)?;
         let ownership = ownership(&config, &comm);
-        let mut reducer = Reducer::assemble(comm, layout, config.reducer, ownership)?;
+        let mut reducer = Reducer::assemble(comm, layout, config.reducer, ownership, config.threads)?;
         // Peers write the updated parameters of their buckets and shards in place.
         let mut parameters = match ownership {
             Ownership::Ranks { shard_from: None } => Buffer::zeroed::<f32>(values.len()),
@@ -140,8 +138,7 @@ impl DataParallel {
         };
         parameters.as_mut_slice().copy_from_slice(&values);
         let buckets = &reducer.buckets;
-        let mut optimizer =
-            Optimizer::new(config.optimizer, &reducer.layout, buckets.states, config.threads)?;
+        let mut optimizer = Optimizer::new(config.optimizer, &reducer.layout, buckets.states);
         if let Some(average) = optimizer.average_mut() {
             buckets.copy_own(&values, average);
         }
@@ -153,7 +150,6 @@ impl DataParallel {
             loss_scaling: config.loss_scaler.map(|scaler| (scaler, scaler.initial())),
             block: BLOCK * config.threads,
             update_time: Duration::ZERO,
-            threads: config.threads,
             verify_every: config.verify_every,
         })
     }
@@ -326,7 +322,7 @@ impl DataParallel {
     fn update(&mut self) -> Result<()> {
         self.optimizer.begin_step();
         let Self {
-            reducer: Reducer { comm, buckets, ownership, .. },
+            reducer: Reducer { comm, buckets, ownership, threads, .. },
             parameters,
             optimizer,
             block,
@@ -337,7 +333,8 @@ impl DataParallel {
             let start = Instant::now();
             let from = begin - bucket.elements.start;
             let gradients = &bucket.values()[from..from + parameters.len()];
-            optimizer.update(begin, bucket.state + (begin - bucket.own.start), parameters, gradients);
+            let state = bucket.state + (begin - bucket.own.start);
+            optimizer.update(threads, begin, state, parameters, gradients);
             *update_time += start.elapsed();
         };
         for bucket in buckets.all.iter().filter(|bucket| bucket.owner == Owner::EveryRank) {

@@ -1,5 +1,7 @@
 //! The reducer: averages gradients over ranks, without an optimizer.
 
+use mgpu_kernels::Threads;
+
 use super::accumulate::{Accumulator, Counter};
 use super::buffers::BufferMean;
 use super::clip;
@@ -50,6 +52,8 @@ pub struct Reducer {
     readiness: Readiness,
     accumulator: Accumulator,
     config: ReducerConfig,
+    /// For checks of large gradients, and a `DataParallel`'s updates.
+    pub(super) threads: Threads,
     /// Norm of the last gradients, if they are clipped.
     norm: Option<f64>,
     /// Number of reductions made.
@@ -98,7 +102,7 @@ impl Reducer {
         layout.check("reducer")?;
         verify_settings(&mut comm, &config.settings())?;
         verify_layout(&mut comm, &layout)?;
-        Self::assemble(comm, layout, config, Ownership::Ranks { shard_from: None })
+        Self::assemble(comm, layout, config, Ownership::Ranks { shard_from: None }, 1)
     }
 
     /// As [`new`](Self::new), without comparing layout and settings.
@@ -107,7 +111,10 @@ impl Reducer {
         layout: Layout,
         config: ReducerConfig,
         ownership: Ownership,
+        threads: usize,
     ) -> Result<Self> {
+        let threads = Threads::try_new(threads)
+            .map_err(|problem| Error::InvalidArgument { operation: "data parallel", problem })?;
         let (rank, ranks) = (comm.rank(), comm.size());
         if config.overlap && ranks > 1 {
             comm = comm.in_background()?;
@@ -135,6 +142,7 @@ impl Reducer {
             comm,
             layout,
             config,
+            threads,
         })
     }
 
@@ -271,6 +279,7 @@ impl Reducer {
             readiness: &mut self.readiness,
             accumulator: &mut self.accumulator,
             config: &self.config,
+            threads: &self.threads,
             exchange: Exchange { reduction, invariant, micro_batches, active },
             step,
             non_finite,
@@ -279,10 +288,13 @@ impl Reducer {
 
     /// Compares the reports of all ranks. `own` is a tensor with non-finite gradients of this rank.
     fn compare_reports(&mut self, participation: &Participation, own: Option<usize>) -> Result<()> {
-        let Self { comm, layout, buckets, config, .. } = self;
+        let Self { comm, layout, buckets, config, threads, .. } = self;
         let (rank, ranks) = (comm.rank(), comm.size());
         let reduced = match config.check_finite && ranks > 1 {
-            true => buckets.all.iter().find_map(|bucket| bucket.reduced_non_finite(layout, rank, ranks)),
+            true => {
+                let mut buckets = buckets.all.iter();
+                buckets.find_map(|bucket| bucket.reduced_non_finite(threads, layout, (rank, ranks)))
+            }
             false => None,
         };
         let Participation { step, micro_batches, learning_rate, .. } = *participation;

@@ -1,5 +1,7 @@
 //! The gradient sink: where a model writes its gradients during a backward pass.
 
+use mgpu_kernels::Threads;
+
 use super::accumulate::Accumulator;
 use super::config::{ReducerConfig, Reduction, check_sums};
 use super::gradient_bucket::{Exchange, GradientBucket};
@@ -55,6 +57,7 @@ pub(super) struct Sink<'a> {
     pub(super) readiness: &'a mut Readiness,
     pub(super) accumulator: &'a mut Accumulator,
     pub(super) config: &'a ReducerConfig,
+    pub(super) threads: &'a Threads,
     pub(super) exchange: Exchange,
     /// The current step, from 0.
     pub(super) step: u64,
@@ -76,7 +79,8 @@ impl Sink<'_> {
     fn reduce(&mut self, index: usize) -> Result<()> {
         let bucket = &mut self.buckets[index];
         if self.config.check_finite && self.non_finite.is_none() {
-            *self.non_finite = bucket.non_finite(self.layout, self.step, self.comm.size() == 1);
+            let is_alone = self.comm.size() == 1;
+            *self.non_finite = bucket.non_finite(self.threads, self.layout, self.step, is_alone);
         }
         bucket.reduce(self.comm, self.exchange, index as u32)
     }

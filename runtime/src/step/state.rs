@@ -121,7 +121,7 @@ impl DataParallel {
         }
         reducer.rebuild_buckets(buckets)?;
         let (config, buckets) = (optimizer.config(), &reducer.buckets);
-        let mut renewed = Optimizer::new(config, &reducer.layout, buckets.states, self.threads)?;
+        let mut renewed = Optimizer::new(config, &reducer.layout, buckets.states);
         renewed.set_steps(optimizer.steps(), optimizer.skipped_steps());
         for ((_, local), whole) in renewed.state_mut().zip(states) {
             buckets.copy_own(&whole, local);
