@@ -1,19 +1,22 @@
 //! Digests on the CPU.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use crate::rng::splitmix64;
 use crate::simd::{Simd, Task, dispatch};
-use crate::threads::{PerPart, Threads};
+use crate::threads::{Rows, Threads};
 
 /// Fewer elements are not worth another thread.
 const GRAIN: usize = 1 << 16;
 
 /// Number of non-finite elements (NaN or Inf).
 pub fn count_non_finite(threads: &Threads, values: &[f32]) -> u64 {
-    let mut counts = vec![0; threads.parts(values.len(), GRAIN)];
-    threads.divide(values.len(), GRAIN, PerPart::new(&mut counts), |range, count| {
-        *count.own() = dispatch(CountNonFinite(&values[range]));
+    let count = AtomicU64::new(0);
+    let no_outputs = Rows::<()>::new(&mut [], 0);
+    threads.divide(values.len(), GRAIN, no_outputs, |range, _| {
+        count.fetch_add(dispatch(CountNonFinite(&values[range])), Ordering::Relaxed);
     });
-    counts.iter().sum()
+    count.into_inner()
 }
 
 /// Counts in a plain loop, compiled for the vectors of each processor.

@@ -196,12 +196,13 @@ impl TcpWire {
     fn check_links(&mut self) {
         self.checked = Instant::now();
         for (peer, state) in (0..).zip(&mut self.peers) {
-            let mut links = state.inputs.iter_mut().map(|input| &mut input.link).enumerate();
-            let mut silence =
-                || links.find_map(|(stream, link)| link.silence(self.connections.stream(peer, stream)));
-            if state.deaf.is_none()
-                && let Some(silence) = silence()
-            {
+            if state.deaf.is_some() {
+                continue;
+            }
+            let mut inputs = state.inputs.iter_mut().enumerate();
+            let silence =
+                inputs.find_map(|(stream, input)| input.link.silence(self.connections.stream(peer, stream)));
+            if let Some(silence) = silence {
                 let seconds = silence.as_secs_f32();
                 state.deaf = Some(Ended::now(format!(
                     "does not answer: its host has acknowledged nothing for {seconds:.1} s"
