@@ -245,7 +245,7 @@ fn an_interface_that_leads_nowhere_is_named_without_agents() {
     let Some(hosts) = Hosts::start(2) else { return };
     add_docker(&hosts);
     let found = "host a cannot reach docker0 (172.17.0.1) of host b, which NCCL would take";
-    // Of a name with addresses of both families, a rank that starts before rank 0 listens may take either.
+    // By the host's name, a rank that starts before rank 0 listens may connect over IPv4 or IPv6.
     let over_ipv6 = [("MASTER_ADDR", &*address_v6(0))];
     for finished in Tasks::start(&hosts, &over_ipv6, "all").finish() {
         // NCCL would take the other address of the interface.
