@@ -110,6 +110,13 @@ pub trait Divide: Send + Sized {
     fn divide(self, items: usize, parts: usize) -> (Self, Self);
 }
 
+/// No outputs.
+impl Divide for () {
+    fn divide(self, _items: usize, _parts: usize) -> ((), ()) {
+        ((), ())
+    }
+}
+
 /// A slice that holds `width` elements for every item.
 #[derive(Debug)]
 pub struct Rows<'a, T> {

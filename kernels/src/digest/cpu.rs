@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::rng::splitmix64;
 use crate::simd::{Simd, Task, dispatch};
-use crate::threads::{Rows, Threads};
+use crate::threads::Threads;
 
 /// Fewer elements are not worth another thread.
 const GRAIN: usize = 1 << 16;
@@ -12,8 +12,7 @@ const GRAIN: usize = 1 << 16;
 /// Number of non-finite elements (NaN or Inf).
 pub fn count_non_finite(threads: &Threads, values: &[f32]) -> u64 {
     let count = AtomicU64::new(0);
-    let no_outputs = Rows::<()>::new(&mut [], 0);
-    threads.divide(values.len(), GRAIN, no_outputs, |range, _| {
+    threads.divide(values.len(), GRAIN, (), |range, ()| {
         count.fetch_add(dispatch(CountNonFinite(&values[range])), Ordering::Relaxed);
     });
     count.into_inner()

@@ -189,16 +189,26 @@ impl Logs {
 #[cfg(test)]
 mod tests {
     use std::fs::File;
-    use std::io::Read;
-    use std::os::fd::OwnedFd;
+    use std::io::{PipeWriter, Read, Write};
+    use std::os::fd::{AsFd, OwnedFd};
 
     use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
     use super::*;
 
-    /// The logs of two ranks on a disk that hangs until the other end is read.
+    /// What fills a pipe.
+    const FILLING: u8 = b'.';
+
+    /// The logs of two ranks on a disk that accepts nothing until the other end is read, where [`FILLING`] comes first.
     fn hanging() -> (impl Read, Logs) {
-        let (reader, pipe) = std::io::pipe().unwrap();
+        let (reader, mut pipe) = std::io::pipe().unwrap();
+        let has_room = |pipe: &PipeWriter| {
+            poll(&mut [PollFd::new(pipe.as_fd(), PollFlags::POLLOUT)], PollTimeout::ZERO).unwrap() > 0
+        };
+        while has_room(&pipe) {
+            // A pipe with room has room for a page.
+            pipe.write_all(&[FILLING; 4096]).unwrap();
+        }
         let file = File::from(OwnedFd::from(pipe));
         let writer = Writer::start(THREAD, vec![file.try_clone().unwrap(), file]).unwrap();
         let stall = StallDetector::new(Duration::from_secs(30));
@@ -217,7 +227,6 @@ mod tests {
             logs.push(0, Stream::Stdout, &LINE, 1);
             pushed += 1;
         }
-        // The writer may still fill the pipe; then there is no more progress.
         let mut now = Instant::now();
         while !logs.stall.is_stalled() {
             now += Duration::from_secs(60);
@@ -227,8 +236,7 @@ mod tests {
         logs.push(0, Stream::Stdout, &LINE, 1);
         logs.push(1, Stream::Stdout, &LINE, 2);
         logs.push(0, Stream::Stdout, &LINE, 1);
-        // Nothing yet, unless the writer has only now filled the pipe.
-        let mut notices = logs.tick(now);
+        assert_eq!(logs.tick(now), [] as [String; 0]);
 
         // The disk works again: everything queued is written, and the gap is marked.
         let reading = std::thread::spawn(move || {
@@ -236,10 +244,13 @@ mod tests {
             reader.read_to_end(&mut bytes).unwrap();
             bytes
         });
-        while notices.is_empty() {
+        let notices = loop {
+            let notices = logs.tick(Instant::now());
+            if !notices.is_empty() {
+                break notices;
+            }
             std::thread::yield_now();
-            notices = logs.tick(Instant::now());
-        }
+        };
         let told = |rank, lost| {
             format!("the log of rank {rank} lost {lost} lines: its disk accepted nothing for 30 s")
         };
@@ -252,7 +263,8 @@ mod tests {
         }
         drop(logs);
         let bytes = reading.join().unwrap();
-        let text = str::from_utf8(&bytes[LINE.len() * pushed..]).unwrap();
+        let filling = bytes.iter().take_while(|byte| **byte == FILLING).count();
+        let text = str::from_utf8(&bytes[filling + LINE.len() * pushed..]).unwrap();
         assert_eq!(text, "mgpurun: 2 lines are missing here\n".repeat(2) + "after\n");
     }
 

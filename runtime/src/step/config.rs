@@ -191,8 +191,8 @@ pub struct DataParallelConfig {
     pub reducer: ReducerConfig,
     /// Configuration of the optimizer.
     pub optimizer: OptimizerConfig,
-    /// Number of threads for updates on the host, at least 1. It has no effect on a device, except with
-    /// [`Placement::Host`].
+    /// Number of threads for updates, and checks of large gradients, on the host; at least 1. It has no effect on a device,
+    /// except with [`Placement::Host`].
     pub threads: usize,
     /// Size from which the optimizer of a bucket is sharded: every rank holds 1/n of its state and moving average,
     /// and updates 1/n of its parameters. The weights have the same bits with and without sharding (under `nccl` only

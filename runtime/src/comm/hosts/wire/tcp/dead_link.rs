@@ -152,7 +152,9 @@ mod tests {
                 let answered = attempt + milliseconds(300);
                 let last = if leave { answered } else { attempt * 2 + pause + milliseconds(300) };
                 // This rank makes no further attempts, or one every 200 ms.
-                for recent in [Duration::MAX, milliseconds(200)] {
+                for (recent, earliest) in
+                    [(Duration::MAX, TIMEOUT), (milliseconds(200), TIMEOUT + ROUND_TRIP)]
+                {
                     let (mut link, begin, mut now) = (Link::default(), Instant::now(), Duration::ZERO);
                     let state = |now: Duration| {
                         let state = unanswered(pause, milliseconds(idle), leave, now);
@@ -162,7 +164,7 @@ mod tests {
                         now += milliseconds(10);
                     }
                     assert!(now > answered, "{pause:?} {idle}: given up after {now:?}");
-                    let latest = (last + ROUND_TRIP).max(TIMEOUT + ROUND_TRIP);
+                    let latest = (last + ROUND_TRIP).max(earliest);
                     assert!(now <= latest, "{pause:?} {idle} {recent:?}: only after {now:?}");
                 }
             }
