@@ -31,6 +31,8 @@ pub(crate) enum Path {
 }
 
 impl Path {
+    const ALL: [Path; 7] =
+        [Path::None, Path::Inline, Path::Eager, Path::Direct, Path::Staged, Path::Ring, Path::Root];
     const NAMES: [&'static str; 7] = ["none", "inline", "eager", "direct", "staged", "ring", "by root"];
 }
 
@@ -160,6 +162,23 @@ impl Signature {
         [head, self.len as u64, self.location.0, self.location.1 as u64]
     }
 
+    /// The signature that [`encode`](Self::encode) has made these words of.
+    ///
+    /// # Panics
+    /// If the words are not those of a signature.
+    pub(crate) fn decode([head, len, arena, offset]: [u64; SIGNATURE_WORDS]) -> Self {
+        let byte = |shift: u32| (head >> shift & 0xff) as usize;
+        Signature {
+            operation: Operation::from_number(byte(0) as u8).expect("an operation"),
+            path: Path::ALL[byte(8)],
+            dtype: DType::ALL[byte(16)],
+            op: byte(24).checked_sub(1).map(|op| ReduceOp::ALL[op]),
+            detail: (head >> 32) as u32,
+            len: len as usize,
+            location: (arena, offset as usize),
+        }
+    }
+
     /// A hash of an encoded signature.
     pub(crate) fn digest(words: [u64; SIGNATURE_WORDS]) -> u64 {
         words.into_iter().fold(0, mix)
@@ -228,6 +247,12 @@ mod tests {
         assert_eq!(signature.to_string(), "broadcast(1000 f32, root 3, staged)");
         assert_eq!(Signature::bytes_of(signature.encode()), Some(4000));
         assert_eq!(Signature::bytes_of([0xff << 16, 1, 0, 0]), None);
+        for signature in
+            [signature, of(Call::Barrier), of(Call::AllReduce(ReduceOp::Max)).with_path(Path::Root)]
+        {
+            let signature = Signature { location: (7, 64), ..signature };
+            assert_eq!(Signature::decode(signature.encode()), signature);
+        }
         assert_eq!(describe([0xff, 0, 0, 0]), "unknown operation (0xff)");
         let signature = Signature { location: (2, 4096), path: Path::Direct, ..of(Call::AllGather) };
         assert_eq!(signature.to_string(), "all_gather(1000 f32, direct, arena 2 at byte 4096)");

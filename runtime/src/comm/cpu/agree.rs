@@ -11,8 +11,8 @@ use crate::clock::now;
 use crate::comm::signature::{SIGNATURE_WORDS, Signature, describe};
 use crate::{Error, Result};
 
-/// Bytes of a payload to prefetch.
-const FETCHED_BYTES: usize = 256;
+/// Bytes of a payload that are fetched while waiting for it.
+pub(super) const FETCHED_BYTES: usize = 256;
 
 /// Prefetches the first lines of a peer's slot while waiting for its arrival, so that they come together with its flag. Only
 /// a few: fetching a line that the peer is about to write delays the peer.
@@ -70,7 +70,7 @@ impl CpuTransport {
         if self.rank != root {
             self.await_arrival(root, digest, call, slot)?;
         }
-        self.unsettled.push((self.sequence, *call));
+        self.unsettled.push((self.sequence, call.encode()));
         self.record_arrival();
         Ok(())
     }
@@ -85,10 +85,11 @@ impl CpuTransport {
     #[cold]
     fn settle_unsettled(&mut self, most: usize) -> Result<()> {
         while self.unsettled.len() > most {
-            let (sequence, call) = self.unsettled[0];
+            let (sequence, words) = self.unsettled[0];
+            let call = Signature::decode(words);
             // Messages name the operation of that number.
             let current = std::mem::replace(&mut self.sequence, sequence);
-            let digest = Signature::digest(call.encode());
+            let digest = Signature::digest(words);
             let settled = self.await_arrivals(digest, &call, |_, _| std::ptr::null());
             self.sequence = current;
             settled?;

@@ -9,6 +9,7 @@ use mgpu_kernels::copy::copy;
 use mgpu_kernels::reduce;
 use smallvec::SmallVec;
 
+use super::agree::FETCHED_BYTES;
 use super::lines::AHEAD;
 use super::{CpuTransport, prefetch};
 use crate::Result;
@@ -190,26 +191,32 @@ impl CpuTransport {
     /// A broadcast that fits a line or a slot of its own. Ranks wait for the root only.
     pub(super) fn broadcast_ahead(&mut self, buffer: &Buffer, root: u32, call: &Signature) -> Result<()> {
         self.settle(AHEAD - 1)?;
-        let sequence = self.next_sequence();
-        let (slot, to_fetch) = if call.path == Path::Inline {
-            (self.region.lines(root).arrival(sequence).payload(), std::ptr::null())
+        let is_inline = call.path == Path::Inline;
+        let slot = if is_inline {
+            self.region.lines(root).arrival(self.next_sequence()).payload()
         } else {
-            let slot = self.region.ahead(root, sequence);
-            (slot, slot.cast_const())
+            let slot = self.region.ahead(root, self.broadcasts);
+            self.broadcasts = self.broadcasts.wrapping_add(1);
+            slot
         };
         if self.rank == root {
-            if call.path == Path::Eager {
+            if !is_inline {
                 self.region.reserve_ahead(root)?;
             }
             // SAFETY: the payload fits (the path was chosen so). It is not read before the arrival, and its readers of the
             // operation that used it before have finished (see `lines`).
             unsafe { copy(buffer.address(), slot, buffer.bytes()) };
         }
-        self.enter_after(root, to_fetch, call)?;
+        // Peers fetch a short payload while they wait for it.
+        let is_fetched = !is_inline && buffer.bytes() <= FETCHED_BYTES;
+        self.enter_after(root, if is_fetched { slot.cast_const() } else { std::ptr::null() }, call)?;
         if self.rank != root {
             // SAFETY: the root has filled its slot and does not write it until this rank has arrived at a later operation.
             unsafe { copy(slot.cast_const(), buffer.address(), buffer.bytes()) };
             self.count(buffer.bytes(), 1);
+        } else if !is_inline && !is_fetched {
+            // Peers have the lines of the next slot, too, and the next broadcast is often as long as this one.
+            prefetch::range_for_writing(self.region.ahead(root, self.broadcasts), buffer.bytes());
         }
         Ok(())
     }

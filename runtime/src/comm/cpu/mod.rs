@@ -52,7 +52,7 @@ use super::call::{Call, Request, SegmentUpdate};
 use super::exchange::{Exchange, Partition};
 use super::rules::FailureHandler;
 use super::segments::{gather_segments, update_blocks};
-use super::signature::{Path, Signature};
+use super::signature::{Path, SIGNATURE_WORDS, Signature};
 use super::split::{Members, SplitGroup};
 use super::{Algorithm, Buffer, Capabilities, Communicator, DType, ReduceOp, Rules, Transport, shard};
 use crate::membership::Membership;
@@ -106,8 +106,11 @@ pub(crate) struct CpuTransport {
     family: u32,
     /// Sequence number of the last operation that was entered.
     sequence: u32,
-    /// The last operations in which this rank has not compared the calls of all peers yet.
-    unsettled: SmallVec<[(u32, Signature); AHEAD]>,
+    /// The last operations in which this rank has not compared the calls of all peers yet, with its own call as it was
+    /// encoded: those words are in registers, while copying the signature would wait for all stores before it.
+    unsettled: SmallVec<[(u32, [u64; SIGNATURE_WORDS]); AHEAD]>,
+    /// Number of broadcasts through small slots so far.
+    broadcasts: u32,
     /// Number of blocks that earlier operations have put into each rank's queue.
     queued: Vec<u32>,
     /// What earlier operations have passed through staging memory.
@@ -168,6 +171,7 @@ pub(crate) fn connect(
         region,
         sequence: 0,
         unsettled: SmallVec::new(),
+        broadcasts: 0,
         queued: vec![0; size as usize],
         streamed: Streamed::default(),
         stores: Choices::default(),
@@ -473,6 +477,7 @@ impl Transport for CpuTransport {
             family: self.family,
             sequence: 0,
             unsettled: SmallVec::new(),
+            broadcasts: 0,
             queued: vec![0; size as usize],
             streamed: Streamed::default(),
             stores: Choices::default(),

@@ -241,9 +241,9 @@ impl Region {
         self.memory.at(self.data(rank, RING + at))
     }
 
-    /// The slot of `rank` for a broadcast that is operation `sequence`.
-    pub(super) fn ahead(&self, rank: u32, sequence: u32) -> *mut u8 {
-        self.memory.at(self.data(rank, AHEAD_SLOTS + sequence as usize % ARRIVALS * AHEAD_BYTES))
+    /// The slot of `rank` for broadcast number `number` through such slots.
+    pub(super) fn ahead(&self, rank: u32, number: u32) -> *mut u8 {
+        self.memory.at(self.data(rank, AHEAD_SLOTS + number as usize % ARRIVALS * AHEAD_BYTES))
     }
 
     /// Bytes of a channel's chunk.
