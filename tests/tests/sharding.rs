@@ -9,6 +9,8 @@ use mgpu::{Compression, Placement, ShardFrom};
 use mgpu::{DType, DataParallel, DataParallelConfig, Layout, Pending, Result, World};
 use mgpu_tests::models::{layout, model, optimizers, outcome};
 use mgpu_tests::threads;
+use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
+use nix::unistd::Pid;
 
 /// From fewer elements than ranks, over odd lengths, to buckets that are reduced in place and in several blocks.
 fn layouts() -> Vec<Layout> {
@@ -175,6 +177,27 @@ fn small_buckets_stay_replicated() {
     });
     // The first bucket holds the weight of 4000 bytes alone, the second the bias of 400 bytes.
     assert_eq!(lens, [100 + 1000 / 2; 2]);
+}
+
+#[test]
+fn buckets_of_medium_size_are_sharded_if_ranks_share_a_core() {
+    let mut one_core = CpuSet::new();
+    let allowed = sched_getaffinity(Pid::from_raw(0)).unwrap();
+    let core = (0..CpuSet::count()).find(|core| allowed.is_set(*core).unwrap()).unwrap();
+    one_core.set(core).unwrap();
+    // Only this test's thread, and those that it starts.
+    sched_setaffinity(Pid::from_raw(0), &one_core).unwrap();
+    let sgd = OptimizerConfig::new(Rule::Sgd(Sgd { momentum: 0.9, ..Sgd::default() }));
+    for (elements, held) in [(31 << 10, 31 << 10), (33 << 10, 33 << 9), (129 << 10, 129 << 9)] {
+        let layout = layout(&[&[elements]]);
+        let lens = threads::run(2, |mut world| {
+            let config = sharded(sgd, 1 << 20).with_shard_from(ShardFrom::Auto);
+            let mut model = model(&mut world, &layout, config).unwrap();
+            assert!(model.comm().capabilities().shares_cores);
+            model.optimizer_len()
+        });
+        assert_eq!(lens, [held; 2], "of {elements} elements");
+    }
 }
 
 /// A run of 3 + 2 steps, saved in between by n ranks, continues on m ranks, sharded or not.

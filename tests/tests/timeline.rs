@@ -125,9 +125,10 @@ fn every_rank_has_a_track_on_the_same_clock() {
     let path = folder.path().join("timeline.json");
     let steps = 4;
     // Batch normalisation sums over ranks in its passes; buckets are both sharded and replicated.
-    for (ranks, net) in [(2, "lenet5"), (3, "lenet5"), (2, "keras")] {
-        train(TRAIN.launched(ranks), &path, &["--net", net, "--batch", "8", "--steps", "4", "--skip-test"])
-            .expect(0, &[]);
+    for (ranks, net, shard) in [(2, "lenet5", "off"), (3, "lenet5", "off"), (2, "keras", "auto")] {
+        let arguments =
+            ["--net", net, "--shard-optimizer", shard, "--batch", "8", "--steps", "4", "--skip-test"];
+        train(TRAIN.launched(ranks), &path, &arguments).expect(0, &[]);
         let tracks = tracks(&path);
         assert_eq!(tracks.len(), ranks as usize);
         assert_one_clock(&tracks);

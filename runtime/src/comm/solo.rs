@@ -23,6 +23,7 @@ impl Transport for Solo {
             shares_memory: false,
             sums_in_rank_order: true,
             device_buffers: false,
+            shares_cores: false,
             crosses_network: false,
         }
     }

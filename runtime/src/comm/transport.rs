@@ -35,6 +35,8 @@ pub struct Capabilities {
     pub sums_in_rank_order: bool,
     /// Payloads of host buffers are copied through GPU memory; a `DeviceCommunicator` avoids the copies.
     pub device_buffers: bool,
+    /// The ranks of the host are more than its cores; false where that is not known.
+    pub shares_cores: bool,
     /// Host buffers cross a network between hosts, so that every operation costs its latency.
     pub crosses_network: bool,
 }

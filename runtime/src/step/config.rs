@@ -15,6 +15,10 @@ const BUCKET_OVER_HOSTS: usize = 8 << 20;
 /// the updated parameters. (On a busy machine, two ranks with the 247 KB of `lenet5` took 0.84 ms per step replicated
 /// and 1.15 ms sharded; with the 27 MB of `deep`, reductions and updates took 36 ms replicated and 28 ms sharded.)
 pub(super) const SHARD_FROM: usize = 512 << 10;
+/// The same with more ranks than cores: a replicated update then takes as many times longer, because the ranks of a core take
+/// turns. (lenet5 on two cores, sharded beside replicated: with 4 ranks 1.03 times as fast, with 8 ranks 1.05, with 16 ranks 1.13
+/// times.)
+pub(super) const SHARD_FROM_WITH_SHARED_CORES: usize = 128 << 10;
 /// Default number of steps between two comparisons of the ranks' weights.
 const VERIFY_EVERY: u64 = 100;
 
@@ -475,7 +479,7 @@ pub enum Placement {
 /// Size from which buckets are sharded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ShardFrom {
-    /// From 512 KiB if ranks share memory on a host. Never on devices, and never on a host without shared memory,
+    /// From 512 KiB if ranks share memory on a host, and from 128 KiB if there are more ranks than cores. Never on devices, and never on a host without shared memory,
     /// because there sums may differ in their last bits from one operation to another.
     Auto,
     /// From this many bytes. On a host only if ranks share memory, as for `Auto`.

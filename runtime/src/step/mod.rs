@@ -28,8 +28,8 @@ mod tree;
 
 use std::time::{Duration, Instant};
 
-use config::SHARD_FROM;
 pub use config::{Compression, DataParallelConfig, Placement, ReducerConfig, Reduction, ShardFrom, Unused};
+use config::{SHARD_FROM, SHARD_FROM_WITH_SHARED_CORES};
 use gradient_bucket::{GradientBucket, Owner};
 use gradient_buckets::Ownership;
 use reducer::Participation;
@@ -490,7 +490,8 @@ impl DataParallel {
 fn ownership(config: &DataParallelConfig, comm: &Communicator) -> Ownership {
     // Under NCCL every shard of a host buffer would go through the memory of the GPU once more.
     let has_shards = comm.size() > 1 && comm.capabilities().sums_in_rank_order;
-    let shard_from = config.shard_from.bytes(Some(SHARD_FROM)).filter(|_| has_shards);
+    let default = if comm.capabilities().shares_cores { SHARD_FROM_WITH_SHARED_CORES } else { SHARD_FROM };
+    let shard_from = config.shard_from.bytes(Some(default)).filter(|_| has_shards);
     match config.placement {
         Placement::Shared if comm.size() > 1 => Ownership::RankZero,
         Placement::Host if comm.size() > 1 => Ownership::Ranks { shard_from: Some(0) },

@@ -436,6 +436,7 @@ impl Transport for CpuTransport {
             shares_memory: true,
             sums_in_rank_order: true,
             device_buffers: false,
+            shares_cores: self.membership.page().world_size() as usize > self.cores,
             crosses_network: false,
         }
     }

@@ -17,9 +17,8 @@ use std::time::{Duration, Instant};
 use nix::libc;
 use nix::sys::time::TimeSpec;
 
-/// Shortest and longest sleep between two checks of the flag and the peers. The longest bounds how late the death of
-/// a peer is noticed.
-const SLEEP_SLICES: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(20));
+/// Longest sleep between two checks of the flag and the peers. It bounds how late the death of a peer is noticed.
+const LONGEST_SLICE: Duration = Duration::from_millis(20);
 
 /// Additional words in the flag's cache line: a peer that has fetched the flag has them, too.
 pub(super) const FLAG_WORDS: usize = 7;
@@ -98,6 +97,8 @@ pub(super) struct WaitPolicy {
     oversubscribed: bool,
     spins: u32,
     yields: u32,
+    /// The first sleep between two checks.
+    first_slice: Duration,
 }
 
 /// A yield that takes longer than this ran another task: the next yield might cost a whole time slice, while a
@@ -111,9 +112,12 @@ impl WaitPolicy {
     /// The policy for `ranks` ranks on `cores` cores: spinning only pays while every rank has a core.
     pub(super) fn for_ranks(ranks: u32, cores: usize) -> Self {
         if ranks as usize <= cores {
-            WaitPolicy { oversubscribed: false, spins: 300, yields: 400 }
+            let first_slice = Duration::from_micros(50);
+            WaitPolicy { oversubscribed: false, spins: 300, yields: 400, first_slice }
         } else {
-            WaitPolicy { oversubscribed: true, spins: 1, yields: 100 }
+            // No sleeper is missed, and who wakes early takes a core from a rank that computes.
+            let first_slice = Duration::from_millis(2);
+            WaitPolicy { oversubscribed: true, spins: 1, yields: 100, first_slice }
         }
     }
 
@@ -173,10 +177,10 @@ impl WaitPolicy {
             }
         }
         let started = Instant::now();
-        let (mut slice, longest) = SLEEP_SLICES;
+        let mut slice = self.first_slice;
         while !flag.reached(target) {
             flag.sleep(target, slice);
-            slice = longest.min(slice * 2);
+            slice = LONGEST_SLICE.min(slice * 2);
             let checked = check(started.elapsed());
             // If the peer has reached the flag and then ended, the wait has succeeded.
             if !flag.reached(target) {
@@ -202,7 +206,8 @@ fn spin(times: u32, flag: &Flag, target: u32) -> bool {
 mod tests {
     use super::*;
 
-    const SLEEP_AT_ONCE: WaitPolicy = WaitPolicy { oversubscribed: true, spins: 0, yields: 0 };
+    const SLEEP_AT_ONCE: WaitPolicy =
+        WaitPolicy { oversubscribed: true, spins: 0, yields: 0, first_slice: Duration::from_micros(50) };
 
     #[test]
     fn counters_compare_across_wrapping() {

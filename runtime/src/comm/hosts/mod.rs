@@ -302,6 +302,7 @@ impl Transport for HostsTransport {
             shares_memory: false,
             sums_in_rank_order: true,
             device_buffers: false,
+            shares_cores: false,
             crosses_network: true,
         }
     }

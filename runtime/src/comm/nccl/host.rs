@@ -306,6 +306,7 @@ impl Transport for HostTransport {
             shares_memory: false,
             sums_in_rank_order: false,
             device_buffers: true,
+            shares_cores: false,
             crosses_network: false,
         }
     }
