@@ -42,8 +42,12 @@ impl Site {
 
     /// `mgpurun` on a machine that is none of the hosts.
     fn mgpurun(&self, arguments: &[&str]) -> Command {
-        let mut starter = command(MGPURUN);
-        starter.args(arguments).env("MGPU_SSH", self.ssh()).current_dir(self.folder.path());
+        let mut starter = command("env");
+        starter
+            .args(["--default-signal", MGPURUN])
+            .args(arguments)
+            .env("MGPU_SSH", self.ssh())
+            .current_dir(self.folder.path());
         starter
     }
 
