@@ -479,8 +479,9 @@ pub enum Placement {
 /// Size from which buckets are sharded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ShardFrom {
-    /// From 512 KiB if ranks share memory on a host, and from 128 KiB if there are more ranks than cores. Never on devices, and never on a host without shared memory,
-    /// because there sums may differ in their last bits from one operation to another.
+    /// From 512 KiB if ranks share memory on a host, and from 128 KiB if there are more ranks than cores. Never on devices,
+    /// and never on a host without shared memory, because there sums may differ in their last bits from one operation to
+    /// another.
     Auto,
     /// From this many bytes. On a host only if ranks share memory, as for `Auto`.
     Bytes(usize),
