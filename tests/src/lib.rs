@@ -7,6 +7,7 @@
 pub mod c_library;
 pub mod checkpoints;
 pub mod collectives;
+pub mod cores;
 pub mod device;
 pub mod fake_gpu;
 pub mod faults;

@@ -3,15 +3,8 @@
 use std::collections::BTreeSet;
 use std::process::Command;
 
+use mgpu_tests::cores;
 use mgpu_tests::process::{command, run};
-use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
-use nix::unistd::Pid;
-
-/// The cores available to this test.
-fn own_cores() -> BTreeSet<usize> {
-    let set = sched_getaffinity(Pid::from_raw(0)).unwrap();
-    (0..CpuSet::count()).filter(|core| set.is_set(*core).unwrap()).collect()
-}
 
 fn mgpurun(ranks: usize, options: &[&str]) -> Command {
     let mut launcher = command(env!("CARGO_BIN_EXE_t-mgpurun"));
@@ -47,7 +40,7 @@ fn shown(launcher: &mut Command) -> Vec<(usize, usize, BTreeSet<usize>)> {
 
 #[test]
 fn core_shares_are_disjoint_and_cover_all_cores() {
-    let own = own_cores();
+    let own = cores::own();
     let ranks = own.len().min(4);
     let places = shown(&mut mgpurun(ranks, &["--bind", "core"]));
     assert_eq!(places.len(), ranks);
@@ -58,18 +51,15 @@ fn core_shares_are_disjoint_and_cover_all_cores() {
 
 #[test]
 fn more_ranks_than_cores_are_not_bound() {
-    let own = own_cores();
+    let own = cores::own();
     let places = shown(&mut mgpurun(own.len() + 1, &["--bind", "core"]));
     assert!(places.iter().all(|(threads, _, cores)| *threads == 1 && *cores == own), "{places:?}");
 }
 
 #[test]
 fn ranks_stay_within_the_launchers_affinity_mask() {
-    let first = *own_cores().first().unwrap();
-    let mut only = CpuSet::new();
-    only.set(first).unwrap();
-    // Of this thread, which starts the launchers.
-    sched_setaffinity(Pid::from_raw(0), &only).unwrap();
+    // This thread starts the launchers.
+    let first = cores::bind_to_first();
     for (ranks, bind) in [(1, "core"), (1, "numa"), (2, "auto"), (2, "core"), (2, "none")] {
         let expected = vec![(1, 1, BTreeSet::from([first])); ranks];
         let mut launcher = mgpurun(ranks, &["--bind", bind]);
@@ -79,7 +69,7 @@ fn ranks_stay_within_the_launchers_affinity_mask() {
 
 #[test]
 fn report_bindings_lists_the_cores_of_each_rank() {
-    let own = own_cores();
+    let own = cores::own();
     let report = |options: &[&str]| run(mgpurun(1, options).arg("true"));
     let bound = report(&["--bind", "core", "--report-bindings"]);
     let noun = if own.len() == 1 { "core" } else { "cores" };
@@ -111,7 +101,7 @@ fn a_nested_launcher_divides_its_share() {
 
 #[test]
 fn binding_does_not_change_training() {
-    let ranks = own_cores().len().min(2);
+    let ranks = cores::own().len().min(2);
     let weights = |bind: &str| {
         let mut launcher = mgpurun(ranks, &["--bind", bind]);
         let finished = run(launcher.args([

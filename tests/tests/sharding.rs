@@ -8,9 +8,7 @@ use mgpu::optimizer::{Adam, AdamW, OptimizerConfig, Rule, Sgd};
 use mgpu::{Compression, Placement, ShardFrom};
 use mgpu::{DType, DataParallel, DataParallelConfig, Layout, Pending, Result, World};
 use mgpu_tests::models::{layout, model, optimizers, outcome};
-use mgpu_tests::threads;
-use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
-use nix::unistd::Pid;
+use mgpu_tests::{cores, threads};
 
 /// From fewer elements than ranks, over odd lengths, to buckets that are reduced in place and in several blocks.
 fn layouts() -> Vec<Layout> {
@@ -181,12 +179,8 @@ fn small_buckets_stay_replicated() {
 
 #[test]
 fn buckets_of_medium_size_are_sharded_if_ranks_share_a_core() {
-    let mut one_core = CpuSet::new();
-    let allowed = sched_getaffinity(Pid::from_raw(0)).unwrap();
-    let core = (0..CpuSet::count()).find(|core| allowed.is_set(*core).unwrap()).unwrap();
-    one_core.set(core).unwrap();
-    // Only this test's thread, and those that it starts.
-    sched_setaffinity(Pid::from_raw(0), &one_core).unwrap();
+    // Ranks are threads that this one starts.
+    cores::bind_to_first();
     let sgd = OptimizerConfig::new(Rule::Sgd(Sgd { momentum: 0.9, ..Sgd::default() }));
     for (elements, held) in [(31 << 10, 31 << 10), (33 << 10, 33 << 9), (129 << 10, 129 << 9)] {
         let layout = layout(&[&[elements]]);

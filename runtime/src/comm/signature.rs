@@ -131,7 +131,7 @@ impl Signature {
 
     /// Bytes of the payload of an encoded signature; `None` if it is invalid.
     pub(crate) fn bytes_of(words: [u64; SIGNATURE_WORDS]) -> Option<usize> {
-        let dtype = DType::ALL.get((words[0] >> 16 & 0xff) as usize)?;
+        let dtype = DType::ALL.get(byte(words[0], 16))?;
         usize::try_from(words[1]).ok()?.checked_mul(dtype.size())
     }
 
@@ -167,12 +167,11 @@ impl Signature {
     /// # Panics
     /// If the words are not those of a signature.
     pub(crate) fn decode([head, len, arena, offset]: [u64; SIGNATURE_WORDS]) -> Self {
-        let byte = |shift: u32| (head >> shift & 0xff) as usize;
         Signature {
-            operation: Operation::from_number(byte(0) as u8).expect("an operation"),
-            path: Path::ALL[byte(8)],
-            dtype: DType::ALL[byte(16)],
-            op: byte(24).checked_sub(1).map(|op| ReduceOp::ALL[op]),
+            operation: Operation::from_number(byte(head, 0) as u8).expect("an operation"),
+            path: Path::ALL[byte(head, 8)],
+            dtype: DType::ALL[byte(head, 16)],
+            op: byte(head, 24).checked_sub(1).map(|op| ReduceOp::ALL[op]),
             detail: (head >> 32) as u32,
             len: len as usize,
             location: (arena, offset as usize),
@@ -185,6 +184,11 @@ impl Signature {
     }
 }
 
+/// The byte at bit `shift` of the first word of an encoded signature.
+fn byte(head: u64, shift: u32) -> usize {
+    (head >> shift & 0xff) as usize
+}
+
 /// Adds a word to a hash.
 fn mix(digest: u64, word: u64) -> u64 {
     let mixed = (digest ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -195,7 +199,7 @@ fn mix(digest: u64, word: u64) -> u64 {
 /// memory.
 pub(crate) fn describe(words: [u64; SIGNATURE_WORDS]) -> String {
     let [head, len, arena, offset] = words;
-    let byte = |shift: u32| (head >> shift & 0xff) as usize;
+    let byte = |shift| byte(head, shift);
     let Some(operation) = Operation::from_number(byte(0) as u8) else {
         return format!("unknown operation ({head:#x})");
     };

@@ -37,7 +37,7 @@ pub use reducer::Reducer;
 pub use sink::GradientSink;
 pub use state::NamedArena;
 
-use crate::comm::{Buffer, Communicator, DType, gather_segments};
+use crate::comm::{Buffer, Capabilities, Communicator, DType, gather_segments};
 use crate::optimizer::{LossScale, LossScaler, Optimizer, OptimizerConfig};
 use crate::replicate::{checksum, replicate, verify_equal, verify_settings};
 use crate::{Error, Layout, Result};
@@ -489,8 +489,9 @@ impl DataParallel {
 /// Who averages and updates which buckets of the ranks of `comm`.
 fn ownership(config: &DataParallelConfig, comm: &Communicator) -> Ownership {
     // Under NCCL every shard of a host buffer would go through the memory of the GPU once more.
-    let has_shards = comm.size() > 1 && comm.capabilities().sums_in_rank_order;
-    let default = if comm.capabilities().shares_cores { SHARD_FROM_WITH_SHARED_CORES } else { SHARD_FROM };
+    let Capabilities { sums_in_rank_order, shares_cores, .. } = comm.capabilities();
+    let has_shards = comm.size() > 1 && sums_in_rank_order;
+    let default = if shares_cores { SHARD_FROM_WITH_SHARED_CORES } else { SHARD_FROM };
     let shard_from = config.shard_from.bytes(Some(default)).filter(|_| has_shards);
     match config.placement {
         Placement::Shared if comm.size() > 1 => Ownership::RankZero,

@@ -241,7 +241,8 @@ impl Region {
         self.memory.at(self.data(rank, RING + at))
     }
 
-    /// The slot of `rank` for broadcast number `number` through such slots.
+    /// The slot of `rank` for broadcast number `number` through such slots. Broadcasts are operations, so a slot is used again no
+    /// sooner than an arrival line.
     pub(super) fn ahead(&self, rank: u32, number: u32) -> *mut u8 {
         self.memory.at(self.data(rank, AHEAD_SLOTS + number as usize % ARRIVALS * AHEAD_BYTES))
     }
