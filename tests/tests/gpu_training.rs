@@ -95,7 +95,7 @@ fn images_that_are_copied_for_each_step_give_the_bits_of_images_on_the_gpu() {
     let train = |ranks: u32, more: &[&str]| {
         let mut program = on_gpus(ranks, TRAIN);
         program.env("FAKE_GPU_DELAY_US", "50");
-        program.args(["--data", data, "--kernels", "builtin", "--json", "--steps", "43"]);
+        program.args(["--data", data, "--kernels", "builtin", "--json", "--steps", "29"]);
         run(program.args(more))
     };
     for (ranks, more) in [
