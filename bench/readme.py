@@ -66,11 +66,11 @@ def rows(*lines):
     return "\n".join([head, "|" + "---|" * len(lines[0]), *body]) + "\n"
 
 
-CPU = "train-cpu-2026-11-27-epyc-2c.json"
+CPU = "train-cpu-2026-11-29-epyc-2c.json"
 LAUNCH = "launch-2026-11-23-xeon-2c.json"
 ALLREDUCE = "allreduce-2026-11-21-xeon-2c.json"
-# On private buffers, with cores that share a last-level cache.
-ALLREDUCE_PRIVATE = "allreduce-private-near-2026-11-26-epyc-2c.json"
+# On private buffers, by the number of ranks.
+ALLREDUCE_PRIVATE = {2: "allreduce-private-2026-11-29-epyc-2c.json", 4: "allreduce-private-4-ranks-2026-11-29-epyc-2c.json"}
 # On private buffers that begin at byte 16 of a page.
 COLLECTIVES_OFFSET = "collectives-offset16-2026-11-28-epyc-avx2-2c.json"
 COLLECTIVES_SMALL = "collectives-small-2026-11-28-epyc-avx2-2c.json"
@@ -218,26 +218,26 @@ def best_other(times):
     return [short(min(us for name, us in time.items() if name not in ("mgpu", "before"))) for time in times]
 
 
-def allreduce():
-    sizes = {"4 B": 4, "1 KiB": 1 << 10, "16 KiB": 1 << 14, "256 KiB": 1 << 18, "4 MiB": 1 << 22, "64 MiB": 1 << 26}
+def allreduce_rows(sizes, files):
+    """All-reduces at these sizes, from the file for each number of ranks."""
     lines = [["program", *sizes]]
-    for ranks in (2, 4):
-        measured = pick(result(ALLREDUCE)["figures"], collective="all_reduce", ranks=ranks)["sizes"]
+    for ranks, name in files.items():
+        measured = pick(result(name)["figures"], collective="all_reduce", ranks=ranks)["sizes"]
         times = [pick(measured, bytes=size)["us"] for size in sizes.values()]
         lines.append([f"mgpurun, {ranks} ranks", *times_of("mgpu", times)])
         lines.append([f"best of Intel MPI, MPICH, Open MPI, gloo, {ranks} ranks", *best_other(times)])
     return rows(*lines)
 
 
+def allreduce():
+    sizes = {"4 B": 4, "1 KiB": 1 << 10, "16 KiB": 1 << 14, "256 KiB": 1 << 18, "4 MiB": 1 << 22, "64 MiB": 1 << 26}
+    return allreduce_rows(sizes, {ranks: ALLREDUCE for ranks in (2, 4)})
+
+
 def allreduce_private():
-    sizes = {"4 KiB": 1 << 12, "16 KiB": 1 << 14, "64 KiB": 1 << 16, "1 MiB": 1 << 20, "16 MiB": 1 << 24, "64 MiB": 1 << 26}
-    lines = [["program", *sizes]]
-    measured = pick(result(ALLREDUCE_PRIVATE)["figures"], collective="all_reduce", ranks=2)["sizes"]
-    times = [pick(measured, bytes=size)["us"] for size in sizes.values()]
-    lines.append(["mgpurun, one cache", *times_of("mgpu", times)])
-    lines.append(["mgpurun before, one cache", *times_of("before", times)])
-    lines.append(["best of Intel MPI, MPICH, Open MPI, gloo, one cache", *best_other(times)])
-    return rows(*lines)
+    sizes = {"256 B": 256, "4 KiB": 1 << 12, "16 KiB": 1 << 14, "64 KiB": 1 << 16, "1 MiB": 1 << 20, "16 MiB": 1 << 24,
+             "64 MiB": 1 << 26}
+    return allreduce_rows(sizes, ALLREDUCE_PRIVATE)
 
 
 def before_and_after(name, collectives, sizes):
