@@ -17,8 +17,6 @@ namespace fake {
 namespace {
 
 constexpr size_t SPAN = (size_t)1 << 40;
-constexpr size_t PAGE = 4096;
-constexpr size_t HUGE_PAGE = (size_t)2 << 20;
 constexpr size_t GAP = 16 * PAGE;   // never accessible, between allocations
 constexpr size_t ALIGNMENT = 512;   // as the driver's, and no more
 constexpr int RESERVED = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
@@ -83,8 +81,7 @@ CUdeviceptr open_pages(size_t bytes) {
         action.sa_flags = SA_SIGINFO | SA_ONSTACK;
         sigaction(SIGSEGV, &action, &earlier);
     });
-    // Large allocations begin at huge pages, which take fewer faults to fill.
-    const size_t alignment = bytes < HUGE_PAGE ? PAGE : HUGE_PAGE;
+    const size_t alignment = page_of(bytes);
     size_t at = handed_out.fetch_add(pages_of(bytes) + GAP + alignment - PAGE);
     at = (at + alignment - 1) / alignment * alignment;
     if (at + pages_of(bytes) > SPAN) {

@@ -229,6 +229,10 @@ bool is_host_address(uint64_t address);
 // Where the bytes of a device address are, allocated or not.
 unsigned char* bytes_at(CUdeviceptr address);
 
+// Where memory of `bytes` bytes begins: at a multiple of this. Large memory begins at huge pages, which take fewer faults to fill.
+constexpr size_t PAGE = 4096, HUGE_PAGE = (size_t)2 << 20;
+constexpr size_t page_of(size_t bytes) { return bytes < HUGE_PAGE ? PAGE : HUGE_PAGE; }
+
 // A new device address with `bytes` accessible bytes, 0 if there is no memory; and their end.
 CUdeviceptr open_pages(size_t bytes);
 void close_pages(CUdeviceptr address, size_t bytes);

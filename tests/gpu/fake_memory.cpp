@@ -180,11 +180,10 @@ API CUresult cuMemHostAlloc(void** address, size_t bytes, unsigned) {
     if (current_device() < 0) return CUDA_ERROR_INVALID_CONTEXT;
     if (forbidden_in_capture()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
-    // Large ones begin at huge pages, which take fewer faults to fill.
-    const size_t alignment = bytes < (2 << 20) ? 4096 : 2 << 20;
+    const size_t alignment = page_of(bytes);
     *address = aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
     if (*address == nullptr) return CUDA_ERROR_OUT_OF_MEMORY;
-    if (alignment > 4096) madvise(*address, bytes, MADV_HUGEPAGE);
+    if (alignment == HUGE_PAGE) madvise(*address, bytes, MADV_HUGEPAGE);
     memset(*address, POISON, bytes);
     std::lock_guard lock(driver_state().mutex);
     driver_state().pinned[(uintptr_t)*address] = bytes;
