@@ -58,7 +58,7 @@ void report_fault(int signal, siginfo_t* info, void*) {
 }
 
 // The pages of an allocation that starts `ALIGNMENT` after the first of them.
-size_t pages_of(size_t bytes) { return (ALIGNMENT + bytes + PAGE - 1) / PAGE * PAGE; }
+size_t pages_of(size_t bytes) { return round_up(ALIGNMENT + bytes, PAGE); }
 
 }   // namespace
 
@@ -82,8 +82,7 @@ CUdeviceptr open_pages(size_t bytes) {
         sigaction(SIGSEGV, &action, &earlier);
     });
     const size_t alignment = page_of(bytes);
-    size_t at = handed_out.fetch_add(pages_of(bytes) + GAP + alignment - PAGE);
-    at = (at + alignment - 1) / alignment * alignment;
+    const size_t at = round_up(handed_out.fetch_add(pages_of(bytes) + GAP + alignment - PAGE), alignment);
     if (at + pages_of(bytes) > SPAN) {
         fprintf(stderr, "FAKE GPU: this process has used up its device addresses\n");
         abort();

@@ -232,6 +232,7 @@ unsigned char* bytes_at(CUdeviceptr address);
 // Where memory of `bytes` bytes begins: at a multiple of this. Large memory begins at huge pages, which take fewer faults to fill.
 constexpr size_t PAGE = 4096, HUGE_PAGE = (size_t)2 << 20;
 constexpr size_t page_of(size_t bytes) { return bytes < HUGE_PAGE ? PAGE : HUGE_PAGE; }
+constexpr size_t round_up(size_t bytes, size_t page) { return (bytes + page - 1) / page * page; }
 
 // A new device address with `bytes` accessible bytes, 0 if there is no memory; and their end.
 CUdeviceptr open_pages(size_t bytes);

@@ -181,7 +181,7 @@ API CUresult cuMemHostAlloc(void** address, size_t bytes, unsigned) {
     if (forbidden_in_capture()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
     const size_t alignment = page_of(bytes);
-    *address = aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+    *address = aligned_alloc(alignment, round_up(bytes, alignment));
     if (*address == nullptr) return CUDA_ERROR_OUT_OF_MEMORY;
     if (alignment == HUGE_PAGE) madvise(*address, bytes, MADV_HUGEPAGE);
     memset(*address, POISON, bytes);
